@@ -26,6 +26,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
@@ -189,13 +190,15 @@ class PlainRun:
         self.health = HealthWatch(PPO_RULES, config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)
 
-    def run(self, checkpointer=NO_CHECKPOINTS, resumed: tuple[int, int] | None = None) -> dict[str, Any]:
+    def run(
+        self, checkpointer=NO_CHECKPOINTS, resumed: tuple[int, int] | None = None, trace=NO_TRACE
+    ) -> dict[str, Any]:
         """The PPO steps that are left; `resumed` as in `MetricsWriter`."""
         with MetricsWriter(self.folder, None, resumed) as writer:
             report = PPOReport(self.ppo, self.evaluation, self.health, writer)
             with report.bar:
                 report.evaluate_before_training()
-                run(self.ppo, report, checkpointer)
+                run(self.ppo, report, checkpointer, trace)
             return report.result()
 
     @property

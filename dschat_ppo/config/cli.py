@@ -16,9 +16,10 @@ import yaml
 
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
+from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError, printable_line, reading
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
@@ -28,13 +29,12 @@ _ADVICE = {  # flags of other trainers
     "max_train_steps": "did you mean --max_steps?",
     **dict.fromkeys(("max_train_samples", "max_samples"), _FEWER),
     **{name: f"use --dtype {name}" for name in ("bf16", "fp16")},
-}
-_SYNONYMS = {  # names of LoRA's settings in peft and other trainers
-    **dict.fromkeys(("lora_r", "lora_rank"), "lora_dim"),
-    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "lora_module_name"),
+    **{
+        name: f"it is a flag of the launcher, before the program: deepspeed --{name} N training/..., or of dschat-ppo"
+        for name in ("num_accelerators", "num_gpus")
+    },
 }
 _OF_TRAINING = ("report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps")
-_ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
@@ -97,6 +97,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         _print_help(help_text(step_name, flags, topic))
         raise SystemExit(0)
     parser = flag_parser([kind for _, kind in groups], add_help=False)
+    parser.helps_by_name = True
     parser.set_defaults(**defaults)
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
     known = {field.name for field in fields} - {"config", "local_rank"}
@@ -108,17 +109,31 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
         misspelt = [word for word in unknown if word.startswith("-")] or unknown[:1]
         hints = dict.fromkeys(_suggestion(word, names) for word in misspelt)
-        raise UserError(f"unknown flag or value: {' '.join(unknown)}{''.join(hints)} (all flags: --help all)")
+        raise UserError(
+            f"unknown flag or value: {printable_line(' '.join(unknown))}{''.join(hints)} (all flags: --help all)"
+        )
     # after unknown flags: often one of them is a required flag under another name
-    missing = [f"--{field.name}" for field in fields if field.name not in found]
-    if missing:
-        raise UserError(f"required: {', '.join(missing)} (all flags: --help all)")
     values = vars(found)
+    if missing := _missing(fields, values):
+        raise UserError(f"required: {', '.join(missing)} (all flags: --help all)")
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
     _check_values(values)
     return step.config(**parts)
+
+
+def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -> list[str]:
+    """The required flags that have no value; in step 3 followed by those that would name the reward, if none does."""
+    missing = [
+        f"--{field.name}"
+        for field in fields
+        if field.name not in values or ("(required)" in field.metadata["help"] and values[field.name] in (None, []))
+    ]
+    models = [values.get(f"{model}_model_name_or_path") for model in ("critic", "reward")]
+    if missing and values.get("use_reward_model") and models == [None, None]:
+        missing.append("--critic_model_name_or_path (or --use_reward_model False with --reward_function)")
+    return missing
 
 
 def _print_help(text: str) -> None:
@@ -167,9 +182,7 @@ def _suggestion(unknown: str, known: set[str]) -> str:
     given = "_".join(words)
     if advice := _ADVICE.get(given):
         return f"; {advice}"
-    bare = given.removeprefix(_ROLES[0]).removeprefix(_ROLES[1])
-    meant = _SYNONYMS.get(bare, bare)
-    if same := [name for name in (meant, *(role + meant for role in _ROLES)) if name in known]:
+    if same := flags_for(given, known):
         return f"; this step has {' and '.join(f'--{name}' for name in same)}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")

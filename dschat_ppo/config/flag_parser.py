@@ -9,26 +9,42 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Iterable
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, printable_line
 
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `UserError` with a message of one line, which suggests flags for unknown ones."""
+    """An argument parser that raises `UserError` with a message of one line, which suggests flags for unknown ones.
+
+    `helps_by_name`: whether the program has `--help NAME` and `--help all`, as the steps have.
+    """
+
+    helps_by_name = False
 
     def error(self, message: str) -> NoReturn:
+        named = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
+        if named and (action := self._option_string_actions.get(named[1])):
+            word = f" {named[1].lstrip('-').removeprefix('no_')}" if self.helps_by_name else ""
+            raise UserError(f"{_wrong_value(named[1], action, named[2])} (see --help{word})")
         kind, _, words = message.partition(": ")
         unknown = [word.split("=")[0] for word in words.split() if word.startswith("--")]
         near = [difflib.get_close_matches(word[2:].replace("-", "_"), self._by_name, n=1) for word in unknown]
         meant = [self._by_name[name] for [name] in filter(None, near)] if kind == "unrecognized arguments" else []
         hint = f"; did you mean {' and '.join(dict.fromkeys(meant))}?" if meant else ""
-        raise UserError(f"{message}{hint} (all flags: --help)")
+        all_flags = "--help all" if self.helps_by_name else "--help"
+        raise UserError(f"{printable_line(message)}{hint} (all flags: {all_flags})")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
+            raise argparse.ArgumentError(action, "expected a value, got '--'")
+        return super()._get_values(action, arg_strings)
 
     @property
     def _by_name(self) -> dict[str, str]:
@@ -44,6 +60,34 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is argparse.SUPPRESS and action.type is not None:
             return f"{action.help} (required)"
         return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
+def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
+    """What is wrong with the value of a flag, and what it expects, from the message of argparse."""
+    given = re.search(r"(?:value|choice|argument):? (['\"])(.*?)\1($| \()", problem, re.DOTALL)
+    expected = _expected(action)
+    if problem.startswith("expected"):
+        return f"{flag} needs a value, {expected}"
+    if given is None:
+        return f"{flag}: {problem}"
+    if problem.startswith("ignored explicit argument"):
+        return f"{flag} takes no value, got {given[2]}"
+    choices = [str(choice) for choice in action.choices or ()]
+    nearest = difflib.get_close_matches(given[2].lower().replace("-", "_"), choices, n=1)
+    meant = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"{flag} {given[2]}: expected {expected}{meant}"
+
+
+def _expected(action: argparse.Action) -> str:
+    """What values a flag takes: their kind and, from the first words of its help text, their unit or range."""
+    if action.choices:
+        return f"one of {', '.join(map(str, action.choices))}"
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number", _bool_of: "true or false"}
+    kind = kinds.get(action.type, "text")
+    if not action.help or action.help == argparse.SUPPRESS:
+        return kind
+    unit = re.split(r"; |: | \(", action.help)[0]
+    return f"{kind}: {unit}"
 
 
 def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
@@ -105,15 +149,13 @@ def values_of(kind: Any) -> dict[str, Any]:
 
 
 def _choice_of(by_text: dict[str, Any], text: str) -> Any:
-    """The choice that `text` names; if none, an error that suggests the nearest one."""
-    if text in by_text:
-        return by_text[text]
-    nearest = difflib.get_close_matches(text.lower().replace("-", "_"), by_text, n=1)
-    meant = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise argparse.ArgumentTypeError(f"invalid choice: '{text}'{meant} (choose from {', '.join(by_text)})")
+    """The choice that `text` names."""
+    if text not in by_text:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
+    return by_text[text]
 
 
 def _bool_of(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}")
     return text.lower() in _TRUE

@@ -133,7 +133,11 @@ def _usual(step: str, flags: Sequence[Flag]) -> str:
     """The usual flags of the step, one line each."""
     known, usual, (title, program) = {flag.name: flag for flag in flags}, USUAL[step], TITLES[step]
     column = max(len(name) for group in usual.values() for name in group) + 2
-    lines = [title, "", f"usage: deepspeed {program} --flag value ...", ""]
+    lines = [
+        title, "", f"usage: deepspeed {program} --flag value ...", f"one rank:  python {program} ...",
+        f"on a CPU:  deepspeed --num_accelerators 2 {program} ...",
+        f"installed: dschat-{step} [--num_accelerators N] --flag value ...", "",
+    ]  # fmt: skip
     for heading, own in usual.items():
         lines.append(f"{heading}:")
         for name, text in own.items():

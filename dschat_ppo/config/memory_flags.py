@@ -93,7 +93,8 @@ def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
         UserError: one needs whole distributions.
     """
     size = flags.sequence_parallel_size
-    full = [flag for flag in ("kl_estimator", "kl_loss_estimator") if getattr(algorithm, flag) == "full"]
+    estimators = {"kl_estimator": algorithm.kl_estimator, "kl_loss_estimator": algorithm.kl_loss_estimator}
+    full = [flag for flag, estimator in estimators.items() if estimator == "full"]
     require(
         size == 1 or not full,
         f"--sequence_parallel_size {size}: --{' and --'.join(full)} full would gather the distributions of all tokens "

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     MOST_PROCESSES,
     flag,
@@ -106,3 +108,32 @@ class RewardSourceFlags:
     def remote_urls(self) -> list[str]:
         """The URLs in `--remote_reward_url`; empty if it is not given."""
         return [] if self.remote_reward_url is None else [url.strip() for url in self.remote_reward_url.split(",")]
+
+
+def require_learned_reward(
+    rewards: RewardSourceFlags, folder: str | None, algorithm: AlgorithmFlags, ppo: PPOFlags
+) -> None:
+    """Require a folder for the learned reward if it is used, and else no flag of it.
+
+    Raises:
+        UserError: the folder is missing, or a flag does not go with the learned reward.
+    """
+    learned = rewards.use_reward_model
+    require(
+        not learned or folder is not None,
+        "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
+        "--use_reward_model False and give --reward_function or --remote_reward_url)",
+    )
+    require(
+        learned or algorithm.normalize_rewards != "model",
+        "--normalize_rewards model needs a learned reward, but --use_reward_model is False",
+    )
+    require(
+        rewards.process_reward is None or algorithm.normalize_rewards != "model",
+        "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
+        "--normalize_rewards running",
+    )
+    require(
+        learned or not ppo.offload_reward_model,
+        "--offload_reward_model: there is no reward model, because --use_reward_model is False",
+    )

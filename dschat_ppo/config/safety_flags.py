@@ -22,14 +22,26 @@ class SafetyFlags:
         "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation",
         2,
     )
+    keep_final_checkpoint: bool = flag(
+        "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
+        "--num_train_epochs; without the flag they are removed once the models are saved",
+        False,
+    )
     resume: str = flag(
         "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder"
         " names the checkpoint to resume from",
         AUTO,
     )
     resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
+    local_checkpoints: bool = flag(
+        "with several machines: each keeps the checkpoint files of its ranks on its own disk, in --output_dir; without "
+        "this flag, the machines must share that folder",
+        False,
+    )
     collective_timeout: float = flag(
-        "seconds without progress after which every rank prints its stack and the run ends", 1800.0
+        "seconds after which the run ends if no rank makes progress (every rank then prints its stack) or if another "
+        "machine does not answer",
+        1800.0,
     )
     on_nonfinite: Literal["stop", "skip"] = flag(
         "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip the update; either "

@@ -112,6 +112,8 @@ def read_settings(flag: str, path: str) -> str:
     Raises:
         UserError: the file cannot be read, is not UTF-8 text, or is longer than `MOST_SETTINGS` characters.
     """
+    special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    require(not special, f"{flag} {path}: is not a regular file")  # a pipe would be waited for, on each rank
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MOST_SETTINGS + 1)
@@ -164,8 +166,8 @@ class RunFlags:
         "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
     )
     project: str | None = flag(
-        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or "
-        "TRACKIO_PROJECT, or the name of the parent of the output folder",
+        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, "
+        "MLFLOW_EXPERIMENT_ID or TRACKIO_PROJECT, or the name of the parent of the output folder",
         None,
     )
     enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
@@ -182,6 +184,14 @@ class RunFlags:
         "JSON file of DeepSpeed settings that override those derived from the flags", None
     )
     config: str | None = flag("YAML file of flag values; flags on the command line override it", None)
+    dry_run: bool = flag(
+        "check flags, models and data, print the batches and the expected peak of memory, and end; reads no weights, "
+        "starts no ranks and writes nothing to --output_dir",
+        False,
+    )
+    dry_run_ranks: int | None = flag(
+        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch", None
+    )
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -191,7 +201,8 @@ class RunFlags:
             f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them",
         )
         require_not_negative(self, "seed")
-        require_positive(self, "profile")
+        require_positive(self, "profile dry_run_ranks")
+        require(self.dry_run_ranks is None or self.dry_run, "--dry_run_ranks needs --dry_run")
         require_fraction(self, "adam_beta1 adam_beta2")
         # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
         # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.

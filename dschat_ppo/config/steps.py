@@ -30,7 +30,7 @@ from dschat_ppo.config.memory_flags import (
 )
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.preference_flags import PreferenceFlags
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.reward_flags import RewardSourceFlags, require_learned_reward
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schedule_flags import (
     PPOScheduleFlags,
@@ -173,25 +173,7 @@ class PPOConfig:
             algorithm.has_reference or not ppo.offload_reference_model,
             "--offload_reference_model: there is no reference, because --kl_coef and --kl_loss_coef are 0",
         )
-        learned = self.rewards.use_reward_model
-        require(
-            not learned or self.reward_folder is not None,
-            "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
-            "--use_reward_model False and give --reward_function or --remote_reward_url)",
-        )
-        require(
-            learned or algorithm.normalize_rewards != "model",
-            "--normalize_rewards model needs a learned reward, but --use_reward_model is False",
-        )
-        require(
-            self.rewards.process_reward is None or algorithm.normalize_rewards != "model",
-            "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
-            "--normalize_rewards running",
-        )
-        require(
-            learned or not ppo.offload_reward_model,
-            "--offload_reward_model: there is no reward model, because --use_reward_model is False",
-        )
+        require_learned_reward(self.rewards, self.reward_folder, algorithm, ppo)
         check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
         if algorithm.has_critic:
@@ -206,7 +188,7 @@ class PPOConfig:
             f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
         )
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
-        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, learned)
+        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, self.rewards.use_reward_model)
         self.ppo_schedule.require_roles(algorithm, self.lora)
         require_schedule(self.schedule, ppo_schedules(ppo, self.ppo_schedule, algorithm.has_critic), ppo)
 

@@ -55,7 +55,7 @@ class RoleModels:
     def reference(self, ds_config: Config) -> PolicyModel:
         """The model of the reference, with the actor's kernels, so that both give the same bits before any update.
 
-        A reference with a folder of its own still needs `select_kernels`.
+        A reference from another folder than the actor's still needs `select_kernels`.
         """
         run, lm, folder = self._config.run, self._reference, self._folders.reference
         if folder is not None:

@@ -8,7 +8,7 @@ part of each sum, which the group then adds up. Embeddings, norms and the head s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_ppo.common import dist
 from dschat_ppo.config.schema import require
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.backbone import forward_replaced
 
 COLUMNS = ("colwise", "colwise_gather_output")  # outputs are divided; in the second style, gathered again
 ROWS = ("rowwise", "rowwise_split_input")  # inputs are divided; in the second style, by this layer itself
@@ -123,7 +124,7 @@ def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
                 stack.callback(_set_data, weight, weight.data)
                 weight.data = part
             for layer, style in layers:
-                stack.enter_context(_forward_replaced(layer, partial(_forward, layer, style, parallel)))
+                stack.enter_context(forward_replaced(layer, partial(_forward, layer, style, parallel)))
         yield
 
 
@@ -187,15 +188,3 @@ def _forward(layer: nn.Linear, style: str, parallel: TensorParallel, inputs: Ten
         return outputs
     gathered = dist.gather_cat(outputs.unsqueeze(0), group=parallel.group)  # (size, ..., out / size)
     return torch.cat(list(gathered), dim=-1)
-
-
-@contextmanager
-def _forward_replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    before = layer.__dict__.get("forward")
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        del layer.forward
-        if before is not None:
-            layer.forward = before

@@ -17,7 +17,6 @@ HEADLINES = [
     ("kl/ref_k1", "KL to the reference"),
     ("rollout/length_mean", "length"),
     ("policy/entropy", "entropy"),
-    ("value/explained_variance", "explained variance"),
     ("loss", "loss"),
     ("eval_loss", "held-out loss"),
     ("accuracy", "accuracy"),
@@ -75,6 +74,11 @@ FIGURES = [
         "These are the same prompts at every evaluation: if the training score rises and this does not, the policy "
         "exploits the reward or memorises its prompts.",
         ("eval/score", "eval/pass@*", "eval/majority@*", "eval/score/*"),
+    ),
+    Figure(
+        _REWARD, "Held-out evaluation by source",
+        "One line for each reward source, on the held-out prompts: a source that falls is traded for the others.",
+        ("eval/reward/*_mean", "eval/reward/*_mean/*", "eval/reward/*_share"),
     ),
     Figure(
         _REWARD, "KL to the reference",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_ppo.html_report.figures import HEADLINES
+from dschat_ppo.html_report.meanings import meaning_of
 from dschat_ppo.html_report.page_data import COLOURS, Drawing, answer_rows, drawings, health_marks
 from dschat_ppo.html_report.run_folder import Run, number_or_none
 from dschat_ppo.html_report.run_tables import changed_flags, differing_flags, shown_value, versions
@@ -147,7 +148,7 @@ def _overview(runs: Sequence[Run], now: float) -> Section:
     rows: list[Row] = [
         ("kind", *(run.kind for run in runs)),
         ("state", *(_state(run, now) for run in runs)),
-        ("steps", *(f"{run.steps[-1]:,}" for run in runs)),
+        ("steps", *(_steps(run) for run in runs)),
         ("first to last line", *(_duration(run) for run in runs)),
         ("starts", *(_starts(run) for run in runs)),
         ("ranks", *(shown_value((run.result or {}).get("world_size", _last_start(run, "world_size"))) for run in runs)),
@@ -160,6 +161,11 @@ def _overview(runs: Sequence[Run], now: float) -> Section:
     ]  # fmt: skip
     head = ("", *(run.name for run in runs))
     return "Overview", _table("Runs; numbers are first → last", head, rows, "overview") + "".join(damage)
+
+
+def _steps(run: Run) -> str:
+    is_validation = run.steps[-1] == 0 and run.result is not None
+    return "0, evaluation without training" if is_validation else f"{run.steps[-1]:,}"
 
 
 def _state(run: Run, now: float) -> str:
@@ -196,6 +202,8 @@ def _last_start(run: Run, key: str) -> Any:
 
 def _change(run: Run, name: str) -> str:
     finite = [value for _, value in run.metrics.get(name, []) if value is not None]
+    if len(finite) == 1:
+        return f"{rounded(finite[0]):g}, one {'evaluation' if name.startswith('eval') else 'step'}"
     return f"{rounded(finite[0]):g} → {rounded(finite[-1]):g}" if finite else "-"
 
 
@@ -238,8 +246,8 @@ def _figure_sections(figures: list[Drawing]) -> list[Section]:
 
 
 def _figure(made: Drawing, number: int) -> str:
-    head = ("run", "metric", "first", "last", "lowest", "highest")
-    rows = [(run, name, *values) for run, name, values in made.table]
+    head = ("run", "metric", "first", "last", "lowest", "highest", "meaning")
+    rows = [(run, name, *values, meaning_of(name)) for run, name, values in made.table]
     numbers = _table(f"{made.figure.title}: numbers", head, rows, "numbers")
     unit = f' <span class="quiet">({escape(made.figure.unit)})</span>' if made.figure.unit else ""
     return f"""<figure id="figure-{number}">

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.html_report.figures import FIGURES, Figure, others
+from dschat_ppo.html_report.meanings import meaning_of
 from dschat_ppo.html_report.run_folder import Answer, Points, Run, number_or_none
 from dschat_ppo.html_report.thinning import rounded, thin
 
@@ -68,13 +69,16 @@ def line_panels(names: list[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
         if any(value is not None for _, value in run.metrics.get(name, []))
     }  # fmt: skip
     if len(runs) == 1:
-        lines = [series | {"label": name, "colour": i % COLOURS} for i, ((_, name), series) in enumerate(drawn.items())]
+        lines = [
+            series | {"label": name, "about": meaning_of(name), "colour": i % COLOURS}
+            for i, ((_, name), series) in enumerate(drawn.items())
+        ]
         return [{"title": "", "series": lines}]
     panels = []
     for name in names:
         own = [(number, series) for (number, other), series in drawn.items() if other == name]
         lines = [series | {"label": runs[number].name, "colour": number % COLOURS} for number, series in own]
-        panels.append({"title": name, "series": lines})
+        panels.append({"title": name, "about": meaning_of(name), "series": lines})
     return panels
 
 
@@ -109,7 +113,10 @@ def stacked_panel(run: Run, number: int, names: list[str], runs: int) -> dict[st
     series = []
     for colour, (name, points) in enumerate(bands):
         band = thin(points, MOST_POINTS.get(runs, MOST_POINTS_OF_MANY))
-        series.append({"run": number, "label": name, "colour": colour, "x": band.steps, "y": band.means})
+        about = meaning_of(name) if name in run.metrics else f"the {len(small)} shortest: {', '.join(small)}"
+        series.append(
+            {"run": number, "label": name, "about": about, "colour": colour, "x": band.steps, "y": band.means}
+        )  # fmt: skip
     return {"title": run.name if runs > 1 else "", "series": series}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from dschat_ppo.common.credentials import without_credentials
+from dschat_ppo.common.paths import short_names
+from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.figures import NOT_PLOTTED
 from dschat_ppo.monitor.metric_names import present_name
@@ -86,20 +88,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
 
 
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """For each folder the shortest end of its path that no other folder has, without the end that all have in common:
-    "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
-    parts = [folder.resolve().parts for folder in folders]
-    while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
-        parts = [own[:-1] for own in parts]
-    longest = max(map(len, parts))
-    for length in range(1, longest):
-        names = ["/".join(own[-length:]) for own in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
-
-
 def read_run(folder: Path, name: str) -> Run:
     """Read one run. Files other than `metrics.jsonl` may be missing.
 
@@ -164,8 +152,8 @@ def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Points], dict[int, 
 
 
 def number_or_none(value: Any) -> float | None:
-    """A finite number as it is; None for anything else."""
-    return value if type(value) in (int, float) and math.isfinite(value) else None
+    """A finite number as it is; None for anything else, also for an integer beyond the range of floats."""
+    return value if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
 def _read_text(path: Path) -> str:
@@ -174,6 +162,8 @@ def _read_text(path: Path) -> str:
     Raises:
         UserError: the file is there and cannot be read.
     """
+    if is_pipe_or_device(path):
+        raise UserError(f"{path}: is not a regular file; remove it")
     try:
         return path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -203,7 +193,7 @@ def _read_mapping(path: Path, damaged: dict[str, int]) -> dict[str, Any]:
     text = _read_text(path)
     try:
         found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, RecursionError, yaml.YAMLError):
         found = None
     if isinstance(found, dict):
         return {str(name): value for name, value in found.items()}

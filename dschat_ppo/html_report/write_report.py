@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.common.paths import shown_path
+from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.page import page
 from dschat_ppo.html_report.page_data import COLOURS
 from dschat_ppo.html_report.run_folder import read_runs
@@ -39,13 +40,14 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 def report_run(folder: Path) -> None:
     """Write `report.html` into the output folder of a run at its end; call it on rank 0.
 
-    Whatever prevents the report is a warning, because the run itself is complete.
+    Files that cannot be read or written are a warning, because the run itself is complete. Every other exception is a
+    bug of the report: it ends the process with its traceback in the rank log, after the run has written its models and
+    `result.json`.
     """
     path = folder / REPORT
     try:
         write_report([folder], path)
-    except Exception as problem:  # noqa: BLE001  also of damaged files, which the report reads without checks
-        known = isinstance(problem, UserError)
-        logger().warning(f"no report: {problem if known else in_one_line(problem)}")
+    except UserError as problem:
+        logger().warning(f"no report: {problem}")
     else:
-        logger().info(f"report: {path}")
+        logger().info(f"report: {shown_path(path)}")

@@ -15,6 +15,8 @@ _RENAMED = [
     (re.compile(r"^seconds/"), "time/"),
     (re.compile(r"^tokens_per_second/(.+)$"), r"time/\1_tokens_per_s"),
     (re.compile(r"^peak_memory_gib/(.+)$"), r"memory/\1_peak_gib"),
+    (re.compile(r"^time/describe$"), "time/score_statistics"),
+    (re.compile(r"^memory/describe_peak_gib$"), "memory/score_statistics_peak_gib"),
     (re.compile(r"^coef/kl$"), "kl/coef"),
     (re.compile(r"^coef/entropy$"), "policy/entropy_coef"),
     (re.compile(r"^ptx/loss$"), "policy/ptx_loss"),

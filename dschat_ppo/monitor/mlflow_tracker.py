@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracking, save_run_id, saved_run_id
 
@@ -41,8 +40,6 @@ class MlflowTracker:
     written in the same request as the step's metrics, and earlier steps are not written again. Histograms and answers
     are artifacts, because MLflow has no type for them.
 
-    If a step cannot be written, one warning is logged, and the run continues without MLflow.
-
     Raises:
         UserError: MLflow does not begin the run.
     """
@@ -52,8 +49,7 @@ class MlflowTracker:
         from mlflow import entities
 
         self._entities: Any = entities
-        self._failure: Any = mlflow.exceptions.MlflowException
-        self._is_writing = True
+        self.failures: tuple[type[Exception], ...] = (mlflow.exceptions.MlflowException, OSError)  # OSError: artifacts
         saved = saved_run_id(tracking.folder, "mlflow") if start.first_step is not None else None
         try:
             self._client: Any = mlflow.MlflowClient()
@@ -62,7 +58,7 @@ class MlflowTracker:
             self._client.update_run(self._run_id, status="RUNNING")
             run = self._client.get_run(self._run_id)
             self._add_flags(tracking.flags, run.data.params)
-        except self._failure as problem:
+        except mlflow.exceptions.MlflowException as problem:
             raise UserError(f"--report_to mlflow: {str(problem).splitlines()[0]}") from problem
         self._next = int(run.data.tags.get(LAST_STEP, -1)) + 1
 
@@ -86,29 +82,17 @@ class MlflowTracker:
 
     def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
         """See `Tracker`. Characters that MLflow does not accept in names become `_`, as in `eval/pass_1`."""
-        if step < self._next or not self._is_writing:
+        if step < self._next:
             return
         now, entities = int(1000 * time.time()), self._entities
         points = [entities.Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in metrics.items()]
-        try:
-            for name, histogram in figures.histograms.items():
-                self._client.log_dict(self._run_id, asdict(histogram), f"histograms/{name}/step_{step:06d}.json")
-            if figures.answers:
-                answers = [asdict(answer) for answer in figures.answers]
-                self._client.log_dict(self._run_id, {"answers": answers}, f"samples/step_{step:06d}.json")
-            self._client.log_batch(self._run_id, metrics=points, tags=[entities.RunTag(LAST_STEP, str(step))])
-        except (self._failure, OSError) as problem:
-            self._give_up(problem)
+        for name, histogram in figures.histograms.items():
+            self._client.log_dict(self._run_id, asdict(histogram), f"histograms/{name}/step_{step:06d}.json")
+        if figures.answers:
+            answers = [asdict(answer) for answer in figures.answers]
+            self._client.log_dict(self._run_id, {"answers": answers}, f"samples/step_{step:06d}.json")
+        self._client.log_batch(self._run_id, metrics=points, tags=[entities.RunTag(LAST_STEP, str(step))])
 
     def close(self, succeeded: bool) -> None:
         """See `Tracker`."""
-        try:
-            if self._is_writing:
-                self._client.set_terminated(self._run_id, "FINISHED" if succeeded else "FAILED")
-        except self._failure as problem:
-            self._give_up(problem)
-
-    def _give_up(self, problem: Exception) -> None:
-        """Continue without MLflow: metrics.jsonl has the metrics too."""
-        self._is_writing = False
-        logger().warning(f"--report_to mlflow: cannot be written, the run continues without it: {problem}")
+        self._client.set_terminated(self._run_id, "FINISHED" if succeeded else "FAILED")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.monitor.mlflow_tracker import MlflowTracker, check_mlflow
@@ -36,6 +37,13 @@ def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
     """Begin the run in each library, or continue it. Call it on rank 0.
 
     Raises:
-        UserError: a library does not begin the run.
+        UserError: a library does not begin the run. The runs that the libraries before it began are closed as failed.
     """
-    return [_TRACKERS[library](tracking, start) for library in tracking.libraries]
+    opened: list[Tracker] = []
+    with ExitStack() as begun:
+        for library in tracking.libraries:
+            tracker = _TRACKERS[library](tracking, start)
+            opened.append(tracker)
+            begun.callback(tracker.close, succeeded=False)
+        begun.pop_all()
+    return opened

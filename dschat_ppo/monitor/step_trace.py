@@ -37,6 +37,7 @@ class StepTrace:
     def __init__(self, output: Path, step: int | None):
         self.output = output
         self.step = step
+        self._is_finished = False
 
     @property
     def file(self) -> Path:
@@ -46,7 +47,8 @@ class StepTrace:
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
         """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one.
 
-        If the caller's loop ends before the step is finished, no trace is written.
+        If the caller's loop ends before the step is finished, no trace is written. If it ends by an exception after
+        `finish`, such as the stop at a checkpoint, the trace is written.
 
         Args:
             steps: one item for each step.
@@ -59,6 +61,10 @@ class StepTrace:
             else:
                 yield item
 
+    def finish(self, step: int) -> None:
+        """Mark step `step` as finished: what follows in the loop, such as the checkpoint, may end the run."""
+        self._is_finished = step == self.step
+
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
@@ -70,14 +76,20 @@ class StepTrace:
         try:
             with blocks_marked_by(_Blocks(recorder, activities)):
                 yield
+            self._is_finished = True
         finally:
             recorder.stop()
-        try:
-            self._write(recorder)
-        except OSError as problem:  # the run is worth more than its trace
-            print_line(f"--profile: {self.file} cannot be written, and the run continues: {problem.strerror}")
+            if self._is_finished:
+                self._write(recorder)
 
     def _write(self, recorder: profile) -> None:
+        """Write the trace. If it cannot be written, a line says so: the run is worth more than its trace."""
+        try:
+            self._export(recorder)
+        except OSError as problem:
+            print_line(f"--profile: {self.file} cannot be written, and the run continues: {problem.strerror}")
+
+    def _export(self, recorder: profile) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         draft = self.file.with_name(f".{self.file.name}")
         with watchdog_paused():  # a large trace takes minutes

@@ -15,6 +15,8 @@ class TensorBoardTracker:
     (`purge_step`).
     """
 
+    failures: tuple[type[Exception], ...] = (OSError,)  # also those of the thread that writes the file
+
     def __init__(self, tracking: Tracking, start: Start):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams

@@ -46,7 +46,14 @@ class StepFigures:
 
 
 class Tracker(Protocol):
-    """Writes one run to one library. It exists on rank 0 only."""
+    """Writes one run to one library. It exists on rank 0 only.
+
+    Attributes:
+        failures: the exceptions by which the library says that it cannot write, such as those of files and networks.
+            The run then continues without the tracker. Every other exception is a bug and ends the run.
+    """
+
+    failures: tuple[type[Exception], ...]
 
     def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
         """Write one step. NaN and infinity are written as the library has them."""

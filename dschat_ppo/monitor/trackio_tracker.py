@@ -18,6 +18,8 @@ class TrackioTracker:
     written again.
     """
 
+    failures: tuple[type[Exception], ...] = (OSError,)  # Trackio itself turns the others into warnings
+
     def __init__(self, tracking: Tracking, start: Start):
         import trackio
 

@@ -41,7 +41,10 @@ class WandbTracker:
 
     def __init__(self, tracking: Tracking, start: Start):
         import wandb
+        from wandb.sdk import mailbox
 
+        ended = (mailbox.MailboxClosedError, mailbox.HandleAbandonedError)  # the process that sends to the server
+        self.failures: tuple[type[Exception], ...] = (OSError, wandb.errors.Error, *ended)
         self._library: Any = wandb
         saved = saved_run_id(tracking.folder, "wandb") if start.first_step is not None else None
         run_id = saved or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)

@@ -97,15 +97,15 @@ class MetricsWriter:
         self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
-        """Let each tracker act. One that fails is left out from then on: training is worth more than its curves, which
-        `metrics.jsonl` has too."""
+        """Let each tracker act. One that cannot write is left out from then on: training is worth more than its curves,
+        which `metrics.jsonl` has too."""
         for tracker in list(self._trackers):
             try:
                 act(tracker)
-            except Exception as problem:  # noqa: BLE001  the libraries raise almost anything
+            except tracker.failures as problem:
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                logger().warning(f"{name} fails, and the run continues without it: {in_one_line(problem)}")
+                logger().warning(f"{name} cannot write, and the run continues without it: {in_one_line(problem)}")
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -10,16 +10,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
     check_causal_lm,
-    check_length,
     check_sequence_classifier,
     check_vocabulary,
     load_config,
+    report_length,
+    require_length,
 )
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder
@@ -62,7 +64,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     check_vocabulary(tokenizer, actor_config, ACTOR, folders.actor, resize=resize)
     with naming(ACTOR):
         check_causal_lm(folders.actor, actor_adapter(config))
-    check_length(folders.actor, longest, LIMITS)
+    require_length(folders.actor, longest, LIMITS)
     check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False, dropout=config.ppo.actor_dropout or 0.0)
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
@@ -75,13 +77,31 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
-            check_length(folders.critic, longest, LIMITS)
+            require_length(folders.critic, longest, LIMITS)
         dropout = config.ppo.critic_dropout or 0.0
         check_long_sequences(config.memory, flag, folders.critic, scalar=True, dropout=dropout)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
         check_shared_base(config, folders)
+
+
+def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log one line if rows may go beyond the positions of a model; after the data, whose errors come first."""
+    ppo = config.ppo
+    readers = {folders.actor, folders.reference, folders.critic}
+    if folders.reward is not None:
+        if reward_tokenizer(config, folders.reward, tokenizer) is None:
+            readers.add(folders.reward)
+        else:
+            length = reward_length(config, folders.reward)
+            report_length([folders.reward], length, "--reward_model_max_length", is_default=False)
+    is_default = (ppo.max_prompt_seq_len, ppo.max_answer_seq_len) == (
+        PPOFlags.max_prompt_seq_len,
+        PPOFlags.max_answer_seq_len,
+    )
+    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    report_length(sorted(filter(None, readers)), longest, LIMITS, is_default)
 
 
 def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
@@ -132,7 +152,7 @@ def _check_reference(
     check_vocabulary(tokenizer, model_config, REFERENCE, folder, resize=config.run.resize_vocabulary)
     with naming(REFERENCE):
         check_causal_lm(folder)
-    check_length(folder, longest, LIMITS)
+    require_length(folder, longest, LIMITS)
     check_long_sequences(config.memory, REFERENCE, folder, scalar=False)
     least = len(tokenizer) if config.run.resize_vocabulary else 0
     sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
@@ -172,14 +192,14 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     own = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     if own is not None:
-        check_length(folder, reward_length(config, folder), "--reward_model_max_length")
+        require_length(folder, reward_length(config, folder), "--reward_model_max_length")
         return
     if read_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
         logger().warning(
             f"{flag} {folder}: its chat template differs from the actor's, but it reads the actor's token ids, "
             "rendered with the actor's template; for chat messages, train both with the same template (--chat_template)"
         )
-    check_length(folder, longest, LIMITS)
+    require_length(folder, longest, LIMITS)
     if config.rewards.reward_model_max_length is not None:
         raise UserError(
             f"--reward_model_max_length: {folder} has the actor's tokenizer and reads the actor's rows as they are; "

@@ -22,7 +22,6 @@ from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores
-from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.rules import last_boxed
 from dschat_ppo.types import FinishReason, Rollout
 
@@ -35,7 +34,7 @@ class Answered:
     """One held-out prompt with its n answers."""
 
     index: int  # row number of the prompt
-    prompt: str
+    prompt: str  # without special tokens, with the roles of its messages; see `readable_text`
     answers: list[str]
     scores: list[float]
     lengths: list[int]  # in tokens
@@ -59,6 +58,9 @@ def final_answer(text: str) -> str:
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts; `pass@k` for powers of two up to n answers, `majority@n` where n is above 1.
 
+    With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers that it scores, and
+    `reward/NAME_share`, their share, if it is below 1.
+
     Args:
         rows: at least one, each with n answers.
         pass_score: lowest score of an answer that passes.
@@ -78,6 +80,13 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
+    if len(rows[0].scores_by_source) > 1:
+        for name in rows[0].scores_by_source:
+            known = [value for row in rows for value in row.scores_by_source[name] if not math.isnan(value)]
+            if known:
+                metrics[f"eval/reward/{name}_mean"] = math.fsum(known) / len(known)
+            if len(known) < scores.numel():
+                metrics[f"eval/reward/{name}_share"] = len(known) / scores.numel()
     for name in sorted({name for row in rows for name in row.numbers}):
         known = [value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)]
         if known:
@@ -103,15 +112,16 @@ def majority_passes(row: Answered, pass_score: float) -> bool:
 
 
 def answered_rows(
-    indices: Sequence[int], rollout: Rollout, request: RewardRequest, scores: Scores, kl: list[float] | None,
-    names: Sequence[str | None], sources: Sequence[str],
+    indices: Sequence[int], rollout: Rollout, prompts: Sequence[str], responses: Sequence[str], scores: Scores,
+    kl: list[float] | None, names: Sequence[str | None], sources: Sequence[str],
 ) -> list[Answered]:  # fmt: skip
     """One record for each of some prompts.
 
     Args:
         indices: row numbers of P prompts.
         rollout: P * n answers, the n answers to a prompt one after another.
-        request: made from them.
+        prompts: the P prompts as a person reads them.
+        responses: the answers as text.
         scores: of them.
         kl: of them, see `Answered`.
         names: of each prompt's data set, or None.
@@ -126,7 +136,7 @@ def answered_rows(
         own = slice(number * samples, (number + 1) * samples)
         rows.append(
             Answered(
-                index, request.prompts[own.start], list(request.responses[own]), totals[own], lengths[own], ended[own],
+                index, prompts[number], list(responses[own]), totals[own], lengths[own], ended[own],
                 None if kl is None else kl[own], {name: values[own] for name, values in by_source.items()},
                 {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
             )
@@ -139,6 +149,7 @@ def shown_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(
         f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
         if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
+        or (name.startswith("eval/reward/") and name.count("/") == 2)
     )  # fmt: skip
 
 
@@ -228,7 +239,9 @@ class Evaluation:
         names: list[str | None] = [None] * len(indices)
         if len(self.data_sources) > 1:
             names = [self.data_sources[number] for number in prompts[indices]["source"]]
-        return answered_rows(indices, rollout, request, scores, kl, names, self.reward_scorer.mixture.names)
+        shown = self.reward_scorer.shown_prompts(rollout, len(indices))
+        sources = self.reward_scorer.mixture.names
+        return answered_rows(indices, rollout, shown, request.responses, scores, kl, names, sources)
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
         """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""

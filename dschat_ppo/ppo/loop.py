@@ -31,6 +31,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
             checkpointer.save_if_due()
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
+        trace.finish(step)  # --profile
         checkpointer.save_if_due()
         report.stop_if_unhealthy(checkpointer)  # --stop_on_health
 

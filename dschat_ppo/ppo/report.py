@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dschat_ppo.checkpoint.resumable import Checkpointer
@@ -9,13 +10,14 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES, experience_histograms
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
+from dschat_ppo.monitor.trackers import Answer, Histogram, StepFigures
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.ppo.step_figures import step_figures
 from dschat_ppo.session.kept_models import KeptModels
 
 RESULT = (
@@ -133,3 +135,26 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
         rows_used = state.applied * ppo.plan.global_batch
         found["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)
     return found
+
+
+def step_figures(ppo: PPOComponents, samples: Sequence[dict[str, Any]]) -> StepFigures | None:
+    """What trackers receive of the PPO step in flight besides its metrics: histograms, and answers as text.
+
+    None without trackers, without experience, and on ranks other than 0. Ratios are those of the tokens of all ranks
+    that the policy loss counts, in all updates of the step. Collective with trackers.
+
+    Args:
+        ppo: the parts of step 3.
+        samples: the answers that the step writes to `samples.jsonl`.
+    """
+    experience = ppo.state.experience
+    if not ppo.config.run.trackers:
+        return None
+    counts = ppo.state.sums.reduce_counts()
+    if experience is None or not dist.is_main():
+        return None
+    histograms = experience_histograms(experience)
+    if RATIO in counts:
+        histograms[RATIO] = Histogram(RATIO_EDGES, counts[RATIO])
+    answers = [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in samples]
+    return StepFigures(histograms, answers)

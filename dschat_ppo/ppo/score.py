@@ -16,6 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
+from dschat_ppo.data.sample_text import readable_text
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
@@ -92,6 +93,12 @@ class RewardScorer:
             [row for row in data for _ in range(samples)],
             self.step,
         )
+
+    def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
+        """The `count` prompts of a rollout as a person reads them, see `readable_text`."""
+        each = slice(None, None, len(rollout.prompt_ids) // count)
+        rows = zip(rollout.prompt_ids[each].cpu(), rollout.prompt_mask[each].cpu(), strict=True)
+        return [readable_text(self.tokenizer, ids[real].tolist()) for ids, real in rows]
 
     def __call__(self, rollout: Rollout, indices: list[int]) -> Scores:
         """Score all answers to the prompts at `indices`. Collective."""

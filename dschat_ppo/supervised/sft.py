@@ -17,6 +17,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
@@ -82,5 +83,5 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         config.schedule,
         config.health,
     )
-    chat = ["python", "-m", "dschat_ppo.tools.chat", "--model", str(run.output)]
+    chat = tool_command("chat", ["--model", str(run.output)])
     return train_and_save(trainer, run, "SFT", chat)

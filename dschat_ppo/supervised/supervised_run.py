@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +17,8 @@ from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.batch_plan import plan_supervised
 from dschat_ppo.config.console_flags import ConsoleFlags
-from dschat_ppo.config.schedule_flags import fit_schedules
-from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.schema import RunFlags, SupervisedFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
@@ -30,23 +29,27 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
-from dschat_ppo.models.loading import check_length, check_vocabulary, load_config
+from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
 from dschat_ppo.models.long_sequences import check_long_sequences
-from dschat_ppo.models.model_folders import model_folder, with_bases
+from dschat_ppo.models.model_files import checkpoint_shapes
+from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
-from dschat_ppo.session.begin_run import begin_run, naming, show_plan
+from dschat_ppo.planner.show_plan import show_memory_plan
+from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming
+from dschat_ppo.session.final_checkpoints import remove_checkpoints
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
-from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
+from dschat_ppo.session.start_and_end import changes_of, short_count, show_end, show_models
 from dschat_ppo.session.validation import write_validation
+from dschat_ppo.supervised.plan_batches import plan_batches, show_batches
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
-HIGH_LEARNING_RATE = 1e-4  # above it: for training from scratch
+_SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
 
 @dataclass(frozen=True)
@@ -98,24 +101,7 @@ def begin_supervised_run(
     fit = config.fit
     device, output = begin_run(kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
     logger().info(title)
-    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
-    if fit.learning_rate > HIGH_LEARNING_RATE and (adapter is None or not adapter.freeze_base):
-        logger().warning(
-            f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models, for which "
-            "1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
-        )
-    folder = model_folder(fit.model_name_or_path, MODEL)
-    model_config = load_config(folder, MODEL)
-    tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
-    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
-    with naming(MODEL):
-        check(folder, adapter)
-    if fit.router_loss_coef > 0:
-        router_top_k(model_config, f"{MODEL} {folder}")
-    check_length(folder, fit.max_seq_len, "--max_seq_len")
-    without = isinstance(config, PreferenceConfig) and not scalar  # without --dropout it has none, as its reference
-    dropout = 0.0 if without and fit.dropout is None else fit.dropout
-    check_long_sequences(config.memory, MODEL, folder, scalar, dropout)
+    folder, tokenizer, adapter = start_model(config, check, scalar)
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")
     evaluation = (fit.eval_data_path, fit.eval_fraction)
@@ -124,14 +110,20 @@ def begin_supervised_run(
         use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns,
         step_separator=separator,
     )  # fmt: skip
+    report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)
+    report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.train, rows.sources)
     named = config.best.metric_for_best
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
-    count = plan_packing(rows.train, fit.max_seq_len).rows if fit.packing else len(rows.train)
-    ranks, shared = dist.world_size(), dist.sequence_ranks()
-    plan = plan_supervised(fit, count, ranks, shared=shared, max_steps=config.schedule.max_steps)
+    packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
+    plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
+    if config.run.dry_run:
+        show_batches(title.partition(":")[0], plan, fit, config.schedule)
+    if not fit.validate_only:
+        show_memory_plan(config)
+    end_dry_run(config.run)
     session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
         plan.total_steps,
@@ -143,6 +135,52 @@ def begin_supervised_run(
     return SupervisedRun(
         device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
     )
+
+
+def high_learning_rate(parameters: int) -> float:
+    """The rate above which training all weights ruins most pretrained models: 1e-4, and more for models of less than
+    100 M parameters, in inverse proportion to their number."""
+    return 1e-4 * max(1.0, _SMALL_MODEL / max(1, parameters))
+
+
+def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str) -> None:
+    """Warn of a learning rate that is high for all weights of the model in `folder`, if they train."""
+    if fit.validate_only or (adapter is not None and adapter.freeze_base):
+        return
+    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(base_folder(folder, MODEL)).values())
+    if fit.learning_rate > high_learning_rate(parameters):
+        logger().warning(
+            f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models of "
+            f"{short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
+        )
+
+
+def start_model(
+    config: SFTConfig | PreferenceConfig, check: Callable[[str, AdapterSettings | None], object], scalar: bool
+) -> tuple[str, PreTrainedTokenizerBase, AdapterSettings | None]:
+    """The folder of the model that training starts from, its tokenizer, and the adapter to add, all checked.
+
+    Args:
+        config, check, scalar: see `begin_supervised_run`.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    fit = config.fit
+    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    folder = model_folder(fit.model_name_or_path, MODEL)
+    model_config = load_config(folder, MODEL)
+    tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
+    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+    with naming(MODEL):
+        check(folder, adapter)
+    if fit.router_loss_coef > 0:
+        router_top_k(model_config, f"{MODEL} {folder}")
+    require_length(folder, fit.max_seq_len, "--max_seq_len")
+    without = isinstance(config, PreferenceConfig) and not scalar  # without --dropout it has none, as its reference
+    dropout = 0.0 if without and fit.dropout is None else fit.dropout
+    check_long_sequences(config.memory, MODEL, folder, scalar, dropout)
+    return folder, tokenizer, adapter
 
 
 def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
@@ -164,7 +202,7 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
 
 
 def train_and_save(
-    trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str, next_command: Sequence[str]
+    trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str, next_command: str
 ) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
 
@@ -174,7 +212,7 @@ def train_and_save(
         trainer: of the model.
         run: what came before it.
         title: of the step, for the log.
-        next_command: what to run next, as words.
+        next_command: what to run next.
 
     Returns:
         The contents of `result.json`.
@@ -183,11 +221,8 @@ def train_and_save(
     if (session := run.session) is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
-    total, schedule = trainer.plan.total_steps, trainer.schedule
     show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
-    lines = [*trainer.plan.table(), *schedule.warmup_shown(total)]
-    [model] = fit_schedules(trainer.fit)
-    show_plan(f"{title}: batches", lines, (schedule.warmup_of(model, trainer.fit.num_warmup_steps, total), total))
+    show_batches(title, trainer.plan, trainer.fit, trainer.schedule)
     announce("train")
 
     def save(folder: Path) -> None:
@@ -206,6 +241,7 @@ def train_and_save(
     write_result(output, result)
     if dist.is_main():
         report_run(output)
+    remove_checkpoints(output, [output], session.safety)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = f"{result['optimizer_steps']} optimizer steps"
     show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command)

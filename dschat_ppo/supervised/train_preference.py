@@ -24,6 +24,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.session.next_command import step_command, tool_command
 from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
 from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
 from dschat_ppo.supervised.objective import Objective
@@ -108,8 +109,8 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         config.health,
     )
     output = str(run.output)
-    command = ["python", "-m", "dschat_ppo.tools.chat", "--model", output, "--compare", run.folder]
+    command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:
-        command = ["deepspeed", "training/step3_ppo/main.py", "--actor_model_name_or_path", run.folder]
-        command += ["--critic_model_name_or_path", output, "--data_path", *config.data.data_path, "--output_dir", "PPO"]
+        words = ["--actor_model_name_or_path", run.folder, "--critic_model_name_or_path", output, "--data_path"]
+        command = step_command("step3_ppo", [*words, *config.data.data_path, "--output_dir", "PPO"])
     return train_and_save(trainer, run, "reward model" if name == "reward" else name, command)

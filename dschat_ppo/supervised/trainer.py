@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
@@ -20,7 +19,6 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.console_flags import EVERY_TENTH_STEP, ConsoleFlags
 from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.health_flags import FitHealthFlags
@@ -28,7 +26,7 @@ from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.safety_flags import SafetyFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
 from dschat_ppo.config.schema import RunFlags, SupervisedFlags
-from dschat_ppo.data.packing_plan import plan_packing, sample_tokens, samples_of
+from dschat_ppo.data.packing_plan import plan_packing, samples_of
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
@@ -51,6 +49,7 @@ from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.supervised.collate_ahead import collated
 from dschat_ppo.supervised.objective import Batch, Objective
+from dschat_ppo.supervised.plan_batches import plan_batches
 from dschat_ppo.types import Engine
 
 
@@ -96,7 +95,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.schedule = schedule or ScheduleFlags()
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
-        self.plan = self._plan(fit, rows.train)
+        self.plan = plan_batches(fit, rows.train, self.packing, self.schedule.max_steps, dist.sequence_ranks())
         self.objective = objective
         self.fit = fit
         self.run_flags = run
@@ -125,15 +124,6 @@ class SupervisedTrainer(Generic[Batch]):
             with self.clock.phase("prepare"):
                 self.rows = objective.prepare(self.engine, rows)
         seed_this_rank(run.seed)
-
-    def _plan(self, fit: SupervisedFlags, rows: Dataset) -> SupervisedPlan:
-        """The batch plan, with --packing over packed rows."""
-        packing, ranks, shared, most = self.packing, dist.world_size(), dist.sequence_ranks(), self.schedule.max_steps
-        if packing is None:
-            tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
-            return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=most)
-        held = PackedRows(len(rows), packing.capacity)
-        return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, most)
 
     def run(
         self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
@@ -174,6 +164,7 @@ class SupervisedTrainer(Generic[Batch]):
                 metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
                 self.health.check(step, metrics)
+                trace.finish(step)
                 checkpointer.save_if_due()
                 self.health.stop_if_due(checkpointer)
 
@@ -265,23 +256,20 @@ class SupervisedTrainer(Generic[Batch]):
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _keep(self, kept: KeptModels | None) -> None:
-        """Save the model where this step is to be kept, or is the best so far. Collective.
-
-        The measurements of the last step are made here already, so that its checkpoint holds them.
-        """
+        """Save the model where this step is to be kept, or is the best so far. Collective."""
         if kept is not None and kept.keeps_best and self.is_best:
             kept.save_best()
         if kept is not None and kept.is_due(self.steps):
             kept.save_step(self.steps)
         if self.steps == self.plan.total_steps:
-            self.describe()
+            self.describe()  # here already, so that the last checkpoint holds it
 
     def describe(self) -> dict[str, float | str]:
         """Measurements of the model as it is now, for its config; made once for each step. Collective."""
         if self.objective.describe is None:
             return {}
         if self.described is None or self.described[1] != self.steps:
-            with self.clock.phase("describe"):
+            with self.clock.phase("score_statistics"):
                 self.described = (self.objective.describe(self.engine, self.rows), self.steps)
         return self.described[0]
 

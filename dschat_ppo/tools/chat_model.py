@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.chat_templates import with_template_flags
@@ -38,33 +40,37 @@ class CheckedModel:
 
     Attributes:
         name: as the user gave it.
+        label: its short name, which distinguishes it from the others of the command.
         flag: that names it.
         folder: local folder of a model or an adapter.
         tokenizer: with the chat template of the flags.
     """
 
     name: str
+    label: str
     flag: str
     folder: str
     tokenizer: PreTrainedTokenizerBase
 
 
-def check_model(name: str, flag: str, data: DataFlags) -> CheckedModel:
-    """Check a language model without reading its weights.
+def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[CheckedModel]:
+    """Check language models without reading their weights.
 
     Args:
-        name: folder of a model or an adapter, or hub name.
-        flag: that names it, for messages.
+        names: (flag that names the model, folder of a model or an adapter or hub name) of each.
         data: gives the chat template.
 
     Raises:
-        UserError: there is no such model, or its files do not fit each other.
+        UserError: there is no such model, it cannot generate, or its files do not fit each other.
     """
-    folder = model_folder(name, flag)
-    config, tokenizer = load_config(folder, flag), with_template_flags(load_tokenizer(folder, flag), data)
-    check_vocabulary(tokenizer, config, flag, folder)
-    check_causal_lm(folder)
-    return CheckedModel(name, flag, folder, tokenizer)
+    found = []
+    for (flag, name), label in zip(names, short_names([Path(name) for _, name in names]), strict=True):
+        folder = model_folder(name, flag)
+        config, tokenizer = load_config(folder, flag), with_template_flags(load_tokenizer(folder, flag), data)
+        check_vocabulary(tokenizer, config, flag, folder)
+        check_causal_lm(folder)
+        found.append(CheckedModel(name, label, flag, folder, tokenizer))
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class ChatModel:
     """A loaded model that answers conversations, one at a time.
 
     Args:
-        checked: from `check_model`.
+        checked: from `check_models`.
         dtype: "bf16", "fp16" or "fp32".
 
     Raises:
@@ -100,7 +106,8 @@ class ChatModel:
     """
 
     def __init__(self, checked: CheckedModel, dtype: str):
-        self.name = checked.name
+        self.name = checked.label
+        self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = load_causal_lm(checked.folder, dtype, None)
@@ -204,7 +211,6 @@ def load_models(names: Sequence[tuple[str, str]], data: DataFlags, dtype: str) -
     """Load models, (flag, name) each, after all of them are checked.
 
     Raises:
-        UserError: see `check_model`.
+        UserError: see `check_models`.
     """
-    checked = [check_model(name, flag, data) for flag, name in names]
-    return [ChatModel(model, dtype) for model in checked]
+    return [ChatModel(model, dtype) for model in check_models(names, data)]

@@ -58,8 +58,9 @@ class Terminal:
         """Read messages and commands until the end of the input or /quit."""
         if self.interactive:
             for model in self.models:
-                how = "" if model.has_template else " (no chat template: the model continues the text)"
-                self.note(f"{model.name}{how}")
+                path = f"  {model.path}" if model.path != model.name else ""
+                how = "" if model.has_template else "  (no chat template: the model continues the text)"
+                self.note(f"{model.name}{path}{how}")
             self.note("/help lists the commands, Ctrl-D ends the chat")
         while True:
             try:

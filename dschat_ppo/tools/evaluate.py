@@ -6,9 +6,11 @@
 
 The models answer all prompts, greedily and by sampling, with the generation engine of training. An answer is scored by
 the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
-rate against the first model (a tie counts half) with Wilson's 95 % interval. Without a reward source there are no
-scores, and --html shows the answers side by side. --pairs measures how often the reward model scores the preferred
-answer higher, over all pairs and for each data set.
+rate against the first model (a tie counts half) with Wilson's 95 % interval. An answer passes if its score is at least
+--pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --html
+shows the answers side by side. --pairs measures how often the reward model scores the preferred answer higher, over all
+pairs and for each data set. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3, and
+pairs beyond --max_seq_len lose the start of the prompt, as in step 2.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def _evaluate(wanted: Wanted) -> None:
     # else DeepSpeed searches for a device, and prints a warning
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.tools.evaluate_report import html_of, json_of, tables
+    from dschat_ppo.common.paths import shown_path
+    from dschat_ppo.tools.evaluate_report import html_of, json_of, notes, tables
     from dschat_ppo.tools.evaluate_run import evaluate
 
     quiet_libraries()
@@ -50,7 +53,7 @@ def _evaluate(wanted: Wanted) -> None:
         if path is not None and not path.resolve().parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
     found = evaluate(wanted)
-    for line in tables(found):  # first: they are there even if a file cannot be written
+    for line in [*tables(found), *notes(found)]:  # first: they are there even if a file cannot be written
         print(line)
     for path, text in ((wanted.words.json, json_of), (wanted.words.html, html_of)):
         if path is not None:
@@ -58,7 +61,7 @@ def _evaluate(wanted: Wanted) -> None:
                 path.write_text(text(found), encoding="utf-8")
             except OSError as problem:
                 raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
-            print(f"written: {path}")
+            print(f"written: {shown_path(path)}")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from pathlib import Path
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 
 NO_EFFECT = ("data_split", "data_split_seed", "streaming", "streaming_rows")  # flags of training: all rows are used
+PROMPT_TOKENS, PAIR_TOKENS = 256, 512  # at most, by default
 REWARDS = ("reward_model_name_or_path", "reward_function", "remote_reward_url")
 
 
@@ -50,7 +52,7 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
     _add_flags(parser)
     add_sampling_flags(parser)
     add_groups(parser, [DataFlags, RewardSourceFlags], hidden=(*NO_EFFECT, "use_reward_model"))
-    parser.set_defaults(use_reward_model=None, data_path=[])
+    parser.set_defaults(use_reward_model=None, data_path=[], truncation=None)
     words = parser.parse_args(argv)
     defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
     for name in NO_EFFECT:
@@ -72,7 +74,8 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
         raise UserError("--model names a model twice")
     if words.decoding == "greedy" and words.samples > 1:
         raise UserError("--samples has no effect with --decoding greedy; omit one of them")
-    return Wanted(words, _data(words, words.data_path), _data(words, words.pairs), _rewards(words), settings_of(words))
+    prompts, pairs = (_data(words, words.data_path, "ppo"), _data(words, words.pairs, "reward"))
+    return Wanted(words, prompts, pairs, _rewards(words), settings_of(words))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +96,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pass_score", type=float, default=1.0, metavar="X",
                        help="minimum score of an answer that passes, for pass@k (default: 1)")  # fmt: skip
     group.add_argument("--max_prompts", type=int, default=0, metavar="N", help="only the first N prompts; 0 = all")
-    group.add_argument("--max_prompt_seq_len", type=int, default=256, metavar="N",
+    group.add_argument("--max_prompt_seq_len", type=int, default=PROMPT_TOKENS, metavar="N",
                        help="maximum tokens of a prompt (default: 256)")  # fmt: skip
-    group.add_argument("--max_seq_len", type=int, default=512, metavar="N",
+    group.add_argument("--max_seq_len", type=int, default=PAIR_TOKENS, metavar="N",
                        help="maximum tokens of a row of --pairs (default: 512)")  # fmt: skip
     group.add_argument("--batch_size", type=int, default=64, metavar="N", help="prompts at a time (default: 64)")
     group.add_argument("--max_batch_tokens", type=int, default=16384, metavar="N",
@@ -106,9 +109,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
 
 
-def _data(words: argparse.Namespace, paths: list[str]) -> DataFlags | None:
+def _data(words: argparse.Namespace, paths: list[str], step: str) -> DataFlags | None:
+    """The flags of data sets; rows that are too long are handled as in a step unless --truncation says otherwise."""
     values = {field.name: getattr(words, field.name) for field in dataclasses.fields(DataFlags)}
-    return DataFlags(**{**values, "data_path": paths}) if paths else None
+    truncation = words.truncation or STEPS[step].defaults.get("truncation", DataFlags.truncation)
+    return DataFlags(**{**values, "data_path": paths, "truncation": truncation}) if paths else None
 
 
 def _rewards(words: argparse.Namespace) -> RewardSourceFlags | None:

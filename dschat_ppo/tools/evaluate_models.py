@@ -111,7 +111,8 @@ class Answers:
     """The answers of one model with one way of decoding.
 
     Attributes:
-        model: its name.
+        model: its name, as the user gave it.
+        label: its short name.
         decoding: "greedy" or "sampled".
         rows: one for each prompt; the scores are NaN if nothing scores them.
         sources: names of the reward sources.
@@ -120,6 +121,7 @@ class Answers:
     """
 
     model: str
+    label: str
     decoding: str
     rows: list[Answered]
     sources: list[str]
@@ -181,7 +183,8 @@ def _answer(
 ) -> Answers:  # fmt: skip
     """The answers of a loaded model with one way of decoding."""
     config = replace(greedily(config), samples=1) if decoding == "greedy" else config
-    logger().info(f"{checked.name}: {decoding}, {len(scorer.prompts)} prompts, {config.samples} answers to each")
+    each = f"{config.samples} answers to each" if config.samples > 1 else "one answer to each"
+    logger().info(f"{checked.label}: {decoding}, {len(scorer.prompts)} prompts, {each}")
     prompts, rows, parts = scorer.prompts, list[Answered](), list[Tensor]()
     for first in range(0, len(prompts), plan.batch_size):
         indices = list(range(first, min(first + plan.batch_size, len(prompts))))
@@ -191,10 +194,11 @@ def _answer(
         request = scorer.request(rollout, indices)
         scores = scorer.score(request, rollout)
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
-        rows += answered_rows(indices, rollout, request, scores, None, of_prompts, scorer.mixture.names)
+        shown, sources = scorer.shown_prompts(rollout, len(indices)), scorer.mixture.names
+        rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)
         parts.append(scores.by_source.cpu())
     return Answers(
-        checked.name, decoding, rows, scorer.mixture.names, torch.cat(parts), scorer.count_failed_rows()
+        checked.name, checked.label, decoding, rows, scorer.mixture.names, torch.cat(parts), scorer.count_failed_rows()
     )  # fmt: skip
 
 

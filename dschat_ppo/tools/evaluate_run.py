@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import short_names
+from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import prepare_whole
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import check_length, check_sequence_classifier, check_vocabulary, load_config
+from dschat_ppo.models.loading import (
+    check_sequence_classifier,
+    check_vocabulary,
+    load_config,
+    report_length,
+    require_length,
+)
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.evaluation import summary, summary_by_source
 from dschat_ppo.rewards.build_rewards import check_sources
-from dschat_ppo.tools.chat_model import CheckedModel, check_model
-from dschat_ppo.tools.evaluate_flags import Wanted
+from dschat_ppo.tools.chat_model import CheckedModel, check_models
+from dschat_ppo.tools.evaluate_flags import PAIR_TOKENS, PROMPT_TOKENS, Wanted
 from dschat_ppo.tools.evaluate_models import (
     REWARD_FLAG,
     Answers,
@@ -29,7 +38,9 @@ from dschat_ppo.tools.evaluate_models import (
     score_pairs,
     win_rate,
 )
+from dschat_ppo.tools.sampling_settings import SamplingSettings
 
+LIMITS = "--max_prompt_seq_len + --max_tokens"
 PREFIX = "eval/"  # of the metrics of `summary`
 UNSCORED = ("length_mean", "ended_share")  # metrics that need no reward
 
@@ -80,17 +91,20 @@ def evaluate(wanted: Wanted) -> Evaluated:
     words, rewards = wanted.words, wanted.rewards
     if rewards is not None:
         check_sources(rewards)
-    models = [check_model(name, "--model", wanted.prompts) for name in words.model] if wanted.prompts else []
+    models = check_models([("--model", name) for name in words.model], wanted.prompts) if wanted.prompts else []
     longest = words.max_prompt_seq_len + wanted.settings.max_tokens
     for model in models:
-        check_length(model.folder, longest, "--max_prompt_seq_len + --max_tokens")
+        require_length(model.folder, longest, LIMITS)
     reward = _checked_reward(wanted)
     prompts, names = _prompts(wanted, models)
     pairs: Dataset | None = None
     pair_names: tuple[str, ...] = ()
     if wanted.pairs and reward:
-        check_length(reward.folder, words.max_seq_len, "--max_seq_len")
+        require_length(reward.folder, words.max_seq_len, "--max_seq_len")
         pairs, pair_names = prepare_whole("preference", reward.tokenizer, wanted.pairs, words.max_seq_len, "--pairs")
+        report_length([reward.folder], words.max_seq_len, "--max_seq_len", words.max_seq_len == PAIR_TOKENS)
+    is_default = longest == PROMPT_TOKENS + SamplingSettings.max_tokens
+    report_length([model.folder for model in models], longest, LIMITS, is_default)
 
     reward_model = None
     if reward is not None and rewards is not None:
@@ -126,27 +140,34 @@ def _checked_reward(wanted: Wanted) -> CheckedModel | None:
         tokenizer = with_template_flags(tokenizer, data)
     check_vocabulary(tokenizer, load_config(folder, REWARD_FLAG), REWARD_FLAG, folder)
     check_sequence_classifier(folder, new_head=False)
-    return CheckedModel(name, REWARD_FLAG, folder, tokenizer)
+    return CheckedModel(name, short_names([Path(name)])[0], REWARD_FLAG, folder, tokenizer)
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
     """The same prompts as token rows for each model, and the names of their data sets.
+
+    They are prepared, and the log shows them, once for all models whose tokenizers are equal.
 
     Raises:
         UserError: the models would get different prompts.
     """
     found: list[Dataset] = []
     names: tuple[str, ...] = ()
+    made: dict[str, Dataset] = {}  # by tokenizer
     for model in models:
         assert wanted.prompts is not None
-        limit = wanted.words.max_prompt_seq_len
-        rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
-        found.append(rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows)))))
+        key, limit = stream_key("", model.tokenizer), wanted.words.max_prompt_seq_len
+        if key not in made:
+            if made:
+                logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
+            rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
+            made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
+        found.append(made[key])
     if any(_questions(rows) != _questions(found[0]) for rows in found[1:]):
         raise UserError(
             "--data_path: the models would get different prompts, because only some have a chat template, "
-            "or because --truncation drop or --bad_rows skip drops different rows; set --chat_template or "
-            "--apply_chat_template, or raise --max_prompt_seq_len"
+            "or because rows that are too long or bad are dropped for some only; set --chat_template or "
+            "--apply_chat_template, raise --max_prompt_seq_len, or use --truncation left"
         )
     return found, names
 
@@ -164,7 +185,7 @@ def _result(found: Answers, answers: list[Answers], scored: bool, pass_score: fl
         return Result(found, kept, {}, None)
     first = next(other for other in answers if other.decoding == found.decoding)
     if found.failed:
-        logger().warning(f"{found.model}: {found.failed} answers have the default score (--reward_default)")
+        logger().warning(f"{found.label}: {found.failed} answers have the default score (--reward_default)")
     means = found.by_source.nanmean(dim=0).tolist()
     return Result(
         found, metrics, dict(zip(found.sources, means, strict=True)), None if first is found else win_rate(found, first)

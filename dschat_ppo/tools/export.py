@@ -117,7 +117,10 @@ def open_checkpoint(path: Path) -> SavedRun:
         for complaint in complaints:
             print(f"note: {complaint}", file=sys.stderr)
         if name is None:
-            raise UserError(f"{path}: has no intact checkpoint")
+            raise UserError(
+                f"{path}: has no intact checkpoint (a finished run has none without --keep_final_checkpoint, but "
+                "its models)"
+            )
         folder = checkpoints.root / name
     elif not path.is_dir():
         raise UserError(f"{path}: there is no such folder; name one such as OUTPUT/checkpoints/step_000012, or OUTPUT")
@@ -244,7 +247,10 @@ def require_same_parameters(
 def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> PolicyModel | ScalarModel:
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
     config, dtype, resize = run.config, run.config.run.dtype, run.config.run.resize_vocabulary
-    dropout = config.fit.dropout if role == "model" else getattr(config.ppo, f"{role}_dropout") or 0.0
+    if role == "model":
+        dropout = config.fit.dropout
+    else:
+        dropout = (config.ppo.critic_dropout if role == "critic" else config.ppo.actor_dropout) or 0.0
     adapter = adapter_of(run, role)
     if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
         return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device))

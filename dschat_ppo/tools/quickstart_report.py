@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +26,7 @@ from transformers import (
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.templates import encode_prompt
@@ -38,6 +37,7 @@ from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.tools.toy import Question, keeps_rule
 from dschat_ppo.types import Rollout, to_device
 
@@ -133,28 +133,31 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path
     print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
     for question, before_text, after_text in samples:
         print(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}")
-    print(f"\nmodels   {out}/sft  {out}/reward  {out}/ppo/actor  {out}/ppo/critic")
-    print(f"metrics  {out}/sft/metrics.jsonl  {out}/reward/metrics.jsonl  {out}/ppo/metrics.jsonl")
-    print(f"summary  {out}/summary.json")
-    print(f"reports  {out}/sft/report.html  {out}/reward/report.html  {out}/ppo/report.html  (open them in a browser)")
-    for purpose, command in next_commands(out).items():
+    steps = ("sft", "reward", "ppo")
+    outputs = {
+        "models": ("sft", "reward", "ppo/actor", "ppo/critic"),
+        "metrics": [f"{step}/metrics.jsonl" for step in steps],
+        "summary": ("summary.json",),
+        "reports, for a browser": [f"{step}/report.html" for step in steps],
+    }
+    for kind, paths in outputs.items():
+        print(f"\n{kind}:", *(shown_path(out / path) for path in paths), sep="\n  ")
+    for purpose, command in next_commands(out, samples[0][0]).items():
         print(f"\n{purpose}:\n  {command}")
 
 
-def next_commands(out: Path) -> dict[str, str]:
-    """Purpose -> a command to try on the outputs, for a shell; it runs with this interpreter in any folder."""
+def next_commands(out: Path, question: str) -> dict[str, str]:
+    """Purpose -> a command to try on the outputs, for a shell; `question` is an example of what to type."""
     sft, actor = out / "sft", out / "ppo/actor"
+    purpose = f"chat with the model after PPO (actor) and before it (sft); type for example: {question}"
     tools = {
-        "chat with the model, side by side with that before PPO": ["chat", "--model", actor, "--compare", sft],
+        purpose: ["chat", "--model", actor, "--compare", sft],
         "evaluate both models on the held-out prompts": [
             "evaluate", "--model", sft, actor, "--data_path", out / "toy/data/heldout.jsonl",
             "--reward_model_name_or_path", out / "reward", "--html", out / "evaluation.html",
         ],
     }  # fmt: skip
-    return {
-        purpose: shlex.join([sys.executable, "-m", f"dschat_ppo.tools.{tool}", *map(str, words)])
-        for purpose, (tool, *words) in tools.items()
-    }
+    return {purpose: tool_command(str(tool), list(map(str, words))) for purpose, (tool, *words) in tools.items()}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ of PPO with a *learned* reward can be compared with the true preference.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -82,7 +83,8 @@ def keeps_rule(question: Question, answer: str) -> bool:
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Question]]:
-    """Questions of each file. No file repeats a (name, colour, thing) of `heldout`, `sft_eval` or `pairs_eval`."""
+    """Questions of each file. No file repeats a (name, colour, thing) of `heldout`, `sft_eval` or `pairs_eval`, and
+    only `sft` asks the same question twice."""
 
     def worded(combination: tuple[str, str, str]) -> Question:
         return Question(*combination, wording=rng.randrange(len(QUESTIONS)))
@@ -94,9 +96,18 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
         questions[part] = [worded(combination) for combination in combinations[start : start + COUNTS[part]]]
         start += COUNTS[part]
     free = combinations[start:]
-    for part in ("sft", "pairs", "prompts"):
-        questions[part] = [worded(rng.choice(free)) for _ in range(COUNTS[part])]
+    questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]  # their answers differ
+    for part in ("pairs", "prompts"):
+        questions[part] = drawn_without_repeats(COUNTS[part], lambda: worded(rng.choice(free)))
     return questions
+
+
+def drawn_without_repeats(count: int, draw: Callable[[], Question]) -> list[Question]:
+    """The first `count` different questions that `draw` returns."""
+    found: dict[Question, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
 
 
 def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
@@ -107,15 +118,13 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
 
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in ("sft", "sft_eval"):
-        rows[part] = [
-            {
-                "messages": [
-                    *turn(q),
-                    {"role": "assistant", "content": rng.choice((kind_answer, curt_answer))(q, rng)},
-                ]
-            }
-            for q in questions[part]
-        ]
+        answered: dict[tuple[Question, str], None] = {}
+        for question in questions[part]:
+            answer = rng.choice((kind_answer, curt_answer))(question, rng)
+            while (question, answer) in answered:  # no row repeats another
+                answer = rng.choice((kind_answer, curt_answer))(question, rng)
+            answered[question, answer] = None
+        rows[part] = [{"messages": [*turn(q), {"role": "assistant", "content": text}]} for q, text in answered]
     for part in ("pairs", "pairs_eval"):
         rows[part] = [
             {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)} for q in questions[part]

@@ -31,6 +31,21 @@ def test_a_missing_required_flag_is_named(step, missing):
         parse(step, words[:position] + words[position + 2 :])
 
 
+@pytest.mark.parametrize(("step", "words", "missing"), [
+    ("sft", [], "--data_path, --model_name_or_path, --output_dir"),
+    ("sft", ["--data_path", "d"], "--model_name_or_path, --output_dir"),
+    ("reward", ["--model_name_or_path", "m"], "--data_path, --output_dir"),
+    ("ppo", ["--use_reward_model", "False"], "--actor_model_name_or_path, --data_path, --output_dir"),
+    ("ppo", ["--data_path", "d", "--reward_model_name_or_path", "r"], "--actor_model_name_or_path, --output_dir"),
+    ("ppo", ["--data_path", "d"], "--actor_model_name_or_path, --output_dir, --critic_model_name_or_path (or "
+     "--use_reward_model False with --reward_function)"),
+])  # fmt: skip
+def test_all_missing_flags_are_named_in_one_line(step, words, missing):
+    with pytest.raises(UserError) as problem:
+        parse(step, words)
+    assert str(problem.value) == f"required: {missing} (all flags: --help all)"
+
+
 def test_a_switch_can_be_turned_off_by_a_value_or_a_no_flag():
     assert read("ppo")["whiten_advantages"] is True
     assert read("ppo", "--whiten_advantages", "False")["whiten_advantages"] is False
@@ -156,5 +171,8 @@ def test_the_nearest_choice_is_suggested(tmp_path, step, flag, given, meant, in_
     words = ["--config", str(tmp_path / "flags.yaml")] if in_yaml else [f"--{flag}", given]
     with pytest.raises(UserError) as problem:
         read(step, *words)
-    assert f"argument --{flag}" in str(problem.value) and f"invalid choice: '{given}'" in str(problem.value)
-    assert (f"; did you mean {meant}? (choose from " in str(problem.value)) is (meant is not None)
+    assert str(problem.value).startswith(f"--{flag} {given}: expected one of ")
+    assert str(problem.value).endswith(
+        f"; did you mean {meant}? (see --help {flag})" if meant else f" (see --help {flag})"
+    )
+    assert ("did you mean" in str(problem.value)) is (meant is not None)

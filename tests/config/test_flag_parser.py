@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 from transformers import HfArgumentParser
 
-from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.schema import flag, flag_list
 from dschat_ppo.errors import UserError
 
@@ -62,12 +62,23 @@ def test_a_required_flag_that_is_not_given_has_no_value():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--size", "x"], "argument --size: invalid int value: 'x' (all flags: --help)"),
-    (["--quick", "perhaps"], "argument --quick: 'perhaps' is neither true nor false (all flags: --help)"),
-    (["--counts", "1", "x"], "argument --counts: invalid int value: 'x' (all flags: --help)"),
-    (["--rate"], "argument --rate/--lr: expected one argument (all flags: --help)"),
+    (["--size", "x"], "--size x: expected a whole number: a count (see --help)"),
+    (["--size", "it's"], "--size it's: expected a whole number: a count (see --help)"),
+    (["--size", "1.5"], "--size 1.5: expected a whole number: a count (see --help)"),
+    (["--size", ""], "--size : expected a whole number: a count (see --help)"),
+    (["--rate", "abc"], "--rate abc: expected a number: a rate (see --help)"),
+    (["--lr", "abc"], "--rate abc: expected a number: a rate (see --help)"),
+    (["--quick", "perhaps"], "--quick perhaps: expected true or false: a switch (see --help)"),
+    (["--no_with_text=x"], "--no_with_text takes no value, got x (see --help)"),
+    (["--counts", "1", "x"], "--counts x: expected a whole number: counts (see --help)"),
+    (["--rate"], "--rate needs a value, a number: a rate (see --help)"),
+    (["--level"], "--level needs a value, one of low, 2 (see --help)"),
     (["--siz", "4"], "unrecognized arguments: --siz 4; did you mean --size? (all flags: --help)"),
     (["--with-txt=1"], "unrecognized arguments: --with-txt=1; did you mean --with_text? (all flags: --help)"),
+    (["--size=--"], "--size needs a value, a whole number: a count (see --help)"),
+    (["--counts=--"], "--counts needs a value, a whole number: counts (see --help)"),
+    (["--size", "a\nb"], "--size a\\nb: expected a whole number: a count (see --help)"),
+    (["--quick", "a\nb"], "--quick a\\nb: expected true or false: a switch (see --help)"),
     (["--zz"], "unrecognized arguments: --zz (all flags: --help)"),
 ])  # fmt: skip
 def test_a_wrong_value_is_an_error_of_one_line(words, message):
@@ -82,8 +93,21 @@ def test_a_wrong_value_is_an_error_of_one_line(words, message):
 def test_a_value_that_is_no_choice_is_refused_and_the_nearest_is_suggested(given, meant):
     with pytest.raises(UserError) as problem:
         read("--level", given)
-    message = f"argument --level: invalid choice: '{given}'{meant} (choose from low, 2) (all flags: --help)"
-    assert str(problem.value) == message
+    assert str(problem.value) == f"--level {given}: expected one of low, 2{meant} (see --help)"
+
+
+def test_values_of_plain_arguments_are_refused_in_the_same_words():
+    parser = FlagParser(allow_abbrev=False)
+    parser.add_argument("--rows", type=int, help="how many; 0 = all")
+    parser.add_argument("--kind", choices=["small", "large"])
+    for words, message in (
+        (["--rows", "x"], "--rows x: expected a whole number: how many (see --help)"),
+        (["--kind", "big"], "--kind big: expected one of small, large (see --help)"),
+        (["--kind", "smal"], "--kind smal: expected one of small, large; did you mean small? (see --help)"),
+    ):
+        with pytest.raises(UserError) as problem:
+            parser.parse_args(words)
+        assert str(problem.value) == message
 
 
 def test_help_shows_types_and_defaults_but_no_empty_ones():

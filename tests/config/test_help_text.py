@@ -13,7 +13,7 @@ import pytest
 from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text, shown_default
 from dschat_ppo.config.schema import flag, flag_list
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.config.usual_flags import USUAL
+from dschat_ppo.config.usual_flags import TITLES, USUAL
 from dschat_ppo.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,13 @@ def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
         "  --names TEXT ...                names (default: a b)",
         "  --counts N ...                  counts",
     ]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_short_help_shows_how_to_run_the_step_on_a_machine_without_a_gpu(step):
+    lines, program = help_text(step, all_flags(step), "").splitlines(), TITLES[step][1]
+    assert f"usage: deepspeed {program} --flag value ..." in lines and f"one rank:  python {program} ..." in lines
+    assert f"on a CPU:  deepspeed --num_accelerators 2 {program} ..." in lines
 
 
 @pytest.mark.parametrize("step", STEPS)

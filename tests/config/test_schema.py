@@ -1,13 +1,21 @@
 """Shared flags: ranges, and that inside the limits of AdamW's flags every update is bounded."""
 
 import math
+import os
 
 import pytest
 import torch
 from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, RunFlags, SupervisedFlags
+from dschat_ppo.config.schema import (
+    LARGEST_BETA,
+    SMALLEST_EPSILON,
+    SMALLEST_NORM,
+    RunFlags,
+    SupervisedFlags,
+    read_settings,
+)
 from dschat_ppo.errors import UserError
 
 LARGE, SMALL, LEAST = 1e18, 1e-18, 1e-45  # the least number of fp32
@@ -190,3 +198,9 @@ def test_none_with_another_tracker_is_refused():
 def test_flags_of_trackers_without_effect_are_noted(step, words, without_effect):
     found = notes(step, config(step, words))
     assert {line.split()[0].removeprefix("--") for line in found} == without_effect
+
+
+def test_a_settings_file_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=f"^--config {tmp_path}/pipe: is not a regular file$"):
+        read_settings("--config", str(tmp_path / "pipe"))

@@ -86,6 +86,24 @@ def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
     assert "library done cut torch - 2.7, then 2.8" in found
 
 
+def test_one_evaluation_is_one_number(tmp_path):
+    """As --validate_only writes it."""
+    found = text_of(
+        write_run(
+            tmp_path, [{"step": 0, "time": 1000.0, "eval/score": 7.497, "eval_loss": 2.0}], result={"world_size": 1}
+        )
+    )
+    assert "steps 0, evaluation without training" in found
+    assert "held-out score 7.497, one evaluation" in found and "held-out loss 2, one evaluation" in found
+    assert "score 0.1, one step" in text_of(write_run(tmp_path / "one", ppo_lines(1)))
+
+
+def test_the_overview_leaves_out_the_explained_variance_whose_last_value_misleads(tmp_path):
+    found = text_of(write_run(tmp_path, ppo_lines(3)))
+    assert "explained variance" not in found.partition("Reward and KL")[0].casefold()
+    assert "value/explained_variance" in found, "its figure stays"
+
+
 def test_flags_of_one_run_are_compared_with_their_defaults(tmp_path):
     config = {"actor_model_name_or_path": "m", "temperature": 1.0, "kl_coef": 0.5}
     found = text_of(write_run(tmp_path, ppo_lines(1), config))

@@ -150,7 +150,7 @@ def test_a_phone_shows_any_number_of_steps_without_scrolling_sideways(tmp_path, 
       found.push(all("svg path").some((path) => /NaN|Infinity/.test(path.getAttribute("d"))));
     """
     fits, width, drawn, broken = run_in(tmp_path, made_page(tmp_path, {"lines": ppo_lines(steps)}), code, width=500)
-    assert (fits, width, drawn, broken) == (True, 500, True, False)
+    assert (fits, width, drawn, broken) == (True, 500, steps > 1, False), "one step is shown as numbers"
 
 
 def contrast(one: str, other: str) -> float:
@@ -178,3 +178,35 @@ def test_text_and_curves_contrast_with_the_page_in_every_scheme():
         assert contrast(colours["quiet"], colours["panel"]) >= 4.5
         for number in range(8):
             assert contrast(colours[f"c{number}"], colours["page"]) >= 4, number
+
+
+@needs_browser
+def test_one_evaluation_is_a_number_and_not_a_curve(tmp_path):
+    code = """
+      found.push(figure("Held-out evaluation").querySelector(".plot").innerText.split(/\\s*\\n\\s*/));
+      found.push(all(".chart", figure("Held-out evaluation")).length);
+      found.push(all("#answers select").length, all("#answers .columns > div").length);
+    """
+    answers = [{"prompt": "p", "answers": ["a"], "scores": [0.5], "lengths": [2], "ended": ["eos"]}]
+    run = {"lines": [{"step": 0, "time": 1.0, "eval/score": 7.497, "eval/pass@1": 0.5}], "step_000000": answers}
+    words, charts, selects, columns = run_in(tmp_path, made_page(tmp_path, run), code)
+    assert " ".join(words) == "One point, at step 0: eval/score 7.497 eval/pass@1 0.5"
+    assert (charts, selects, columns) == (0, 0, 1), "nothing to choose, and the answer once"
+
+
+@needs_browser
+def test_few_points_are_marked_and_name_their_steps(tmp_path):
+    code = """
+      const evaluation = figure("Held-out evaluation"), reward = figure("Reward");
+      found.push(all("circle.point", evaluation).length, all("circle.point", reward).length);
+      const ticks = (one) => all("text[text-anchor=middle]", one).map((text) => text.textContent);
+      found.push(ticks(evaluation));
+      found.push(all(".legend li", figure("Time")).map((entry) => entry.title));
+    """
+    lines = ppo_lines(40)
+    for line in (lines[4], lines[39]):
+        line["eval/score"] = line["reward/score_mean"]
+    evaluated, trained, ticks, titles = run_in(tmp_path, made_page(tmp_path, {"lines": lines}), code)
+    assert (evaluated, trained) == (2, 0)
+    assert ticks == ["5", "40", "step"]
+    assert titles == ["forward and backward passes and the optimizer", "generation of the responses"]

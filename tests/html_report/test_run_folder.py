@@ -1,12 +1,14 @@
 """Reading the files of a run: complete, damaged, resumed and unfinished."""
 
+import os
+
 import pytest
 from report_runs import ppo_lines, write_lines, write_run
 
 from dschat_ppo.checkpoint import run_files
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report import run_folder
-from dschat_ppo.html_report.run_folder import kind_of, read_run, read_runs, short_names
+from dschat_ppo.html_report.run_folder import kind_of, read_run, read_runs
 from dschat_ppo.monitor import run_starts, writers
 from dschat_ppo.ppo import samples
 
@@ -104,14 +106,6 @@ def test_the_kind_of_a_run_is_in_its_flags(config, expected):
     assert kind_of(config, {}) == expected
 
 
-def test_names_are_the_shortest_ends_that_differ(tmp_path):
-    paths = [tmp_path / "a" / "1" / "ppo", tmp_path / "b" / "1" / "ppo", tmp_path / "b" / "2" / "ppo"]
-    assert short_names(paths[:1]) == ["ppo"]
-    assert short_names(paths[:2]) == ["a", "b"]
-    assert short_names(paths) == ["a/1", "b/1", "b/2"]
-    assert short_names([tmp_path / "sft", tmp_path / "ppo"]) == ["sft", "ppo"]
-
-
 def test_a_folder_without_metrics_names_its_runs(tmp_path):
     write_run(tmp_path / "sft", ppo_lines(1))
     with pytest.raises(UserError, match=r"has no metrics.jsonl.*name its runs: .*/sft$"):
@@ -125,3 +119,19 @@ def test_a_run_without_a_step_or_named_twice_is_refused(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", ppo_lines(1))
     with pytest.raises(UserError, match="named twice"):
         read_runs([tmp_path, tmp_path / "." / "../" / tmp_path.name])
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "result.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    write_run(tmp_path, [{"step": 1, "time": 1.0}])
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: is not a regular file"):
+        read_run(tmp_path, "run")
+
+
+def test_numbers_beyond_floats_and_endless_nesting_are_no_points_and_damage(tmp_path):
+    write_run(tmp_path, [{"step": 1, "time": 1.0, "loss": 10**400, "accuracy": 10**300}])
+    (tmp_path / "result.json").write_text("[" * 100_000)
+    run = read_run(tmp_path, "run")
+    assert run.metrics["loss"] == [(1, None)] and run.metrics["accuracy"] == [(1, 10**300)]
+    assert run.damaged == {"result.json": 1}

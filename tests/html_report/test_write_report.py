@@ -7,6 +7,7 @@ import pytest
 from report_runs import ppo_lines, write_run
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.html_report import write_report as write_report_module
 from dschat_ppo.html_report.write_report import report_run, write_report
 
 LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
@@ -49,10 +50,18 @@ def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, s
     assert f"no report: {folder}" in capsys.readouterr().out
 
 
-def test_a_file_that_the_report_cannot_show_is_a_warning_too(tmp_path, capsys):
-    folder = write_run(tmp_path, [{"step": 1, "time": 1.0, "loss": 10**400}])
-    report_run(folder)
-    assert "no report: int too large" in capsys.readouterr().out
+def test_a_number_beyond_floats_is_shown_like_infinity(tmp_path):
+    report_run(write_run(tmp_path, [{"step": 1, "time": 1.0, "loss": 10**400, "lr": 1.0}]))
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_bug_of_the_report_is_raised(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(write_report_module, "page", fail)
+    with pytest.raises(ZeroDivisionError):
+        report_run(write_run(tmp_path, ppo_lines(1)))
 
 
 def test_half_a_character_in_a_file_stops_no_report(tmp_path):

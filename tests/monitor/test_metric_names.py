@@ -23,6 +23,8 @@ from dschat_ppo.monitor.metric_names import present_name, tracked_name
     ("nonfinite/skipped", "optim/nonfinite_skipped"),
     ("ptx/loss", "policy/ptx_loss"),
     ("reference/moved", "kl/reference_moved"),
+    ("seconds/describe", "time/score_statistics"),
+    ("memory/describe_peak_gib", "memory/score_statistics_peak_gib"),
     ("grad_norm/actor", "optim/grad_norm/actor"),
     ("grad_norm", "grad_norm"),
     ("rollout/answers/x", "rollout/answers/x"),

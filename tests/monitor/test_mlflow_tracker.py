@@ -9,9 +9,9 @@ import pytest
 from tracked_runs import FIGURES, tracking_in
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.monitor import mlflow_tracker
 from dschat_ppo.monitor.mlflow_tracker import MlflowTracker, check_mlflow
 from dschat_ppo.monitor.trackers import Start, StepFigures, saved_run_id
+from dschat_ppo.monitor.writers import MetricsWriter
 
 mlflow = pytest.importorskip("mlflow")
 
@@ -104,21 +104,16 @@ def test_many_flags_and_long_values_are_logged(tmp_path, client):
     assert set(params) == set(flags) and set(map(len, params.values())) == {6000}
 
 
-def test_a_store_that_fails_during_the_run_is_reported_once_and_training_continues(tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(mlflow_tracker.logger(), "warning", warnings.append)
-    tracker = MlflowTracker(tracking_in(tmp_path, "mlflow"), Start())
-
+def test_a_store_that_fails_during_the_run_is_reported_once_and_training_continues(tmp_path, monkeypatch, said):
     def fail(*_, **__):
         raise mlflow.exceptions.MlflowException("the server is gone")
 
-    monkeypatch.setattr(tracker._client, "log_batch", fail)
-    tracker.write(1, {"a": 1.0}, StepFigures())
-    tracker.write(2, {"a": 1.0}, StepFigures())
-    tracker.close(succeeded=True)
-    assert warnings == [
-        "--report_to mlflow: cannot be written, the run continues without it: the server is gone"
-    ]  # fmt: skip
+    with MetricsWriter(tmp_path, tracking_in(tmp_path, "mlflow")) as writer:
+        monkeypatch.setattr(writer._trackers[0]._client, "log_batch", fail)
+        writer.write(1, {"a": 1.0})
+        writer.write(2, {"a": 1.0})
+    assert said == ["MlflowTracker cannot write, and the run continues without it: the server is gone"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_store_that_cannot_be_used_is_named_before_the_run(monkeypatch):

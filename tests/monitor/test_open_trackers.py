@@ -1,5 +1,6 @@
 """Trackers are checked before anything is loaded."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,29 @@ def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):
     open_trackers.check_trackers(["trackio"])
     with pytest.raises(UserError, match="there is no key"):
         open_trackers.check_trackers(["wandb"])
+
+
+def test_a_tracker_that_cannot_begin_closes_those_begun_before_it(monkeypatch, tmp_path):
+    """Else an MLflow run would stay RUNNING."""
+    closed = []
+
+    class Begun:
+        def __init__(self, tracking, start):
+            pass
+
+        def close(self, succeeded):
+            closed.append(succeeded)
+
+    def refuse(tracking, start):
+        raise UserError("there is no server")
+
+    monkeypatch.setattr(open_trackers, "_TRACKERS", {"mlflow": Begun, "wandb": refuse, "trackio": Begun})
+    tracking = replace(tracking_in(tmp_path, "mlflow"), libraries=("mlflow", "wandb", "trackio"))
+    with pytest.raises(UserError, match="there is no server"):
+        open_trackers.open_trackers(tracking, Start())
+    assert closed == [False]
+    assert len(open_trackers.open_trackers(replace(tracking, libraries=("mlflow", "trackio")), Start())) == 2
+    assert closed == [False], "trackers that begin stay open"
 
 
 def test_the_libraries_that_the_flags_name_are_opened(tmp_path):

@@ -8,6 +8,7 @@ from traces import blocks, inside, spans_of
 
 from dschat_ppo.common import phases
 from dschat_ppo.common.phases import PhaseClock, block, decode_step
+from dschat_ppo.errors import StopRequested
 from dschat_ppo.monitor import step_trace
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 
@@ -81,6 +82,22 @@ def test_a_step_that_ends_by_an_exception_leaves_no_trace_and_no_profiler(tmp_pa
     assert not torch.autograd._profiler_enabled()
     work(StepTrace(tmp_path, 1), 1)
     assert (tmp_path / "profile/step_1_rank_0.json.gz").exists()
+
+
+@pytest.mark.parametrize("finished", [1, 0])
+def test_a_run_that_stops_after_the_finished_step_keeps_its_trace(tmp_path, finished):
+    def stop() -> None:
+        trace = StepTrace(tmp_path, 1)
+        for _ in trace.around([0, 0], 1):
+            torch.neg(torch.ones(2))
+            trace.finish(finished)
+            raise StopRequested("saved")
+
+    with pytest.raises(StopRequested):
+        stop()
+    files = [path.name for path in tmp_path.rglob("*.gz")]
+    assert files == (["step_1_rank_0.json.gz"] if finished else [])
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_without_a_trace_a_block_is_nothing(tmp_path):

@@ -12,7 +12,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
-from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary
+from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary, summary_by_source
 from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
@@ -63,6 +63,32 @@ def test_summary_by_hand():
     })  # fmt: skip
 
 
+def test_mean_scores_by_source_by_hand():
+    """The source "length" has the name of another metric; "rule" scores two of four answers, "none" scores none."""
+    nan = math.nan
+    rows = [
+        replace(
+            answered(index, ["a", "b"], [1.0, 1.0], [1, 3], ["eos"] * 2),
+            scores_by_source={"length": lengths, "rule": rules, "none": [nan, nan]}, data_source=name,
+        )
+        for index, name, lengths, rules in ((0, "p", [1.0, 3.0], [nan, 0.5]), (1, "q", [2.0, 8.0], [nan, 0.75]))
+    ]  # fmt: skip
+    found = summary(rows, 1.0)
+    assert found["eval/length_mean"] == 2.0, "in tokens"
+    assert {name: value for name, value in found.items() if name.startswith("eval/reward/")} == {
+        "eval/reward/length_mean": (1 + 3 + 2 + 8) / 4,
+        "eval/reward/rule_mean": (0.5 + 0.75) / 2,
+        "eval/reward/rule_share": 0.5,
+        "eval/reward/none_share": 0.0,
+    }
+    by_data_set = summary_by_source(rows, 1.0)
+    assert by_data_set["eval/reward/length_mean/p"] == 2.0 and by_data_set["eval/reward/rule_mean/q"] == 0.75
+    assert "reward/rule_mean 0.625" in shown_metrics(found | by_data_set)
+    assert "reward/rule_mean/q" not in shown_metrics(found | by_data_set)
+    alone = [replace(row, scores_by_source={"rule": [1.0, 1.0]}) for row in rows]
+    assert not any("reward" in name for name in summary(alone, 1.0)), "the score itself says it"
+
+
 def test_the_majority_is_of_boxes_with_braces_inside():
     right, wrong = r"\boxed{2}, or rather \boxed{\frac{1}{2}}", r"\boxed{2}"
     rows = [answered(0, [right, wrong, right, wrong, right], [1.0, 0.0, 1.0, 0.0, 1.0], [9] * 5, ["eos"] * 5)]
@@ -105,6 +131,10 @@ class RewardScorer:
         texts = [f"answer {number}" for number in rollout.response_ids[:, 0].tolist()]
         samples = len(texts) // len(indices)
         return SimpleNamespace(prompts=[f"prompt {i}" for i in indices for _ in range(samples)], responses=texts)
+
+    def shown_prompts(self, rollout, count):
+        first = rollout.response_ids[:: len(rollout.response_ids) // count, 0].tolist()
+        return [f"prompt {number // (len(rollout.response_ids) // count)}" for number in first]
 
     def score(self, request, rollout):
         total = rollout.response_ids[:, 0] / 10

@@ -7,6 +7,7 @@ import torch
 from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, TokenSum, watch
 
 from dschat_ppo.errors import NonFiniteError, StopRequested
+from dschat_ppo.monitor.step_trace import StepTrace
 
 WHOLE = [f"evaluate {step} eval" for step in range(STEPS + 1)]
 SKIP = "--on_nonfinite skip --max_nonfinite_skips 9"
@@ -106,6 +107,14 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     result = after.run(checkpointer, (length, at[0] + 1))
     resumed_equals(whole, before, did_before, after, did_after, result)
+
+
+@pytest.mark.parametrize(("at", "files"), [((1, 0), 1), ((0, 2), 0)])
+def test_the_trace_of_a_step_is_kept_if_the_run_stops_after_it_and_not_inside(assets, tmp_path, at, files):
+    run, checkpointer, _ = started(assets, tmp_path, position=at)
+    with pytest.raises(StopRequested):
+        run.run(checkpointer, trace=StepTrace(tmp_path, 1))
+    assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == files
 
 
 def test_experience_on_host_gives_the_same_run_also_when_it_is_resumed_inside_a_step(assets, tmp_path, whole):

@@ -73,7 +73,7 @@ def test_a_reference_that_does_not_fit_is_refused(assets, models, name, words, r
 
 
 def test_a_classifier_is_no_reference(assets):
-    with pytest.raises(UserError, match=r"^--ref_model_name_or_path .*reward: the checkpoint does not fit"):
+    with pytest.raises(UserError, match=r"^--ref_model_name_or_path .*reward.* is a reward model or critic"):
         check(assets, f"--ref_model_name_or_path {assets}/reward")
 
 

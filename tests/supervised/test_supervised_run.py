@@ -8,7 +8,9 @@ from launch import ROOT, run, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.supervised import sft, supervised_run, train_preference
+from dschat_ppo.supervised.supervised_run import high_learning_rate, report_learning_rate
 
 WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
@@ -47,17 +49,28 @@ def test_the_first_line_names_what_is_trained(step, words, line, first_lines):
     assert found.startswith(line)
 
 
+@pytest.mark.parametrize(("parameters", "rate"), [
+    (10**8, 1e-4), (7 * 10**9, 1e-4), (5 * 10**7, 2e-4), (10**7, 1e-3), (0, 1e4),
+])  # fmt: skip
+def test_a_rate_is_high_above_1e_4_and_for_small_models_above_more(parameters, rate):
+    assert high_learning_rate(parameters) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("rate", "words", "warned"), [
+    ("1.1e-4", (), True), ("1e-4", (), False), ("2e-5", (), False), ("1e-3", ("--lora_dim", "8"), True),
+    ("1e-3", ("--lora_dim", "8", "--only_optimize_lora"), False), ("1e-3", ("--validate_only",), False),
+])  # fmt: skip
 @pytest.mark.parametrize("step", ["sft", "reward", "dpo"])
-@pytest.mark.parametrize(("rate", "warned"), [("1e-3", True), ("1.1e-4", True), ("1e-4", False), ("2e-5", False)])
-def test_a_learning_rate_too_high_for_a_pretrained_model_gives_a_warning(step, rate, warned, first_lines):
-    lines = first_lines(step, "--learning_rate", rate)
-    assert any(f"--learning_rate {float(rate):g}" in line and "1e-5 to 2e-5" in line for line in lines) is warned
-
-
-@pytest.mark.parametrize(("words", "warned"), [(("--only_optimize_lora",), False), ((), True)])
-def test_the_warning_is_about_weights_that_train(words, warned, first_lines):
-    lines = first_lines("sft", "--learning_rate", "1e-3", "--lora_dim", "8", *words)
-    assert any("1e-5 to 2e-5" in line for line in lines) is warned
+def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(step, rate, words, warned, said, monkeypatch):
+    shapes = {"embedding": (1000, 100_000), "bias": (100_000,)}
+    monkeypatch.setattr(supervised_run, "checkpoint_shapes", lambda folder: shapes)
+    config = parse(step, [*WORDS, "--learning_rate", rate, *words])
+    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    report_learning_rate(config.fit, adapter, "m")
+    assert [line.startswith(f"--learning_rate {float(rate):g} trains whole weights") for line in said] == [
+        True
+    ] * warned
+    assert all("of 100 M parameters; 1e-5 to 2e-5 is usual" in line for line in said)
 
 
 @pytest.mark.parametrize("step", ["sft", "reward", "dpo"])

@@ -21,6 +21,7 @@ from dschat_ppo.config.export_flags import BestMetric
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
@@ -186,6 +187,13 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
     with pytest.raises(NonFiniteError, match=r"^model, step 2: the loss is not finite \(rank 0, micro-batch 0\)"):
         run(trainer, tmp_path, checkpointer)
     assert bool(weight.isfinite().all()) and trainer.position == (1, 0) and len(checkpointer.passed) == 1
+
+
+def test_the_trace_of_a_step_after_which_the_run_stops_is_kept(tmp_path):
+    trainer = make(config_of(tmp_path), Seen())
+    with pytest.raises(StopRequested), MetricsWriter(tmp_path, None) as writer:
+        trainer.run(writer, Checkpointer(trainer, last=1), "title", trace=StepTrace(tmp_path, 1))
+    assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == 1
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 8])

@@ -22,7 +22,7 @@ def test_flags():
         (["--port", "80"], "--port has no effect without --web"),
         (["--web", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
         (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
-        (["--dtype", "int8"], "invalid choice"),
+        (["--dtype", "int8"], "--dtype int8: expected one of "),
         (["--temprature", "1"], "unrecognized arguments"),
         (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
     ],
@@ -37,6 +37,15 @@ def test_a_missing_model_is_one_line(capsys):
     assert capsys.readouterr().err == "error: --model ./nothing: no such folder\n"
 
 
+@pytest.mark.parametrize("words", [["--model", "reward"], ["--model", "lm", "--compare", "reward"]])
+def test_a_reward_model_cannot_chat(assets, capsys, words):
+    folders = [word if word.startswith("--") else str(assets / word) for word in words]
+    assert main(folders) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {assets / 'reward'}: is a reward model or critic, because it has a score head")
+    assert said.endswith("give a causal language model, such as the SFT model\n") and said.count("\n") == 1
+
+
 def test_a_chat_through_pipes(assets):
     folder = assets / "lm"
     command = [sys.executable, "-m", "dschat_ppo.tools.chat", "--model", folder, "--compare", assets / "uniform_lm"]
@@ -44,5 +53,5 @@ def test_a_chat_through_pipes(assets):
     done = subprocess.run(command, input="Where is\n/undo\n", capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"{folder}:" and f"{assets / 'uniform_lm'}:" in lines and lines[-1] == "forgotten: Where is"
+    assert lines[0] == "lm:" and "uniform_lm:" in lines and lines[-1] == "forgotten: Where is"
     assert done.stdout.count("[cut after 4 tokens (/set max_tokens N)]") == 2

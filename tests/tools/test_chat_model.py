@@ -13,7 +13,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rollout.token_stream import stream_tokens
 from dschat_ppo.tools import chat_model
-from dschat_ppo.tools.chat_model import ChatModel, Conversation, check_model, load_models
+from dschat_ppo.tools.chat_model import ChatModel, Conversation, check_models, load_models
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 PLAIN, CHAT = DataFlags(["unused"]), DataFlags(["unused"], chat_template="chatml")
@@ -22,14 +22,14 @@ GREEDY = SamplingSettings(top_k=1, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def plain(assets) -> ChatModel:
-    checked = check_model(str(assets / "lm"), "--model", PLAIN)
+    [checked] = check_models([("--model", str(assets / "lm"))], PLAIN)
     checked.tokenizer.chat_template = None
     return ChatModel(checked, "fp32")
 
 
 @pytest.fixture(scope="module")
 def templated(assets) -> ChatModel:
-    return ChatModel(check_model(str(assets / "lm"), "--model", CHAT), "fp32")
+    return ChatModel(*check_models([("--model", str(assets / "lm"))], CHAT), "fp32")
 
 
 def user(text: str) -> dict:

@@ -22,6 +22,7 @@ class Model:
     raise."""
 
     def __init__(self, name: str, has_template: bool = True):
+        self.path = f"out/{name}"
         self.name, self.has_template, self.lock = name, has_template, threading.Lock()
         self.asked, self.tokens, self.stopped = [], 0, threading.Event()
 
@@ -128,6 +129,21 @@ def test_bodies_are_limited(server):
     assert send(server, body=json.dumps(asked()).encode() + padding)[0] == 200
     assert send(server, body=json.dumps(asked()).encode() + b" " * MOST_BYTES)[0] == 413
     assert not server.models[0].lock.locked()
+
+
+def test_a_slow_client_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(chat_server, "_SECONDS_FOR_A_REQUEST", 0.4)
+    for sent in (b"GET / HT", b"POST /answer HTTP/1.1\r\nX: "):
+        with socket.create_connection(("127.0.0.1", server.server_port), 10) as client:
+            started = time.monotonic()
+            client.sendall(sent)
+            assert client.recv(100) == b"" and 0.2 < time.monotonic() - started < 5
+
+
+def test_compressed_and_chunked_bodies_are_refused(server):
+    assert send(server, body=asked(), Content_Encoding="gzip")[0] == 415
+    assert send(server, body=asked(), Transfer_Encoding="chunked")[0] == 411
+    assert server.budget.held == 0 and not server.models[0].asked
 
 
 GOOD = SamplingSettings()

@@ -12,6 +12,7 @@ class Echo:
     """Answers "NAME heard N messages, last TEXT" in pieces of one word; records what it was asked."""
 
     def __init__(self, name="A", has_template=True, stop_after=None, end="eos", dropped=0):
+        self.path = f"out/{name}"
         self.name, self.has_template, self.stop_after, self.end, self.dropped = (
             name, has_template, stop_after, end, dropped
         )  # fmt: skip
@@ -113,7 +114,7 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message():
 
 def test_interactive():
     output, _ = chat(["a"], Echo("A", has_template=False, dropped=2), interactive=True)
-    assert "A (no chat template: the model continues the text)\n" in output
+    assert "A  out/A  (no chat template: the model continues the text)\n" in output
     assert (
         "> A heard 1: a\n[the 2 oldest exchanges were not read: the conversation exceeds the model's positions]\n> \n"
         in output

@@ -278,7 +278,7 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
-    ("--step 1", "--data_path is required"),
+    ("--step 1", "required: --data_path"),
     ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip

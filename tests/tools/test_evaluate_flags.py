@@ -16,6 +16,13 @@ def test_flags():
     assert wanted.rewards.use_reward_model and wanted.rewards.reward_model_name_or_path == "r"
 
 
+def test_rows_that_are_too_long_are_handled_as_in_the_steps():
+    wanted = read_arguments([*MODELS, *PAIRS])
+    assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("drop", "left")
+    wanted = read_arguments([*MODELS, *PAIRS, "--truncation", "middle"])
+    assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("middle", "middle")
+
+
 def test_rewards_are_optional():
     assert read_arguments(MODELS).rewards is None
     assert not read_arguments([*MODELS, "--reward_function", "length"]).rewards.use_reward_model

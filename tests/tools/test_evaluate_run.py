@@ -12,7 +12,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.tools.evaluate import main
 from dschat_ppo.tools.evaluate_flags import read_arguments
 from dschat_ppo.tools.evaluate_models import accuracies
-from dschat_ppo.tools.evaluate_report import html_of, json_of, tables
+from dschat_ppo.tools.evaluate_report import html_of, json_of, notes, tables
 from dschat_ppo.tools.evaluate_run import evaluate
 
 TOKENS, PROMPTS = 6, 7
@@ -119,8 +119,43 @@ def test_answers_do_not_depend_on_batches(found, assets):
 def test_the_tables(found):
     lines = tables(found)
     assert len(lines) == 5 + 4 and len({line.index("sampled") for line in lines if "sampled" in line}) == 1
-    assert lines[0].split()[:3] == ["model", "decoding", "score"] and "wins against the first [95 %]" in lines[0]
+    assert lines[0].split()[:3] == ["model", "decoding", "score"] and "wins against lm [95 %]" in lines[0]
+    assert [line.split()[0] for line in lines[1:5]] == ["lm", "lm", "uniform_lm", "uniform_lm"]
     assert lines[6].startswith("all") and " % [" in lines[6]
+
+
+def test_the_notes_explain_the_table_and_give_the_paths(found, assets, monkeypatch):
+    monkeypatch.chdir(assets)
+    passing, at_k, wins, sampled, *paths = notes(found)
+    assert passing == "pass@1: probability that one answer to a prompt scores at least 2.5 (--pass_score)"
+    assert at_k.startswith("pass@k: probability that at least one of k sampled answers")
+    assert "higher than lm" in wins and "a tie counts half" in wins
+    assert sampled.startswith("sampled: ") and sampled.endswith("depend on --seed (1234)")
+    assert paths == [], "the models are in the working directory, so their names are their paths"
+    monkeypatch.chdir("/")
+    assert notes(found)[4:] == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
+
+
+def test_long_prompts_are_dropped_and_counted(assets, said):
+    words = words_of(assets, "--decoding", "greedy", "--max_prompts", "0")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    prompts = [json.loads(line)["prompt"] for line in (assets / "prompts.jsonl").read_text().splitlines()]
+    lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
+    limit = sorted(lengths)[len(lengths) // 2]
+    words[words.index("--max_prompt_seq_len") + 1] = str(limit)
+    kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    assert 0 < len(kept) < len(prompts)
+    results = evaluate(read_arguments(words)).results
+    assert [[row.prompt for row in result.answers.rows] for result in results] == [kept, kept]
+    counted = [line for line in said if f"{len(kept)} kept whole, {len(prompts) - len(kept)} dropped" in line]
+    assert len(counted) == 1, "the data is shown once for both models"
+
+
+def test_a_reward_model_and_a_language_model_in_each_other_s_place(assets, capsys):
+    assert main(words_of(assets, "--model", str(assets / "reward"))) == 2
+    assert "reward: is a reward model" in capsys.readouterr().err
+    assert main(words_of(assets, "--reward_model_name_or_path", str(assets / "lm"))) == 2
+    assert "lm: has no trained scalar head (score.weight), so it is a language model" in capsys.readouterr().err
 
 
 def test_json_and_html(found):
@@ -154,12 +189,12 @@ def test_the_command(assets, tmp_path, capsys):
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
     words = words_of(assets, "--reward_function", "length", "--decoding", "greedy", *files)
     assert main(words) == 0
-    assert "wins against the first" in capsys.readouterr().out
+    assert "wins against lm" in capsys.readouterr().out
     assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
     assert main([*words, "--json", str(tmp_path)]) == 4
     out, err = capsys.readouterr()
-    assert "wins against the first" in out and "cannot be written (Is a directory)" in err
+    assert "wins against lm" in out and "cannot be written (Is a directory)" in err
     assert main([*words, "--json", str(tmp_path / "none" / "a.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main([*words, "--max_tokens", "10000"]) == 2

@@ -46,7 +46,9 @@ def test_the_reports_exist_and_the_commands_at_the_end_run(out):
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
     question = "I am Ada. Where is the red lamp?\n"
     said = succeed(subprocess.run(chatting, input=question, **settings))
-    assert all(f"{out / model}:" in said.stdout for model in ("sft", "ppo/actor")), "an answer of each model"
+    assert all(f"{model}:" in said.stdout.splitlines() for model in ("sft", "actor")), "an answer of each model"
+    first = json.loads((out / "toy/data/heldout.jsonl").read_text().splitlines()[0])["prompt"][0]["content"]
+    assert any(line.startswith("chat with") and line.endswith(f"type for example: {first}") for line in commands)
     succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings))
     assert "ppo/actor" in (out / "evaluation.html").read_text()
 

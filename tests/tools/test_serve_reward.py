@@ -1,5 +1,6 @@
 """The reward model server: its scores, its error replies, and concurrent clients."""
 
+import gc
 import json
 import os
 import signal
@@ -62,7 +63,8 @@ def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
 
 def send(url: str, body: bytes | None = None) -> tuple[int, dict]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=20) as answer:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as refusal:
         return refusal.code, json.loads(refusal.read())
@@ -83,6 +85,42 @@ def test_scores_are_those_of_a_direct_forward_pass(assets, address):
 def test_a_long_text_loses_its_start(assets, address):
     text = "red blue here yes " * 60
     assert ask(address, [text])[1]["rewards"] == pytest.approx(direct(assets / "reward", [text]), abs=1e-5)
+
+
+def test_a_huge_text_is_cut_before_it_is_encoded(scorer, monkeypatch):
+    """The tokenizer sees 32 characters for each token that the model reads; the score is that of the end."""
+    seen, encode = [], serve_reward.encode_finished
+    monkeypatch.setattr(serve_reward, "encode_finished", lambda *words: seen.append(len(words[1])) or encode(*words))
+    end = "red blue here yes " * 60
+    assert scorer(["x" * 10_000_000 + end, end]) == pytest.approx([scorer([end])[0]] * 2, abs=1e-5)
+    assert seen == [32 * scorer.max_length, len(end), len(end)]
+
+
+def test_one_body_is_parsed_at_a_time_and_a_refusal_holds_none(monkeypatch):
+    """Parsed JSON can need 30 times the memory of its text."""
+    at_once, most, read = [0], [], serve_reward.read_request
+
+    def slowly(body, max_rows):
+        at_once[0] += 1
+        most.append((at_once[0], gc.isenabled()))
+        time.sleep(0.05)
+        at_once[0] -= 1
+        return read(body, max_rows)
+
+    monkeypatch.setattr(serve_reward, "read_request", slowly)
+    with RewardServer(("127.0.0.1", 0), lambda texts: [0.0], 2000, 10) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/get_reward"
+        with ThreadPoolExecutor(6) as threads:
+            statuses = [
+                reply[0] for reply in threads.map(lambda body: send(url, body), [b"[", b'{"query": ["a"]}'] * 3)
+            ]
+        with pytest.raises(RejectedError) as refusal:
+            server.parse(b"[[]]")
+        server.shutdown()
+    assert statuses == [400, 200] * 3 and most == [(1, False)] * 7 and gc.isenabled()
+    assert refusal.value.__context__ is None and refusal.value.__cause__ is None
+    assert not any("request" in frame.frame.f_locals for frame in refusal.traceback)
 
 
 def test_an_empty_list_of_texts(address):
@@ -156,10 +194,13 @@ def raw(address: str, data: bytes) -> bytes:
         (b"Transfer-Encoding: chunked\r\n", b" 411 "),
         (b"Content-Length: 50\r\n", b" 400 "),
         (b"Content-Length: 99999999999999\r\n", b" 413 "),
+        (b"Content-Length: " + b"9" * 5000 + b"\r\n", b" 413 "),
     ],
 )
 def test_wrong_content_lengths_are_rejected(address, headers, status):
-    answer = raw(address, b"POST /get_reward HTTP/1.1\r\n" + headers + b'\r\n{"query": []}')
+    answer = raw(
+        address, b"POST /get_reward HTTP/1.1\r\nContent-Type: application/json\r\n" + headers + b'\r\n{"query": []}'
+    )
     assert status in answer.split(b"\r\n")[0]
     assert send(f"{address}/health")[0] == 200
 
@@ -262,6 +303,8 @@ def test_the_default_host_is_this_machine():
     ("words", "problem"),
     [
         (["--max_rows", "0"], "--max_rows"),
+        (["--max_clients", "0"], "--max_clients"),
+        (["--max_request_seconds", "inf"], "--max_request_seconds"),
         (["--model", "/no/such"], "--model /no/such"),
         (["--port", "99999"], "--port"),
     ],

@@ -37,6 +37,12 @@ def test_held_out_questions_are_in_no_other_file():
             assert other == part or not asked[part] & asked[other]
 
 
+def test_no_row_repeats_another():
+    rng = random.Random(7)
+    for part, rows in toy.make_rows(toy.make_questions(rng), rng).items():
+        assert len(rows) == toy.COUNTS[part] == len({json.dumps(row) for row in rows}), part
+
+
 def test_half_of_the_sft_answers_are_kind():
     rng = random.Random(0)
     questions = toy.make_questions(rng)

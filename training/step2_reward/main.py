@@ -5,20 +5,8 @@ python training/step2_reward/main.py --help
 
 import sys
 
-from dschat_ppo.common.garbage import lasting_objects
-from dschat_ppo.common.logging import set_verbose
-from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.runtime.launch import leave, run_step
-
-
-def train(config: PreferenceConfig) -> None:
-    set_verbose(config.console.verbose)
-    with lasting_objects():  # not at the top, so that --help and wrong flags do not wait for torch
-        from dschat_ppo.supervised.train_preference import train_preferences
-
-    train_preferences(config)
-
+from dschat_ppo.commands.training import run_training
+from dschat_ppo.runtime.launch import leave
 
 if __name__ == "__main__":
-    leave(run_step(lambda argv: parse("reward", argv), train, sys.argv[1:]))
+    leave(run_training("reward", sys.argv[1:]))

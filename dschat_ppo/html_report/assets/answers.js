@@ -69,7 +69,7 @@ function showHeldOut(parent, rows, runs) {
   const ends = runs.map((_, run) => keys.filter((key) => key.startsWith(`${run}:`)).pop()).filter(Boolean);
   left.select.value = ends.length > 1 ? ends[0] : keys[0];  // of several runs the last evaluations, of one its first and last
   right.select.value = ends.length > 1 ? ends[1] : ends[0];
-  const search = searchBox();
+  const search = searchBox(), sides = keys.length > 1 ? [left, right] : [left];
   const titles = Object.fromEntries(options);
   const prompts = new Map();
   for (const row of rows) {
@@ -78,7 +78,7 @@ function showHeldOut(parent, rows, runs) {
   }
   const of = (own, key) => own.filter((row) => `${row.run}:${row.step}` === key);
   const build = (prompt, own) => () => {
-    const made = card(prompt, [left, right].map(({ select }) => answerColumn(titles[select.value], of(own, select.value))));
+    const made = card(prompt, sides.map(({ select }) => answerColumn(titles[select.value], of(own, select.value))));
     if (keys.length > 2) {
       const all = make("details", {}, make("summary", {}, `All ${keys.length} evaluations`));
       all.addEventListener("toggle", () => {
@@ -91,8 +91,10 @@ function showHeldOut(parent, rows, runs) {
     return made;
   };
   parent.append(make("h3", {}, "Held-out prompts"));
-  parent.append(make("p", { class: "quiet" }, "Every evaluation has the same prompts: choose two evaluations to compare their answers."));
-  pager(parent, make("form", { class: "filters" }, left.label, right.label, search.label), () => {
+  const choices = keys.length > 1 ? sides.map((side) => side.label) : [];
+  const said = "Every evaluation has the same prompts: choose two evaluations to compare their answers.";
+  if (choices.length) parent.append(make("p", { class: "quiet" }, said));
+  pager(parent, make("form", { class: "filters" }, ...choices, search.label), () => {
     const words = search.box.value.trim().toLowerCase();
     return [...prompts].filter(([, own]) => holds(own, words)).map(([prompt, own]) => build(prompt, own));
   });

@@ -84,7 +84,8 @@ function areaOf(xs, lows, highs, x, y) {
   return path;
 }
 
-function frame(width, domainX, domainY, label) {
+/* `marks`: the numbers below the horizontal axis; null for round ones. */
+function frame(width, domainX, domainY, label, marks = null) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   svg.setAttribute("aria-hidden", "true");
@@ -97,9 +98,11 @@ function frame(width, domainX, domainY, label) {
     draw(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) });
     draw(svg, "text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, shown(tick));
   }
-  for (const tick of ticks(domainX[0], domainX[1], Math.max(2, Math.floor(width / 70)))) {
-    if (label === "step" && tick !== Math.round(tick)) continue;
+  let last = -Infinity;
+  for (const tick of marks || ticks(domainX[0], domainX[1], Math.max(2, Math.floor(width / 70)))) {
+    if ((label === "step" && tick !== Math.round(tick)) || x(tick) - last < 28) continue;
     draw(svg, "text", { x: x(tick), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, shown(tick));
+    last = x(tick);
   }
   draw(svg, "text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, label);
   return { svg, x, y, width };
@@ -109,6 +112,12 @@ function stepDomain(series) {
   const steps = series.flatMap((one) => one.x);
   const low = Math.min(...steps), high = Math.max(...steps);
   return high > low ? [low, high] : [low - 1, high + 1];
+}
+
+/* The steps themselves if they are few: a single evaluation has no other step. */
+function stepMarks(series) {
+  const steps = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+  return steps.length <= 6 ? steps : null;
 }
 
 /* Of each stop its own events: those after the stop before it. Returns functions that give the text of a stop. */
@@ -135,18 +144,19 @@ function drawEvents(plane, runs, events) {
 function drawLines(panel, width, settings, events) {
   const smoothed = panel.series.map((one) => smooth(one.y, settings.smoothing));
   const values = panel.series.flatMap((one, i) => smoothed[i].concat(one.low || one.y, one.high || []));
-  const plane = frame(width, stepDomain(panel.series), extent(values, settings.outliers), "step");
+  const plane = frame(width, stepDomain(panel.series), extent(values, settings.outliers), "step", stepMarks(panel.series));
   const { svg, x, y } = plane;
-  const runs = new Set(panel.series.map((one) => one.run));
+  const runs = new Set(panel.series.map((one) => one.run)), most = Math.max(...panel.series.map((one) => one.x.length));
   drawEvents(plane, runs, events);
   panel.series.forEach((one, i) => {
     if (one.low) draw(svg, "path", { class: `range f${one.colour}`, d: areaOf(one.x, one.low, one.high, x, y) });
     if (settings.smoothing > 0) draw(svg, "path", { class: `raw c${one.colour}`, d: pathOf(one.x, one.y, x, y) });
-    draw(svg, "path", { class: `line c${one.colour}`, d: pathOf(one.x, smoothed[i], x, y) });
+    const isSparse = one.x.length <= 12 || one.x.length * 3 <= most;  // such as evaluations: the line only joins them
+    draw(svg, "path", { class: `line c${one.colour}${isSparse ? " joined" : ""}`, d: pathOf(one.x, smoothed[i], x, y) });
     one.x.forEach((at, n) => {  // a point without neighbours has no line
       const alone = one.y[n] !== null && (one.y[n - 1] ?? null) === null && (one.y[n + 1] ?? null) === null;
-      if (alone || (one.x.length <= 12 && one.y[n] !== null)) {
-        draw(svg, "circle", { class: `f${one.colour}`, cx: x(at), cy: y(smoothed[i][n]), r: 3 });
+      if (alone || (isSparse && one.y[n] !== null)) {
+        draw(svg, "circle", { class: `point f${one.colour}`, cx: x(at), cy: y(smoothed[i][n]), r: 4 });
       }
     });
     for (const at of one.gaps) {
@@ -169,7 +179,7 @@ function drawBands(panel, width, settings, events) {
   const smoothed = panel.series.map((one) => smooth(one.y.map((value) => value ?? 0), settings.smoothing));
   for (const values of smoothed) tops.push(base = base.map((below, i) => below + values[i]));
   const high = extent(base.concat([0]), settings.outliers)[1];
-  const plane = frame(width, stepDomain(panel.series), [0, high], "step");
+  const plane = frame(width, stepDomain(panel.series), [0, high], "step", stepMarks(panel.series));
   const { svg, x, y } = plane;
   const xs = steps.length > 1 ? steps : [steps[0] - 0.5, steps[0] + 0.5];  // a single step is a bar
   const wide = (values) => (steps.length > 1 ? values : [values[0], values[0]]);

@@ -11,9 +11,14 @@ function legend(series, kind) {
     for (const [name, value] of Object.entries({ class: "key", width: 26, height: 10, "aria-hidden": "true" })) key.setAttribute(name, value);
     if (kind === "stacked") draw(key, "rect", { class: `f${one.colour}`, width: 22, height: 10 });
     else draw(key, "path", { class: `line c${one.colour}`, d: "M1 5H25" });
-    list.append(make("li", {}, key, ` ${one.label}`));
+    list.append(make("li", one.about ? { title: one.about } : {}, key, ` ${one.label}`));
   }
   return list;
+}
+
+function valuesOf(series) {
+  const item = (one) => make("li", one.about ? { title: one.about } : {}, `${one.label} `, make("strong", {}, shown(one.y[0])));
+  return make("ul", { class: "legend" }, ...series.map(item));
 }
 
 /* Moves the cursor to a stop and says its values. */
@@ -53,13 +58,18 @@ function fill(plot, width = plot.clientWidth) {
   for (const panel of figure.panels) {
     const series = panel.series.filter((one) => !settings.hidden.has(one.run));
     if (!series.length) continue;
+    if (panel.title) plot.append(make("h4", panel.about ? { title: panel.about } : {}, panel.title));
+    const steps = new Set(series.flatMap((one) => one.x));
+    if (figure.kind === "lines" && steps.size === 1) {  // a curve needs two points
+      plot.append(make("p", { class: "single" }, `One point, at step ${[...steps][0]}:`), valuesOf(series));
+      continue;
+    }
     const drawn = KINDS[figure.kind]({ ...panel, series }, Math.max(260, width), settings, events);
     const about = `${plot.dataset.summary} ${panel.title}`.trim();
     const readout = make("p", { class: "readout", "aria-live": "polite" });
     const image = make("div", { role: "img", "aria-label": about }, drawn.svg);
     const chart = make("div", { class: "chart", tabindex: 0, role: "group", "aria-label": "Chart; the arrow keys read its values" }, image);
     watch(chart, drawn, readout);
-    if (panel.title) plot.append(make("h4", {}, panel.title));
     plot.append(chart, legend(series, figure.kind), readout);
   }
   if (!plot.children.length) plot.append(make("p", { class: "empty" }, "All runs of this figure are hidden."));

@@ -38,7 +38,9 @@ function show(turn) {
   turn.places = models.map((model) => {
     const place = element("article", "answer");
     const parts = { text: element("div", "text"), note: element("div", "note") };
-    place.append(element("h2", "", model.name), parts.text, parts.note);
+    const heading = element("h2", "", model.name);
+    heading.title = model.path;
+    place.append(heading, parts.text, parts.note);
     answers.append(place);
     return parts;
   });
@@ -149,6 +151,7 @@ async function start() {
   const info = await (await fetch("/info")).json();
   models = info.models;
   byId("names").textContent = models.map((model) => model.name).join(" and ");
+  byId("names").title = models.map((model) => model.path).join(" and ");
   document.title = `Chat: ${byId("names").textContent}`;
   byId("system").value = info.system;
   byId("system-label").hidden = !models.every((model) => model.has_template);

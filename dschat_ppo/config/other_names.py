@@ -1,0 +1,237 @@
+"""Names that other trainers give to our settings, for the message about an unknown flag.
+
+Names of TRL 1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md compare what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
+
+# Their name, with _ for - and . -> our flags, of which a step may have only some
+OUR_NAMES = {
+    # models
+    "pretrain": "model_name_or_path",
+    "sft_model_path": "actor_model_name_or_path",
+    "reward_pretrain": "reward_model_name_or_path",
+    "reward_model_path": "critic_model_name_or_path reward_model_name_or_path",
+    "critic_pretrain": "critic_model_name_or_path",
+    "ref_pretrain": "ref_model_name_or_path",
+    "disable_dropout": "dropout",
+    "aux_loss_coef": "router_loss_coef",
+    "router_aux_loss_coef": "router_loss_coef",
+    # LoRA
+    "lora_r": "lora_dim",
+    "lora_rank": "lora_dim",
+    "lora_target": "lora_module_name",
+    "lora_target_modules": "lora_module_name",
+    "target_modules": "lora_module_name",
+    "use_peft": "lora_dim",
+    # data
+    "dataset": "data_path",
+    "dataset_name": "data_path",
+    "prompt_data": "data_path",
+    "prompt_dataset": "data_path",
+    "dataset_probs": "data_path",
+    "prompt_data_probs": "data_path",
+    "prompt_probs": "data_path",
+    "dataset_train_split": "dataset_split",
+    "prompt_split": "dataset_split",
+    "dataset_num_proc": "preprocessing_num_workers",
+    "eval_dataset": "eval_data_path",
+    "prompt_key": "prompt_column",
+    "tokenizer_chat_template": "chat_template",
+    "chat_template_path": "chat_template",
+    "truncation_mode": "truncation",
+    "max_length": "max_seq_len max_prompt_seq_len max_answer_seq_len",
+    "max_len": "max_seq_len max_prompt_seq_len max_answer_seq_len",
+    "completion_only_loss": "train_on_prompt",
+    "assistant_only_loss": "train_on_prompt",
+    "pretrain_mode": "train_on_prompt",
+    "pretrain_mode_enable": "train_on_prompt",
+    "multiturn": "train_on",
+    "packing_samples": "packing",
+    "padding_free": "packing",
+    # batches and length of the run
+    "micro_batch_size": "per_device_train_batch_size per_device_training_batch_size",
+    "train_micro_batch_size": "per_device_train_batch_size per_device_training_batch_size",
+    "micro_train_batch_size": "per_device_train_batch_size per_device_training_batch_size",
+    "per_device_train_batch_size": "per_device_training_batch_size",
+    "train_batch_size": "gradient_accumulation_steps",
+    "num_mini_batches": "gradient_accumulation_steps",
+    "rollout_batch_size": "per_device_generation_batch_size generation_batches",
+    "generation_batch_size": "per_device_generation_batch_size generation_batches",
+    "steps_per_generation": "generation_batches",
+    "rollout_micro_batch_size": "micro_batch_tokens",
+    "micro_rollout_batch_size": "micro_batch_tokens",
+    "local_rollout_forward_batch_size": "micro_batch_tokens",
+    "max_tokens_per_gpu": "micro_batch_tokens",
+    "train_max_tokens_per_gpu": "micro_batch_tokens",
+    "rollout_max_tokens_per_gpu": "micro_batch_tokens",
+    "max_epochs": "ppo_epochs num_train_epochs",
+    "num_episodes": "num_train_epochs",
+    "total_episodes": "max_steps",
+    "num_iterations": "ppo_epochs",
+    "num_ppo_epochs": "ppo_epochs",
+    # optimizer and schedule
+    "adam_lr": "learning_rate",
+    "adam_betas": "adam_beta1 adam_beta2",
+    "adam_eps": "adam_epsilon",
+    "adam_weight_decay": "weight_decay",
+    "l2": "weight_decay",
+    "max_norm": "max_grad_norm",
+    "lr_scheduler": "lr_scheduler_type",
+    "lr_warmup_ratio": "warmup_ratio",
+    "warmup_steps": "num_warmup_steps",
+    # generation
+    "num_generations": "n_samples_per_prompt",
+    "num_generations_eval": "eval_samples",
+    "eval_n_samples_per_prompt": "eval_samples",
+    "max_completion_length": "max_answer_seq_len",
+    "max_new_tokens": "max_answer_seq_len",
+    "response_length": "max_answer_seq_len",
+    "generate_max_len": "max_answer_seq_len",
+    "max_prompt_length": "max_prompt_seq_len",
+    "prompt_max_len": "max_prompt_seq_len",
+    "stop_token": "stop_strings",
+    "stop_token_id": "stop_token_ids",
+    "vllm_tensor_parallel_size": "inference_tp_size",
+    "vllm_enable_sleep": "sleep_in_rollout",
+    "vllm_enable_sleep_mode": "sleep_in_rollout",
+    "ds_enable_sleep": "sleep_in_rollout",
+    "deepspeed_enable_sleep": "sleep_in_rollout",
+    "enforce_eager": "rollout_graphs",
+    "ds3_gather_for_generation": "unpin_actor_parameters",
+    # algorithm
+    "loss_type": "objective policy_loss loss_aggregation",
+    "policy_loss_type": "policy_loss",
+    "loss_agg_mode": "loss_aggregation",
+    "importance_sampling_level": "policy_loss",
+    "epsilon": "clip_eps",
+    "eps_clip": "clip_eps",
+    "cliprange": "clip_eps",
+    "epsilon_high": "clip_eps_high",
+    "eps_clip_low_high": "clip_eps_low clip_eps_high",
+    "delta": "dual_clip",
+    "cliprange_value": "value_clip_eps",
+    "value_clip": "value_clip_eps",
+    "lam": "gae_lambda",
+    "lambd": "gae_lambda",
+    "scale_rewards": "normalize_group_std",
+    "no_advantage_std_norm": "normalize_group_std whiten_advantages",
+    "no_std_norm": "normalize_group_std whiten_advantages",
+    "beta": "kl_loss_coef kl_coef",
+    "init_kl_coef": "kl_coef",
+    "kl_init_coef": "kl_coef",
+    "kl_use_loss": "kl_loss_coef",
+    "use_kl_loss": "kl_loss_coef",
+    "unbiased_gradient": "kl_straight_through",
+    "sapo_temperature_pos": "sapo_tau_positive",
+    "sapo_temperature_neg": "sapo_tau_negative",
+    "top_entropy_quantile": "high_entropy_share",
+    "use_adaptive_entropy": "entropy_target",
+    "entropy_coef_delta": "entropy_delta",
+    "entropy_loss_coef": "entropy_coef",
+    "mask_truncated_completions": "mask_truncated_answers",
+    "sync_ref_model": "ref_sync_interval",
+    "ref_model_sync_steps": "ref_sync_interval",
+    "ref_model_mixup_alpha": "ref_sync_mixup",
+    "off_policy_mask_threshold": "off_policy_delta",
+    "vllm_importance_sampling_correction": "importance_correction",
+    "enable_vllm_is_correction": "importance_correction",
+    "is_correction_level": "importance_correction",
+    "vllm_importance_sampling_mode": "importance_correction importance_mode",
+    "is_correction_mode": "importance_mode",
+    "vllm_importance_sampling_cap": "importance_cap",
+    "vllm_importance_sampling_clip_max": "importance_cap",
+    "vllm_is_truncated_threshold": "importance_cap",
+    "is_correction_threshold": "importance_cap",
+    "dynamic_filtering": "dynamic_sampling",
+    "dynamic_filtering_enable": "dynamic_sampling",
+    "freezing_steps": "critic_warmup_rollouts",
+    "freezing_actor_steps": "critic_warmup_rollouts",
+    "ptx_coef": "unsup_coef",
+    "ema_beta": "ema_decay",
+    # rewards
+    "reward_funcs": "reward_function",
+    "reward_weights": "reward_function",
+    "agent_func_path": "reward_function",
+    "remote_url": "remote_reward_url",
+    "remote_rm_url": "remote_reward_url",
+    "clip_range": "reward_clip",
+    "reward_clip_range": "reward_clip",
+    "normalize_enable": "normalize_rewards",
+    "normalize_reward": "normalize_rewards",
+    "overlong_buffer_len": "overlong_buffer",
+    "overlong_penalty_factor": "overlong_penalty",
+    "stop_properly_penalty_coef": "missing_eos_penalty",
+    # preferences
+    "ipo": "objective",
+    "ipo_enable": "objective",
+    "rpo_alpha": "nll_coef",
+    "nll_loss_coef": "nll_coef",
+    "desirable_weight": "kto_desirable_weight",
+    "undesirable_weight": "kto_undesirable_weight",
+    "center_rewards_coefficient": "center_rewards_coef",
+    "margin_loss": "use_margin",
+    "margin_loss_enable": "use_margin",
+    "compute_fp32_loss_enable": "compute_fp32_loss",
+    # memory and devices
+    "param_dtype": "dtype",
+    "gradient_checkpointing_enable": "gradient_checkpointing",
+    "activation_offloading": "offload_activations",
+    "adam_offload": "offload_optimizer",
+    "ref_offload": "offload_reference_model",
+    "reward_offload": "offload_reward_model",
+    "ref_reward_offload": "offload_reference_model offload_reward_model",
+    "flash_attn": "attn_implementation",
+    "ring_attn_size": "sequence_parallel_size",
+    "zpg": "zero_hpz_partition_size",
+    "full_determinism": "deterministic",
+    "full_determinism_enable": "deterministic",
+    # checkpoints, evaluation, log
+    "save_path": "output_dir",
+    "ckpt_path": "output_dir",
+    "max_num": "save_total_limit",
+    "max_ckpt_num": "save_total_limit",
+    "save_hf": "save_hf_steps",
+    "save_hf_ckpt": "save_hf_steps",
+    "resume_from_checkpoint": "resume",
+    "load_enable": "resume",
+    "load_checkpoint": "resume",
+    "best_metric_key": "metric_for_best save_best",
+    "metric_for_best_model": "metric_for_best",
+    "load_best_model_at_end": "metric_for_best save_best",
+    "eval_steps": "eval_interval",
+    "log_completions": "print_answers",
+    "num_completions_to_print": "samples_per_step",
+    "num_sample_generations": "samples_per_step",
+    "use_wandb": "report_to",
+    "wandb_key": "report_to",
+    "use_tensorboard": "report_to",
+    "tensorboard_dir": "report_to tensorboard_path",
+    "wandb_project": "project",
+    "wandb_run_name": "run_name",
+}
+
+
+def flags_for(given: str, known: Collection[str]) -> list[str]:
+    """The flags of a step for a setting of another step or of another trainer; [] if none is known.
+
+    Args:
+        given: the unknown name, with _ for -; OpenRLHF's names have dots, as in "rollout.n_samples_per_prompt".
+        known: names of the flags of the step.
+    """
+    parts = given.split(".")
+    for first in range(len(parts)):
+        name = "_".join(parts[first:])
+        if name in known:
+            return [name]
+        role = next((role for role in ROLES if name.startswith(role)), "")
+        bare = name.removeprefix(role)
+        meant = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
+        found = [whole for ours in meant for whole in (ours, *(role + ours for role in ROLES)) if whole in known]
+        if found:
+            return [flag for flag in found if role and flag.startswith(role)] or found
+    return []
