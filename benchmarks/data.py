@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fault_outcomes import write_docs
-from measure import markdown
+from measure import markdown, publish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -250,12 +249,7 @@ def main() -> None:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         found = measure(arguments, work)
-    print(json.dumps(found))
-    print(table(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    if arguments.docs:
-        write_docs(arguments.docs, table(found), MARKS)
+    publish(found, table(found), MARKS, arguments.json, arguments.docs)
 
 
 if __name__ == "__main__":

@@ -93,10 +93,3 @@ def table(outcomes: list[Outcome]) -> str:
     ]  # fmt: skip
     header = ["fault", "exit code", "processes left", "saved steps lost", "metrics and weights equal after resuming"]
     return markdown(header, rows)
-
-
-def write_docs(file: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
-    """Put the table between the marks."""
-    before, rest = file.read_text(encoding="utf-8").split(marks[0])
-    after = rest.split(marks[1])[1]
-    file.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}", encoding="utf-8")

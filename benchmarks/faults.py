@@ -31,7 +31,8 @@ from typing import Any
 import power_loss
 import torch
 from fault_kinds import STEPS, Fault, Service, kills, mount, others, unmount
-from fault_outcomes import MARKS, Outcome, finished, left_over, resumed_at, same_outputs, saved_steps, table, write_docs
+from fault_outcomes import MARKS, Outcome, finished, left_over, resumed_at, same_outputs, saved_steps, table
+from measure import write_docs
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.tools.toy import make_tokenizer

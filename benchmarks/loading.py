@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_outcomes import write_docs
-from measure import markdown
+from measure import markdown, publish
 from models import config_of, language_model
 
 MARKS = ("<!-- loading -->", "<!-- /loading -->")
@@ -153,12 +152,7 @@ def main() -> None:
             of_ranks = {str(ranks): load(work / files, ranks, next(ports)) for ranks in (1, 4)}
             found["settings"].append({"files": files, "ranks": of_ranks})
             print(json.dumps(found["settings"][-1]), file=sys.stderr, flush=True)
-    print(json.dumps(found))
-    print(table(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    if arguments.docs:
-        write_docs(arguments.docs, table(found), MARKS)
+    publish(found, table(found), MARKS, arguments.json, arguments.docs)
 
 
 if __name__ == "__main__":

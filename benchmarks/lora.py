@@ -23,9 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fault_outcomes import write_docs
 from learning import ROOT, arguments_of, call, flags_of, free_port, prepare, start_and_end
-from measure import markdown
+from measure import markdown, write_docs
 
 MARGIN = 0.05
 MARKS = ("<!-- lora -->", "<!-- /lora -->")

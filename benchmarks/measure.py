@@ -1,4 +1,4 @@
-"""Timing, memory and hardware limits for the benchmarks.
+"""Timing, memory and hardware limits for the benchmarks, and where their results go.
 
 Contenders alternate within one run, so other load on the machine affects them alike.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -108,3 +110,20 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_docs(file: Path, text: str, marks: tuple[str, str]) -> None:
+    """Put a table between the marks of a file."""
+    before, rest = file.read_text(encoding="utf-8").split(marks[0])
+    after = rest.split(marks[1])[1]
+    file.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}", encoding="utf-8")
+
+
+def publish(found: object, text: str, marks: tuple[str, str], json_file: Path | None, docs: Path | None) -> None:
+    """Print the results as JSON and as a table, and write them to files if these are given."""
+    print(json.dumps(found))
+    print(text)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    if docs:
+        write_docs(docs, text, marks)

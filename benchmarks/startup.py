@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fault_outcomes import write_docs
+from measure import publish
 
 HERE = Path(__file__).resolve().parents[1]
 MARKS = ("<!-- startup -->", "<!-- /startup -->")
@@ -146,12 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="startup_") as name:
         make_models(Path(name))
         found = measure(checkouts, Path(name), arguments.ranks, arguments.repeats)
-    print(json.dumps(found))
-    print(table(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    if arguments.docs:
-        write_docs(arguments.docs, table(found), MARKS)
+    publish(found, table(found), MARKS, arguments.json, arguments.docs)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from fault_outcomes import write_docs
+from measure import write_docs
 from op_counts import PACKAGE, Operators, caller
 from step_cost_tables import MARKS, summary, tables
 from torch import Tensor

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_outcomes import write_docs
-from measure import markdown, peak_memory, wait
+from measure import markdown, peak_memory, wait, write_docs
 from memory import RETURNED
 from models import config_of, language_model
 

@@ -34,7 +34,8 @@ PAIRS = (
 )
 DPO = (
     "--learning_rate 1e-3 --dtype fp32 --dropout 0.1 --gradient_checkpointing --lr_scheduler_type linear "
-    "--weight_decay 0.01 --eval_interval 4 --eval_iters 1 --save_steps 3 --save_total_limit 9"
+    "--weight_decay 0.01 --eval_interval 4 --eval_iters 1 --save_steps 3 --save_total_limit 9 "
+    "--keep_final_checkpoint"
 )
 STEP3 = (
     "--actor_model_name_or_path {made}/sft --critic_model_name_or_path {made}/reward --data_split 0,0,1 "
@@ -45,7 +46,7 @@ PPO = (
     "--max_answer_seq_len 48 --per_device_generation_batch_size 32 --per_device_training_batch_size 16 --ppo_epochs 2 "
     "--actor_learning_rate 1.5e-4 --critic_learning_rate 2e-4 --num_warmup_steps 2 --dtype bf16 --test_stop_step 3"
 )
-EVERY_UPDATE = "--save_minutes 0.00001 --save_total_limit 99"
+EVERY_UPDATE = "--save_minutes 0.00001 --save_total_limit 99 --keep_final_checkpoint"
 GAE = (
     "--dtype fp32 --test_stop_step 4 --max_answer_seq_len 20 --per_device_generation_batch_size 4 "
     "--generation_batches 2 --n_samples_per_prompt 2 --per_device_training_batch_size 8 --ppo_epochs 2 "

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,26 @@ def test_the_flags_of_every_run_are_accepted(name):
     run = trajectory_runs.RUNS[name]
     step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[run.script]
     parse(step, [*run.flags.format(made="made").split(), "--output_dir", "out"])
+
+
+def main(monkeypatch, *words) -> int:
+    monkeypatch.setattr(sys, "argv", ["trajectories.py", "--only", "sft", *map(str, words)])
+    return trajectories.main()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):
+    """The commands of docs/benchmarks.md with one run of two steps on one rank."""
+    short = trajectory_runs.SFT.replace("{made}/toy/data/sft_eval.jsonl", "{made}/plain.jsonl") + " --max_steps 2"
+    run = trajectory_runs.Run(
+        "step1_sft", f"{short} --save_steps 1 --keep_final_checkpoint", ranks=1, resumed=("step_000001",)
+    )
+    monkeypatch.setitem(trajectories.RUNS, "sft", run)
+    before, kept = tmp_path / "before.json", tmp_path / "before"
+    assert main(monkeypatch, "--json", before, "--checkpoints", kept) == 0
+    assert main(monkeypatch, "--against", before, "--resume_from", kept) == 0
+    assert "no difference" in capsys.readouterr().out
+    monkeypatch.setitem(trajectories.RUNS, "sft", replace(run, flags=f"{run.flags} --seed 5"))
+    assert main(monkeypatch, "--against", before) == 1
+    assert "differences, the first: sft, step 1" in capsys.readouterr().out
