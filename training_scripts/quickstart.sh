@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# All three steps on a toy model: quickstart.sh [OUT_DIR]
-# Creates .venv, a toy model and its data, and runs SFT, reward model training and PPO. Another run with the same OUT_DIR
-# resumes at the first unfinished step.
+# All three steps on a toy model: quickstart.sh [OUT_DIR [flags for all three steps]]
+# Creates .venv, a toy model and its data, and runs SFT, reward model training and PPO. Another run with the same
+# OUT_DIR resumes at the first unfinished step. `quickstart.sh OUT_DIR --max_steps 2` is a short trial: the model learns
+# nothing.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:-$here/../output/quickstart}"
+flags=("${@:2}")
 
 bash "$here/setup_venv.sh"
 source "$here/ranks.sh"
+export DSCHAT_PPO_NO_NEXT=1 # the steps do not print a next command: this script runs the next step
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 trap 'echo "quickstart: interrupted; run the same command again to resume"; exit 130' INT
@@ -28,7 +31,7 @@ run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if 
         echo "quickstart: step '$name'"
         # an interrupted step resumes from its last checkpoint, unless an earlier step has run since
         if [ -e "$settings" ] && [ "$settings" -ot "$previous" ]; then from_scratch=(--overwrite_output_dir --resume never); fi
-        bash "$@" "${from_scratch[@]}"
+        bash "$@" "${flags[@]}" "${from_scratch[@]}"
         if ! is_valid_json "$result"; then
             echo "quickstart: step '$name' was stopped; run the same command again to resume"
             exit 1

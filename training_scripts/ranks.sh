@@ -23,12 +23,16 @@ export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 MASTER_PORT="${MASTER_PORT:-$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}"
-hostfile=/job/hostfile # DeepSpeed's default; it names the machines of a run on several
+hostfile="${HOSTFILE:-/job/hostfile}" # DeepSpeed's default; it names the machines of a run on several
 launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command imports torch before it starts anything
     local devices
     devices="$(seq 0 $((RANKS - 1)) | paste -sd, -)"
     if [ "$RANKS" -le "$gpus" ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
         devices="$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")"
+    fi
+    if [[ " $* " == *" --dry_run "* ]]; then # starts no ranks
+        python -u "$@" --dry_run_ranks "$((RANKS * ${MACHINES:-1}))"
+        return
     fi
     local log_level=warning
     if [[ " $* " == *" --verbose "* ]]; then log_level=info; fi

@@ -1,12 +1,17 @@
-"""The ```bash blocks of the documents, as commands. A comment directly above a block says who runs it."""
+"""The ```bash blocks of the documents, as commands."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-_BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```bash\n(.*?)^```", re.M | re.S)
+PAGES = [  # README.md first: other pages use what its commands write
+    ROOT / "README.md",
+    *sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "README.md"}),
+    *sorted((ROOT / "training_scripts/examples").glob("*/README.md")),
+]
+FLAGS_OF_STEP_3 = "# flags of training/step3_ppo/main.py"  # first line of a block of flags
+_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -16,31 +21,25 @@ class Block:
     Attributes:
         page: its file, relative to the repository.
         line: number of its first line.
-        mark: the text of the comment above it; "" for none.
         text: what is between the fences.
     """
 
     page: str
     line: int
-    mark: str
     text: str
 
     @property
     def commands(self) -> list[str]:
         """One string for each command: continued lines are joined, comments are removed."""
-        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        lines = re.sub(r"\s*\\\n\s*", " ", self.text).splitlines()
         without = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in lines]
-        return [line for line in without if line]
+        return [re.sub(r"  +", " ", line) for line in without if line]
 
 
 def blocks_of(page: Path) -> list[Block]:
     """The bash blocks of a page, in their order."""
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
-    found = []
-    for match in _BLOCK.finditer(text):
-        line = text.count("\n", 0, match.start(2)) + 1
-        found.append(Block(name, line, match[1] or "", match[2]))
-    return found
+    return [Block(name, text.count("\n", 0, match.start(1)) + 1, match[1]) for match in _BLOCK.finditer(text)]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -1,38 +1,159 @@
-"""Each command in the documents is run by a test that a comment names, needs a GPU, or parses.
+"""Each command in a bash block of the documents runs, as printed, on a tiny model and data: see `command_rules.py`.
 
-A comment directly above a block is one of
-
-    <!-- run by tests/FOLDER/test_NAME.py -->     the test has the page's name, or that of each script of the block
-    <!-- needs a GPU -->
-
-The commands of a block without one are parsed by the parser of their program, so a flag that does not exist fails here.
+The README's commands run first, in one folder. Each other page runs in a folder that starts with their outputs.
+A command that the README also prints runs once. A block of flags of step 3 runs a line at a time.
 """
 
 import argparse
 import ast
+import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from bash_blocks import BLOCKS, PAGES, ROOT, Block
+from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block
+from command_rules import RULES, Elsewhere, NotRun, Run, Serve, rule_of
+from documents_folder import free_output, make_folder
+from launch import _free_port, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.tools.data import read_words
+from dschat_ppo.tools.plan import read_words as read_plan_words
 
-STEP = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
-GPU = "needs a GPU"
-FLAGS_OF_STEP_3 = "# flags of training/step3_ppo/main.py"  # first line of a block of flags
-_NEEDED = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+README = "README.md"
+SERVICE = "http://host:5000"  # in a command: the server of `tools.serve_reward`
+PLACEHOLDERS = {"HELD_OUT": "test_prompts.jsonl", "step_000012": "step_000001"}
+INPUT = "Where is the lamp?\n"  # typed into the chats
+FLAGS_COMMAND = (
+    "deepspeed training/step3_ppo/main.py --actor_model_name_or_path out/sft --critic_model_name_or_path out/reward "
+    "--data_path sums.jsonl --output_dir out/line_{} {}"
+)
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a block; lines of flags are completed to commands."""
+    if not block.text.startswith(FLAGS_OF_STEP_3):
+        return block.commands
+    return [FLAGS_COMMAND.format(f"{block.line}_{number}", flags) for number, flags in enumerate(block.commands)]
+
+
+COMMANDS = {page: [c for b in BLOCKS if b.page == page for c in commands_of(b)] for page in {b.page for b in BLOCKS}}
+MIGRATION = {f"docs/from-{name}.md" for name in ("deepspeed-chat", "trl", "openrlhf")}  # test_migration.py runs them
+OTHER_PAGES = sorted(COMMANDS.keys() - {README} - MIGRATION)
+NOT_HERE = sorted({c for part in COMMANDS.values() for c in part if isinstance(rule_of(c), Elsewhere | NotRun)})
+
+
+@contextmanager
+def served(command: str, path: str, folder: Path) -> Iterator[str]:
+    """The address of a server that answers `path`, started by a command with `--port NUMBER`."""
+    port = _free_port()
+    words = shlex.split(re.sub(r"--port \d+", f"--port {port}", command))
+    with subprocess.Popen(words, cwd=folder, env=environment()) as process:
+        try:
+            for _ in range(600):
+                assert process.poll() is None, f"{command} ended with exit code {process.returncode}"
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60).close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            else:
+                pytest.fail(f"{command} does not answer")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def fork(words: list[str], ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `deepspeed SCRIPT ...` or `python -m MODULE ...` in forked ranks."""
+    if words[0] == "deepspeed":
+        return forked(ranks, words[1], *words[2:], folder=folder)
+    assert words[:2] == ["python", "-m"]
+    return forked(1, "tests/workers/run_module.py", *words[2:], folder=folder, stdin=folder / "input")
+
+
+def run_as(rule: Run, command: str, folder: Path) -> None:
+    """Run a command in `folder`; fails with the end of its output."""
+    line = f"{command} {rule.more}"
+    for name, instead in {**PLACEHOLDERS, "DATA": rule.data}.items():
+        line = re.sub(rf"\b{name}\b(?!=)", instead, line)  # not the name of a variable
+    if "--output_dir" in shlex.split(line):
+        free_output(folder, shlex.split(line))
+    if rule.by == "fork":
+        succeed(fork(shlex.split(line), rule.ranks, folder))
+        return
+    if rule.by == "launcher":
+        line = line.replace("deepspeed ", f"deepspeed --num_accelerators {rule.ranks} --master_port {_free_port()} ", 1)
+    shell = ["bash", "-euo", "pipefail", "-c", line]
+    env = environment() | {"WANDB_MODE": "offline"}
+    done = subprocess.run(
+        shell, cwd=folder, env=env, input=INPUT, text=True, capture_output=True, timeout=600, check=False
+    )
+    succeed(done)
+
+
+def run_commands(commands: list[str], folder: Path) -> None:
+    (folder / "input").write_text(INPUT)
+    for command in commands:
+        rule = rule_of(command)
+        if isinstance(rule, Serve):
+            with served(command, rule.path, folder):
+                pass
+        elif isinstance(rule, Run) and SERVICE in command:
+            [server] = [c for c in COMMANDS["docs/rewards.md"] if "tools.serve_reward" in c]
+            with served(server, "/health", folder) as address:
+                run_as(rule, command.replace(SERVICE, address), folder)
+        elif isinstance(rule, Run):
+            run_as(rule, command, folder)
+
+
+@pytest.fixture(scope="module")
+def readme(assets, tmp_path_factory) -> Path:
+    """The folder in which the commands of README.md have run."""
+    folder = make_folder(tmp_path_factory.mktemp("documents") / "readme", assets)
+    run_commands(COMMANDS[README], folder)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_commands_of_the_readme(readme):
+    for step in ("sft", "reward", "ppo"):
+        assert json.loads((readme / f"out/{step}/result.json").read_text())["world_size"] == 2
+        assert (readme / f"out/{step}/report.html").stat().st_size > 10_000
+    assert not (readme / "out/grpo/critic").exists()
+    means = [line["reward/score_mean"] for line in metrics_of(readme / "out/grpo") if "reward/score_mean" in line]
+    assert means and means[0] >= 0, "my_rewards.py scores the responses"
+    assert all((readme / path / "model.safetensors").exists() for path in ("out/dpo", "out/ppo/actor", "output/dpo"))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_commands_of_a_page(page, readme, assets, tmp_path):
+    folder = make_folder(tmp_path / "page", assets, readme)
+    run_commands([command for command in COMMANDS[page] if command not in COMMANDS[README]], folder)
+    if page == "docs/your-data.md":
+        assert any("eval_loss" in line for line in metrics_of(folder / "out/sft"))
+        assert any("eval_accuracy" in line for line in metrics_of(folder / "out/reward"))
+        assert {"kl/ref_k1", "reward/score_std", "rollout/ended_share"} <= set(metrics_of(folder / "out/ppo")[-1])
+        assert (folder / "out/ppo/report.html").stat().st_size > 10_000
+        assert "<html" in (folder / "evaluation.html").read_text(encoding="utf-8")
 
 
 class ParsedError(Exception):
     """Ends a program after it has parsed its command line."""
 
 
-def parse_alone(name: str, words: list[str], is_module: bool) -> None:
-    """Run a program until it has parsed its command line."""
+def check_flags(words: list[str]) -> None:
+    """Run a Python program of a command that is not run here until it has parsed its command line."""
     real = argparse.ArgumentParser.parse_args
 
     def parse_args(self, *given, **settings):
@@ -41,92 +162,41 @@ def parse_alone(name: str, words: list[str], is_module: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ParsedError):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        patch.setattr(sys, "argv", [name, *words])
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        if is_module:
-            runpy.run_module(name, run_name="__main__")
+        patch.setattr(sys, "argv", words[2:] if words[1] == "-m" else words[1:])
+        if words[1] == "-m":
+            runpy.run_module(words[2], run_name="__main__")
         else:
-            runpy.run_path(str(ROOT / name), run_name="__main__")
-
-
-def program(words: list[str]) -> str:
-    """What a command runs: a script or module, or the name of a program."""
-    if words[0] == "deepspeed":
-        return next(word for word in words if word.endswith(".py"))
-    if words[0] == "python":
-        return words[2] if words[1] == "-m" else words[1]
-    return words[1] if words[0] == "bash" else words[0]
-
-
-def last_program(words: list[str]) -> list[str]:
-    """The words of the last program of a pipe, without settings of environment variables."""
-    if "|" in words:
-        words = words[len(words) - words[::-1].index("|") :]
-    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    return words
-
-
-def extras() -> set[str]:
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    [found] = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extras_require"]
-    return set(ast.literal_eval(found))
-
-
-def check_parses(words: list[str]) -> None:
-    """Fail unless the command could run: its script exists, and its parser accepts its flags."""
-    words = last_program(words)
-    name = program(words)
-    if words[0] in ("deepspeed", "python") and name.startswith("training/"):
-        assert (ROOT / name).exists()
-        parse(STEP[name.split("/")[1]], words[words.index(name) + 1 :])
-    elif name == "dschat_ppo.tools.data":  # parses in two parts
-        read_words(words[words.index(name) + 1 :])
-    elif words[0] == "python":
-        parse_alone(name, words[words.index(name) + 1 :], is_module=words[1] == "-m")
-    elif words[0] == "bash":
-        assert (ROOT / name).exists(), f"{name} does not exist"
-        assert not [word for word in words[2:] if word.startswith("--")], (
-            "flags of a script: name the test that runs it"
-        )
-    elif words[:2] == ["pip", "install"]:
-        (extra,) = re.findall(r"\.\[(\w+)\]", " ".join(words))
-        assert extra in extras(), f"setup.py has no extra {extra}"
-    else:
-        assert words in (["source", ".venv/bin/activate"],), f"unknown command: mark the block, or check {words} here"
-
-
-UNMARKED = [block for block in BLOCKS if not block.mark]
-MARKED = [block for block in BLOCKS if block.mark]
-
-
-def place(block: Block) -> str:
-    return f"{block.page}:{block.line}"
+            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("block", UNMARKED, ids=place)
-def test_an_unmarked_block_parses(block):
-    is_flags = block.text.startswith(FLAGS_OF_STEP_3)
-    for command in block.commands:
-        check_parses(shlex.split(f"python training/step3_ppo/main.py {_NEEDED} {command}" if is_flags else command))
+@pytest.mark.parametrize("command", NOT_HERE)
+def test_a_command_that_is_not_run_here_could_run(command):
+    rule = rule_of(command)
+    words = shlex.split(command)
+    program = next((word for word in words if re.search(r"\.(py|sh)$|^dschat_ppo\.", word)), words[0])
+    if isinstance(rule, Elsewhere):
+        name = re.sub(r".*\.(?=\w+$)", "", program.removesuffix(".py").removesuffix(".sh").split("/")[-1])
+        assert name in (ROOT / rule.test).read_text(encoding="utf-8"), f"{rule.test} does not run {name}"
+    if program.endswith((".py", ".sh")):
+        assert (ROOT / program).exists()
+    if words[:2] == ["pip", "install"] or words[1:2] == ["training_scripts/setup_venv.sh"]:
+        tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+        [extras] = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extras_require"
+        ]
+        assert re.sub(r".*\.\[(\w+)\]", r"\1", words[-1]) in ast.literal_eval(extras)
+    if "dschat_ppo" in words:
+        step, *flags = words[words.index("dschat_ppo") + 1 :]
+        parse(step, flags)
+    elif "dschat_ppo.tools.plan" in words:  # parses in two parts
+        read_plan_words(words[words.index("dschat_ppo.tools.plan") + 1 :])
+    elif words[0] == "python" and "$DATA" not in words:  # the example's variables are for a shell
+        check_flags(words)
 
 
-@pytest.mark.parametrize("block", MARKED, ids=place)
-def test_a_mark_names_a_test_that_runs_the_block(block):
-    if block.mark == GPU:
-        return
-    test = re.fullmatch(r"run by (tests/[\w/]+\.py)", block.mark)
-    assert test, f"unknown mark: {block.mark}"
-    text = (ROOT / test[1]).read_text(encoding="utf-8")
-    if block.page.removeprefix("docs/") in text:  # the test reads the commands from the page
-        return
-    for command in block.commands:
-        name = program(last_program(shlex.split(command))).split("/")[-1]
-        assert name in text, f"{test[1]} does not run {name}"
-
-
-def test_every_page_with_commands_is_read():
-    fenced = [str(page.relative_to(ROOT)) for page in PAGES if "```bash" in page.read_text(encoding="utf-8")]
-    assert {block.page for block in BLOCKS} == set(fenced)
+def test_every_rule_is_used_and_every_block_is_read():
+    used = {start for part in COMMANDS.values() for c in part for start in RULES if RULES[start] is rule_of(c)}
+    assert used == set(RULES)
     assert sum(page.read_text(encoding="utf-8").count("```bash") for page in PAGES) == len(BLOCKS)

@@ -40,11 +40,12 @@ def script(tmp_path) -> Path:
     return scripts / "quickstart.sh"
 
 
-def steps_run(script: Path, stop: str = "") -> tuple[int, list[str]]:
+def steps_run(script: Path, stop: str = "", flags: tuple[str, ...] = ()) -> tuple[int, list[str]]:
     """(exit code, step and extra arguments of each step that ran)."""
     out = script.parents[1] / "out"
     (out / "steps").unlink(missing_ok=True)
-    result = subprocess.run(["bash", script, out], env={**os.environ, "STOP": stop}, check=False, capture_output=True)
+    command = ["bash", script, out, *flags]
+    result = subprocess.run(command, env={**os.environ, "STOP": stop}, check=False, capture_output=True)
     lines = (out / "steps").read_text().splitlines() if (out / "steps").exists() else []
     return result.returncode, lines
 
@@ -52,6 +53,10 @@ def steps_run(script: Path, stop: str = "") -> tuple[int, list[str]]:
 def test_finished_steps_are_not_repeated(script):
     assert steps_run(script) == (0, list(STEPS))
     assert steps_run(script) == (0, [])
+
+
+def test_flags_after_the_folder_go_to_every_step(script):
+    assert steps_run(script, flags=("--max_steps=2",)) == (0, [f"{step} --max_steps=2" for step in STEPS])
 
 
 @pytest.mark.parametrize("stop", STEPS)
@@ -84,13 +89,14 @@ def test_a_step_with_a_truncated_result_is_not_finished(script, content):
     assert steps_run(script) == (0, ["ppo"])
 
 
-def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accept(capsys):
+def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accept(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     quickstart_report.show(defaultdict(float), [], Path("/out of/quick"))
-    reports, *commands = capsys.readouterr().out.split("reports  ")[1].splitlines()
-    assert reports.split("  ")[:3] == [f"/out of/quick/{step}/report.html" for step in STEPS]
-    chatting, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
+    lines = capsys.readouterr().out.split("reports, for a browser:\n")[1].splitlines()
+    assert lines[:3] == [f"  /out of/quick/{step}/report.html" for step in STEPS]
+    chatting, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
     assert [words[:3] for words in (chatting, evaluating)] == [
-        [sys.executable, "-m", f"dschat_ppo.tools.{tool}"] for tool in ("chat", "evaluate")
+        ["python", "-m", f"dschat_ppo.tools.{tool}"] for tool in ("chat", "evaluate")
     ]
     [words, _, _] = chat.read_arguments(chatting[3:])
     assert (words.model, words.compare) == ("/out of/quick/ppo/actor", "/out of/quick/sft")
@@ -98,6 +104,21 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
     assert wanted.words.model == ["/out of/quick/sft", "/out of/quick/ppo/actor"]
     assert wanted.prompts.data_path == ["/out of/quick/toy/data/heldout.jsonl"]
     assert wanted.rewards.reward_model_name_or_path == "/out of/quick/reward"
+
+
+def test_paths_in_the_working_directory_are_relative(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart_report.show(defaultdict(float), [], tmp_path / "quick")
+    printed = capsys.readouterr().out
+    assert str(tmp_path) not in printed
+    assert "\nmodels:\n  quick/sft\n  quick/reward\n  quick/ppo/actor\n  quick/ppo/critic\n" in printed
+    assert "--model quick/ppo/actor --compare quick/sft\n" in printed
+
+
+def test_the_steps_print_no_next_command(script):
+    (script.parent / "toy/run_step1_sft.sh").write_text('echo "next: ${DSCHAT_PPO_NO_NEXT-printed}"; exit 1')
+    words = ["bash", script, script.parents[1] / "out"]
+    assert "next: 1\n" in subprocess.run(words, check=False, capture_output=True, text=True).stdout
 
 
 def test_ctrl_c_says_how_to_resume_and_returns_130(script):

@@ -13,7 +13,7 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
 fi
 
 if ! is_valid_json "$out/sft/result.json"; then
-    bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
+    DSCHAT_PPO_NO_NEXT=1 bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
 fi
 
 launch "$top/training/step3_ppo/main.py" \

@@ -1,6 +1,6 @@
 # Sourced by the scripts of this folder: how the rows of GSM8K are read, divided and scored.
 # DATA names rows with `question` and `answer`, whose answers end with "#### NUMBER": a file, a folder or a hub name.
-source "$(dirname "${BASH_SOURCE[0]}")/../../ranks.sh"
+declare -F launch >/dev/null || source "$(dirname "${BASH_SOURCE[0]}")/../../ranks.sh" # unless the caller has
 train_rows="${DATA:?$usage}[train[:95%]]"
 heldout_rows="${DATA}[train[95%:]]"
 prompts=(--input_template $'Question: {}\nAnswer:\n') # plain text, also for models with a chat template

@@ -1,0 +1,243 @@
+"""The scripts for real models: each command passes a dry run, and fits by the planner as its script says."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+from published_configs import PUBLISHED, write_published
+
+from dschat_ppo.commands.training import run_training
+from dschat_ppo.config.batch_plan import plan_ppo
+from dschat_ppo.config.cli import parse
+from dschat_ppo.planner.hardware import HARDWARE
+from dschat_ppo.planner.model_parts import parts_of, read_model_configs
+from dschat_ppo.planner.plan_step import plan_step
+from dschat_ppo.runtime import stop_requests
+
+SCRIPTS = ROOT / "training_scripts"
+STEPS = ("sft", "reward", "dpo", "ppo", "grpo")
+MAINS = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
+HARDWARE_OF = {"single_gpu": (1, 1, 128), "single_node": (8, 8, 1024), "multi_node": (16, 8, 1024)}  # ranks, ..., GiB
+LARGEST = {"small": "Qwen2.5-1.5B", "large": "Llama-3.1-8B"}
+PRINTS = '() { printf "%s\\0" "$@"; }'  # in place of a program
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Models without weights, pairs, and problems in the form of GSM8K."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_published(folder)
+    pairs = [{"prompt": f"Is {n} even?", "chosen": " I think so.", "rejected": " No."} for n in range(2500)]
+    problems = [{"question": f"What is {n} + 1?", "answer": f"{n}+1\n#### {n + 1}"} for n in range(2500)]
+    for name, rows in (("pairs", pairs), ("problems", problems)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def bash(script: str, *words: object, program: str = "python", **variables: object) -> subprocess.CompletedProcess[str]:
+    """Run a script with `program` replaced by a function that prints its arguments, each followed by NUL."""
+    own = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "RANK", "MACHINES"))}
+    own |= {"DS_ACCELERATOR": "cpu", "MASTER_PORT": "29777", f"BASH_FUNC_{program}%%": PRINTS}
+    command = ["bash", str(SCRIPTS / script), *map(str, words)]
+    env = own | {name: str(value) for name, value in variables.items()}
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=60, check=False)
+
+
+def words_of(script: str, *words: object, **variables: object) -> list[str]:
+    result = bash(script, *words, **variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\0")[:-1]
+
+
+@cache
+def flags_of(folder: Path, place: str, size: str, step: str) -> tuple[str, tuple[str, ...]]:
+    """(name of the step's command, flags) of a script with the largest model of a size, in a dry run."""
+    model = folder / LARGEST[size]
+    data = folder / ("problems.jsonl" if step == "grpo" else "pairs.jsonl")
+    unbuffered, main, *flags = words_of(
+        f"{place}/train.sh", step, folder / "out", "--dry_run", MODEL=model, REWARD_MODEL=model, DATA=data
+    )
+    assert unbuffered == "-u"
+    return MAINS[Path(main).parent.name], tuple(flags)
+
+
+@pytest.mark.parametrize("size", LARGEST)
+@pytest.mark.parametrize("place", HARDWARE_OF)
+def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
+    monkeypatch.chdir(folder)
+    for step in STEPS:
+        command, flags = flags_of(folder, place, size, step)
+        code = run_training(command, flags)
+        stop_requests.restore()
+        printed = capsys.readouterr()
+        assert code == 0, f"{step}: {printed.err}"
+        ranks = HARDWARE_OF[place][0]
+        assert f"dry run for {ranks} rank" in printed.out
+        assert "has no effect" not in printed.out, f"{step}: {printed.out}"
+        batch = {"ppo": 64, "grpo": 256}.get(step, 64)
+        assert re.search(rf"global batch .* = {batch}\n", printed.out), f"{step}: {printed.out}"
+
+
+@pytest.mark.parametrize("place", HARDWARE_OF)
+def test_every_model_fits_with_the_peak_that_the_script_states(folder, place):
+    ranks, per_machine, host = HARDWARE_OF[place]
+    for name in PUBLISHED:
+        size = "large" if name.endswith(("7B", "8B")) else "small"
+        [line] = re.findall(rf"^#   {re.escape(name)} +(.*)$", (SCRIPTS / place / "train.sh").read_text(), re.MULTILINE)
+        for step, stated in zip(STEPS, line.split(), strict=True):
+            command, flags = flags_of(folder, place, size, step)
+            own = [flag.replace(LARGEST[size], name) for flag in flags]
+            config = parse(command, own)
+            plan = plan_step(
+                config, read_model_configs(config), ranks, 80 * GIB, host * GIB, HARDWARE["a100-80gb"], per_machine
+            )
+            assert plan.fits, f"{name}, {step}: {plan.shortages()}"
+            peak = plan.needs(plan.device_peak).device / GIB
+            assert peak == pytest.approx(float(stated), rel=0.1, abs=1), f"{name}, {step}: state {peak:.0f}"
+
+
+def test_the_published_models_have_their_parameters():
+    for name, (config, millions) in PUBLISHED.items():
+        assert round(parts_of(config, "bf16", scalar=False).total / 1e6) == millions, name
+
+
+@pytest.mark.parametrize(("words", "variables", "said"), [
+    ([], {}, "usage: MODEL=... "),
+    (["pretrain", "out"], {"MODEL": "gpt-1b"}, "usage: MODEL=... "),
+    (["sft", "out"], {}, "MODEL"),
+    (["sft"], {"MODEL": "gpt-1b"}, "usage: MODEL=... "),
+    (["sft", "out"], {"MODEL": "out/sft"}, "set SIZE"),
+    (["ppo", "out"], {"MODEL": "out/sft", "SIZE": "small"}, "REWARD_MODEL: the output of the step reward"),
+])  # fmt: skip
+def test_what_is_missing_is_said(words, variables, said):
+    result = bash("single_gpu/train.sh", *words, **variables)
+    assert result.returncode != 0
+    assert said in result.stderr
+
+
+def test_several_machines_are_those_of_the_hostfile(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
+    words = words_of("multi_node/train.sh", "sft", "out", program="deepspeed", HOSTFILE=hosts, MODEL="m-1b")
+    assert words[words.index("--hostfile") + 1] == str(hosts)
+    assert words[words.index("--num_accelerators") + 1] == "4"
+    assert words[words.index("--gradient_accumulation_steps") + 1] == "1"
+    assert words[words.index("--per_device_train_batch_size") + 1] == "4"  # of 64 rows, for 12 ranks
+    hosts.write_text("node1 slots=4\nnode2 slots=8\n")
+    assert "with the same N" in bash("multi_node/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b").stderr
+    missing = bash("multi_node/train.sh", "sft", "out", HOSTFILE=tmp_path / "none", MODEL="m-1b")
+    assert (missing.returncode, "no such file" in missing.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 24, 48, 300])
+def test_any_number_of_ranks_makes_whole_optimizer_steps(ranks):
+    for step in ("ppo", "grpo"):
+        given = {"MODEL": "m-1b", "REWARD_MODEL": "r", "DATA": "d", "RANKS": ranks}
+        words = words_of("single_node/train.sh", step, "out", "--dry_run", **given)
+        plan_ppo(parse("ppo", words[2:]).ppo, 10**6, ranks)  # raises if they do not
+
+
+def test_srun_starts_the_ranks_under_slurm():
+    job = {"SLURM_JOB_ID": 7, "SLURM_NNODES": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_SUBMIT_DIR": ROOT}
+    job |= {"SLURM_CPUS_PER_TASK": 3, "MODEL": "m-1b"}
+    words = words_of("slurm/train.sbatch", "grpo", "out", program="srun", **job)
+    assert words[:4] == ["--distribution", "block", "python", "-u"]
+    assert words[4].endswith("training/step3_ppo/main.py")
+    assert words[words.index("--gradient_accumulation_steps") + 1] == "2"  # 256 rows of 8 ranks, 16 at a time
+    assert "submit this script with sbatch" in bash("slurm/train.sbatch", "sft", "out", MODEL="m-1b").stderr
+    assert words_of("slurm/train.sbatch", "sft", "out", "--dry_run", MODEL="m-1b")[-1] == "16"
+
+
+def test_the_commands_of_the_page_start_steps():
+    """Those of docs/real-models.md, with a program that prints in place of python."""
+    page = (ROOT / "docs/real-models.md").read_text()
+    lines = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ").splitlines()
+    assert len(lines) == 6
+    started = []
+    for line in lines:
+        words = shlex.split(line)
+        variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        script, *flags = words[len(variables) + 1 :]
+        result = bash(script.removeprefix("training_scripts/"), *flags, **variables, RANKS=1)
+        assert result.returncode == (1 if "e2e" in script else 0), (
+            result.stderr
+        )  # e2e stops after a step without result
+        _, main, *flags = result.stdout.removeprefix("e2e: sft\n").split("e2e: ")[0].split("\0")[:-1]
+        parse(MAINS[Path(main).parent.name], flags)
+        started.append(MAINS[Path(main).parent.name])
+    assert started == ["sft", "reward", "ppo", "dpo", "ppo", "sft"]
+
+
+def e2e(out: Path, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+    return bash("e2e.sh", "--output-dir", out, "--data-path", "a.jsonl", "b.jsonl", *words, **variables)
+
+
+def test_e2e_runs_the_steps_on_each_others_models(folder, tmp_path):
+    models = ["--actor-model", folder / "Llama-3.1-8B", "--reward_model", folder / "Llama-3.2-1B"]
+    stopped = e2e(tmp_path, *models, RANKS=1)
+    assert (stopped.returncode, "e2e: sft was stopped" in stopped.stdout) == (1, True)
+    for name in ("sft", "reward", "ppo"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text("{}")
+    result = e2e(tmp_path, *models, "--deployment-type", "single_gpu")
+    assert result.returncode == 0, result.stderr
+    sft, reward, ppo = (part.split("\0") for part in result.stdout.split("e2e: ")[1:])
+    assert sft[0].startswith("sft\n") and "--lora_dim" in sft and str(folder / "Llama-3.1-8B") in sft
+    assert reward[0].startswith("reward\n") and "--lora_dim" not in reward and str(folder / "Llama-3.2-1B") in reward
+    actor, critic = (ppo[ppo.index(f"--{role}_model_name_or_path") + 1] for role in ("actor", "critic"))
+    assert (actor, critic) == (str(tmp_path / "sft"), str(tmp_path / "reward"))
+    assert "--actor_lora_dim" in ppo
+    assert all(part[-4:-1] == ["--data_path", "a.jsonl", "b.jsonl"] for part in (sft, reward, ppo))
+
+
+def test_a_dry_run_of_e2e_needs_no_trained_model(assets, tmp_path):
+    result = e2e(tmp_path / "out", "--actor-model", assets / "lm", "--reward-model", assets / "lm", "--dry-run",
+                 "--step", 3, ACTOR_SIZE="small", REWARD_SIZE="small")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split("\0")
+    folder = words[words.index("--actor_model_name_or_path") + 1]
+    assert Path(folder).name == "lm" and folder != str(assets / "lm")
+    assert "--dry_run" in words
+    assert not os.path.exists(folder), "the copy is removed"
+
+
+def test_a_dry_run_of_e2e_keeps_models_of_one_name_apart(assets, tmp_path):
+    for model, place in (("lm", "a"), ("reward", "b")):
+        shutil.copytree(assets / model, tmp_path / place / "model")
+    result = e2e(tmp_path / "out", "--actor-model", tmp_path / "a/model", "--reward-model", tmp_path / "b/model",
+                 "--dry-run", "--step", 3, ACTOR_SIZE="small", REWARD_SIZE="small")  # fmt: skip
+    words = result.stdout.split("\0")
+    actor, critic = (words[words.index(f"--{role}_model_name_or_path") + 1] for role in ("actor", "critic"))
+    assert Path(actor).name == Path(critic).name == "model" and actor != critic
+
+
+@pytest.mark.parametrize(("name", "size"), [
+    ("Qwen2.5-7B-Instruct", "large"), ("o/Llama-3.1-8B", "large"), ("7b", "large"), ("Qwen2.5-0.5B", "small"),
+    ("Llama-3.2-1B", "small"), ("Qwen3-1.7B", ""), ("Qwen2-57B-A14B", ""), ("Mixtral-8x7B-v0.1", ""), ("sft", ""),
+])  # fmt: skip
+def test_the_name_of_a_model_shows_its_size(name, size):
+    command = ["bash", "-c", f'source "{SCRIPTS}/size_of.sh"; size_of "$0"', name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.stdout.strip(), result.returncode) == (size, 0 if size else 2)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "--actor-model is required"),
+    (["--actor-model", "a-1b"], "--reward-model is required"),
+    (["--actor-model", "a-1b", "--reward-model", "r-1b", "--deployment-type", "cloud"], "--deployment-type cloud"),
+    (["--actor-model", "a-1b", "--reward-model", "r-1b", "--step", "4"], "--step 4"),
+    (["--actor-model", "a-1b", "--reward-model", "r-1b", "--zero", "3"], "unknown flag --zero"),
+    (["--actor-model"], "--actor-model needs a value"),
+])  # fmt: skip
+def test_wrong_words_of_e2e_are_refused(tmp_path, words, said):
+    result = e2e(tmp_path, *words)
+    assert result.returncode == 2
+    assert f"error: {said}" in result.stderr
