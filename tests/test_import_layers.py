@@ -18,8 +18,11 @@ LAYERS = [
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
     {"nonfinite", "rollout", "session"},
+    {"planner"},
     {"ppo", "supervised"},
     {"tools"},
+    {"commands"},
+    {"__main__"},
 ]
 LARGE = ("torch", "deepspeed", "datasets", "transformers", "tokenizers", "numpy")
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -90,7 +93,7 @@ def test_no_import_cycle():
 
 
 def test_every_module_has_its_own_name():
-    names = Counter(module.stem for module in MODULES if module.stem != "__init__")
+    names = Counter(module.stem for module in MODULES if module.stem not in ("__init__", "__main__"))
     assert [name for name, count in names.items() if count > 1] == []
 
 

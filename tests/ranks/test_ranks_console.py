@@ -31,7 +31,7 @@ def test_only_lines_of_this_project_are_printed_and_once(printed):
     strange = [line for line in lines if LIBRARY_LINE.search(line)]
     launcher = [line for line in strange if "Setting accelerator to CPU" in line]  # a warning, before a rank exists
     assert strange == launcher and len(launcher) <= 1
-    for start in ("step 1: supervised", "models", "SFT: batches", "SFT: done", "report: "):
+    for start in ("step 1: supervised", "expected peak: ", "models", "SFT: batches", "SFT: done", "report: "):
         assert len([line for line in lines if line.startswith(start)]) == 1, start
     assert len(lines) <= 45
 

@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ALONE = ("sft-0-fp32", "sft-1-bf16", "sft-2-bf16", "sft-3-fp32", "ppo-3")  # cases on one rank; all run on two
 FIT = (
     "--data_split 1,0,0 --max_seq_len 48 --learning_rate 0.01 --num_warmup_steps 0 --dropout 0.1 --eval_fraction 0.2 "
-    "--save_minutes 0 --save_steps 2 --save_hf_steps 2 --save_total_limit 9"
+    "--keep_final_checkpoint --save_minutes 0 --save_steps 2 --save_hf_steps 2 --save_total_limit 9"
 )
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 4 --per_device_generation_batch_size 4 "
     "--per_device_training_batch_size 4 --num_warmup_steps 0 --actor_learning_rate 0.01 --critic_learning_rate 0.01 "
+    "--keep_final_checkpoint "
     "--enable_test_mode --test_stop_step 2 --save_minutes 0 --save_steps 1 --save_hf_steps 1 --save_total_limit 9 "
     "--enable_ema --ema_decay 0.5"
 )

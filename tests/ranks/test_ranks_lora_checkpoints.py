@@ -14,13 +14,15 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 NOT_COMPARED = ("time", "time/", "memory/")
 FIT = (
     "--data_split 1,0,0 --max_seq_len 48 --eval_interval 2 --eval_fraction 0.2 --save_minutes 0 --lora_dim 4 "
-    "--lora_learning_rate 0.02 --learning_rate 0.02 --num_warmup_steps 1 --save_total_limit 9"
+    "--lora_learning_rate 0.02 --learning_rate 0.02 --num_warmup_steps 1 --save_total_limit 9 "
+    "--keep_final_checkpoint"
 )
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 4 --per_device_generation_batch_size 4 "
     "--per_device_training_batch_size 4 --num_warmup_steps 0 --actor_lora_dim 4 --critic_lora_dim 2 --share_base "
     "--only_optimize_lora --actor_lora_learning_rate 0.02 --critic_lora_learning_rate 0.02 --use_reward_model False "
-    "--enable_test_mode --test_stop_step 3 --save_minutes 0 --enable_ema --ema_decay 0.5 --dtype bf16"
+    "--enable_test_mode --test_stop_step 3 --save_minutes 0 --enable_ema --ema_decay 0.5 --dtype bf16 "
+    "--keep_final_checkpoint"
 )
 STEPS = 4  # optimizer steps of step 1
 

@@ -62,7 +62,7 @@ RUN = (
     "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 32 "
     "--max_answer_seq_len 6 --per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
     "--num_warmup_steps 0 --enable_test_mode --test_stop_step 2 --actor_lora_dim 4 --critic_lora_dim 4 --lora_alpha 8 "
-    "--only_optimize_lora --share_base --enable_ema --ema_decay 0.5 --save_steps 1"
+    "--only_optimize_lora --share_base --enable_ema --ema_decay 0.5 --save_steps 1 --keep_final_checkpoint"
 )
 
 

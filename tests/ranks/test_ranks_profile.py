@@ -22,7 +22,7 @@ def runs(assets, tmp_path_factory):
     sft = ["--model_name_or_path", assets / "lm", "--data_path", assets / "sft.jsonl", "--dtype", "fp32"]
     sft += ["--max_steps", 2, "--per_device_train_batch_size", 4]
     cases = {
-        "plain": ("ppo", [*ppo, "--max_steps", 2, "--output_dir", folder / "plain"]),
+        "plain": ("ppo", [*ppo, "--max_steps", 2, "--output_dir", folder / "plain", "--keep_final_checkpoint"]),
         "profiled": ("ppo", [*ppo, "--max_steps", 2, "--output_dir", folder / "profiled", "--profile", 2]),
         "beyond": ("ppo", [*ppo, "--max_steps", 2, "--output_dir", folder / "beyond", "--profile", 3]),
         "done": ("ppo", [*ppo, "--max_steps", 3, "--output_dir", folder / "plain", "--profile", 2]),

@@ -13,7 +13,7 @@ NOT_COMPARED = ("time", "time/", "memory/")
 RUN = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 5 --dtype fp32 --ppo_epochs 2 --max_steps 4 "
     "--num_warmup_steps 0 --actor_learning_rate 0.01 --critic_learning_rate 0.01 --min_lr_ratio 0.2 --save_minutes 0 "
-    "--ref_sync_interval 2 --ref_sync_mixup 0.5"
+    "--ref_sync_interval 2 --ref_sync_mixup 0.5 --keep_final_checkpoint"
 )
 INSIDE = "step_000002_update_0001"  # after the first sync; `step_000002` is saved right after it
 

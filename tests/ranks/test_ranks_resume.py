@@ -12,14 +12,17 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 NOT_COMPARED = ("time", "time/", "memory/")
-FIT = "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0"
+FIT = (
+    "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0 "
+    "--keep_final_checkpoint"
+)
 # the loss falls, and rises with the rate
 KEPT = "--learning_rate 1 --num_warmup_steps 7 --eval_fraction 0.2 --save_steps 3 --save_total_limit 1"
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 --generation_batches 2 --ppo_epochs 2 "
     "--n_samples_per_prompt 2 --num_warmup_steps 0 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
     "--enable_test_mode --test_stop_step 3 --eval_interval 2 --eval_max_prompts 4 --save_minutes 0 "
-    "--sample_interval 2 --samples_per_step 3"
+    "--sample_interval 2 --samples_per_step 3 --keep_final_checkpoint"
 )
 EXTRAS = (
     "--actor_dropout 0.1 --kl_target 0.05 --normalize_rewards running --entropy_target 2 --entropy_coef 0.01 "
@@ -200,7 +203,7 @@ def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs
     done = len(before.splitlines())
     assert [line["step"] for line in lines] == list(range(done // 2 * 3 + 1))
     assert {line["lr"] for line in lines[done:]} == {0.02}, "forced settings take effect"
-    assert "+ --learning_rate 0.02" in found["other"][0]["said"]
+    assert "  --learning_rate: 1.0 -> 0.02" in found["other"][0]["said"]
 
 
 @pytest.mark.parametrize("name", ["fewer", "more"])

@@ -14,6 +14,7 @@ STEP_3 = (
     "--data_split 0,0,1 --dtype fp32 --max_prompt_seq_len 32 --max_answer_seq_len 6 --advantage_estimator grpo "
     "--n_samples_per_prompt 3 --kl_coef 0.1 --num_warmup_steps 0 --actor_learning_rate 0.003 --enable_test_mode "
     "--test_stop_step 4 --sample_interval 2 --samples_per_step 3 --save_steps 1 --save_total_limit 9 --save_best False "
+    "--keep_final_checkpoint "
     "--eval_interval 2 --eval_samples 2 --eval_batch_size 2 --eval_pass_score 0.5"
 )
 SPLIT = "--actor_zero_stage 3 --critic_zero_stage 3 "

@@ -86,7 +86,7 @@ def test_a_resumed_run_continues_in_every_library(assets, tmp_path, monkeypatch)
     words += " --report_to wandb mlflow trackio --run_name mine --max_steps"
     command = [sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()]
     for steps in ("2", "4"):
-        succeed(run([*command, steps], timeout=120))
+        succeed(run([*command, steps, "--keep_final_checkpoint"], timeout=120))
     ids = json.loads((out / "trackers.json").read_text())
     client = mlflow.MlflowClient(store)
     info = client.get_run(ids["mlflow"]).info

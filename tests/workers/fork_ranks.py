@@ -2,8 +2,8 @@
 
 fork_ranks.py      reads a line of JSON for each launch, answers each with its exit code, and ends with its input
 
-    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "out": path, "err": path,
-        "timeout": seconds, after which the exit code is -SIGALRM}
+    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "folder": path where it
+        runs, "stdin": path, "out": path, "err": path, "timeout": seconds, after which the exit code is -SIGALRM}
 """
 
 import gc
@@ -30,11 +30,11 @@ IMPORTED = (
 )
 
 
-def redirect(out: str, err: str) -> None:
-    """Standard output and error to the ends of these files, and input to nothing, below Python too."""
+def redirect(stdin: str, out: str, err: str) -> None:
+    """Standard input from a file, output and error to the ends of files, below Python too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
+    for number, path, flags in ((0, stdin, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
         file = os.open(path, flags | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
@@ -43,14 +43,20 @@ def redirect(out: str, err: str) -> None:
 def run_rank(rank: int, launch: dict) -> None:
     """Run the script as `__main__` with the environment of a rank; ends the process with its exit code."""
     signal_when_parent_ends(signal.SIGKILL)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
+    os.environ.update({key: str(number) for key, number in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
+    redirect(launch["stdin"], launch["out"], launch["err"])
+    os.chdir(launch["folder"])
+    run_script(launch["script"], [f"--local_rank={rank}", *launch["words"]])
+
+
+def run_script(script: str, words: list[str]) -> None:
+    """Run a script as `__main__`; ends the process with its exit code."""
     code = 1
     try:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
-        os.environ.update({key: str(number) for key, number in numbers.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
-        redirect(launch["out"], launch["err"])
-        sys.argv = [launch["script"], f"--local_rank={rank}", *launch["words"]]
-        runpy.run_path(launch["script"], run_name="__main__")
+        sys.argv = [script, *words]
+        runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -101,4 +107,5 @@ def main() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(launch, 0)[1]), file=answers, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -20,12 +20,13 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.loop import run, update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.report import PPOReport, update_metrics
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.ppo.train_ppo import learned_reward, plain_texts
+from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.runtime.process_group import init_process_group

@@ -1,0 +1,130 @@
+"""Runs of four ranks on two machines: the trajectory of one machine, stops, lost machines, checkpoints on local disks.
+
+The machines are namespaces with their own network addresses (`hosts.py`).
+"""
+
+import signal
+import time
+
+import pytest
+from hosts import Hosts, Ranks, ended, require_hosts, wait_until
+from launch import metrics_of
+
+from dschat_ppo.checkpoint.folder import CheckpointFolder
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+TIMEOUT = 15
+PAUSE = 0.7
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    require_hosts()
+    found = Hosts(tmp_path_factory.mktemp("hosts"))
+    yield found
+    found.end()
+
+
+def sft(assets, output, *more: object, pause: float = PAUSE) -> list[object]:
+    flags = (
+        f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --num_train_epochs 1 "
+        "--max_seq_len 48 --per_device_train_batch_size 2 --dtype fp32 --learning_rate 0.01 --zero_stage 3 "
+        f"--save_steps 1 --save_minutes 0 --dropout 0.1 --eval_interval 0 --collective_timeout {TIMEOUT}"
+    )
+    return [pause, "sft", *flags.split(), "--output_dir", output, *more]
+
+
+def trajectory(folder) -> list[dict]:
+    """The metrics that do not measure the machine."""
+    lines = metrics_of(folder)
+    return [{name: value for name, value in line.items() if not name.startswith(("time", "memory"))} for line in lines]
+
+
+def steps_of(folder) -> int:
+    return len(metrics_of(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def message_of(machine: Ranks) -> str:
+    """The only message of a machine."""
+    found = [line for line in machine.err.splitlines() if line.startswith(("rank ", "error"))]
+    assert len(found) == 1, machine.err
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def alone(hosts, assets, tmp_path_factory):
+    """The output folder of a run of four ranks on one machine."""
+    output = tmp_path_factory.mktemp("alone")
+    assert ended(hosts.fork(1, 4, sft(assets, output, pause=0))) == [0]
+    return output
+
+
+def test_local_disks_stop_cut_cable_and_a_lost_disk(hosts, assets, alone):
+    words = sft(assets, hosts.disk / "out", "--local_checkpoints")
+    outputs = [hosts.disk_of(number) / "out" for number in range(2)]
+
+    # Ctrl-C on the second machine stops both, with a checkpoint
+    machines = hosts.fork(2, 2, words)
+    wait_until(lambda: steps_of(outputs[0]) >= 1, 200, lambda: machines[0].err + machines[1].err)
+    machines[1].send(signal.SIGINT)
+    assert ended(machines) == [0, 0]
+    assert "stopped as asked, saved as" in machines[0].out
+    names = [CheckpointFolder(output).names() for output in outputs]
+    assert names[0] == names[1] != []
+    files = [{path.name for path in (output / "checkpoints" / names[0][-1]).rglob("*.pt")} for output in outputs]
+    assert {"rank_0.pt", "rank_1.pt", "shared.pt"} <= files[0] and {"rank_2.pt", "rank_3.pt", "shared.pt"} <= files[1]
+    assert not {"rank_2.pt", "rank_3.pt"} & files[0] and not {"rank_0.pt", "rank_1.pt"} & files[1]
+
+    # a cut cable ends both, each with one message that names the other machine
+    before = steps_of(outputs[0])
+    machines = hosts.fork(2, 2, words)
+    wait_until(lambda: steps_of(outputs[0]) > before, 200, lambda: machines[0].err + machines[1].err)
+    hosts.cut()
+    cut = time.monotonic()
+    assert ended(machines, 3 * TIMEOUT) == [5, 5]
+    assert time.monotonic() - cut < TIMEOUT + 5  # the machine of the test is slow
+    hosts.join()
+    for machine, other in zip(machines, ("beta (ranks 2, 3)", "alpha (ranks 0, 1)"), strict=True):
+        message = message_of(machine)
+        assert f"machine {other} has not answered" in message and "run the same command again" in message
+
+    # a machine with an empty disk is named, before a model is loaded
+    saved = outputs[1] / "checkpoints"
+    saved.rename(outputs[1] / "elsewhere")
+    machines = hosts.fork(2, 2, words)
+    assert ended(machines) == [2, 2]
+    message = message_of(machines[0])
+    assert "the part of machine beta (ranks 2, 3) of checkpoint step_0000" in message and "no checkpoint" in message
+    (outputs[1] / "elsewhere").rename(saved)
+
+    # the same command resumes
+    machines = hosts.fork(2, 2, words)
+    assert ended(machines) == [0, 0]
+    assert "resuming from" in machines[0].out
+    assert trajectory(outputs[0]) == trajectory(alone)
+
+
+def test_shared_folder_and_a_machine_that_loses_power(hosts, assets, alone, tmp_path):
+    words = sft(assets, tmp_path / "out")
+    machines = hosts.fork(2, 2, words, slurm=True)
+    saved = CheckpointFolder(tmp_path / "out")
+    wait_until(lambda: len(saved.names()) > 0, 200, lambda: machines[0].err + machines[1].err)
+    machines[1].send(signal.SIGKILL)
+    assert ended(machines[:1], 2 * TIMEOUT) == [5]
+    message = message_of(machines[0])
+    assert "machine beta (ranks 2, 3)" in message and "run the same command again" in message
+    machines = hosts.fork(2, 2, words, slurm=True)
+    assert ended(machines) == [0, 0]
+    assert "resuming from" in machines[0].out
+    assert trajectory(tmp_path / "out") == trajectory(alone)
+
+
+def test_folders_that_are_shared_or_not_as_the_flag_says(hosts, assets, tmp_path):
+    machines = hosts.fork(2, 1, sft(assets, hosts.disk / "unshared"))
+    assert ended(machines) == [2, 2]
+    message = message_of(machines[0])
+    assert "machine beta does not see what machine alpha writes" in message and "--local_checkpoints" in message
+    machines = hosts.fork(2, 1, sft(assets, tmp_path / "out", "--local_checkpoints"))
+    assert ended(machines) == [2, 2]
+    assert "machines alpha and beta share it" in message_of(machines[0])
