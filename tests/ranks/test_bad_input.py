@@ -190,7 +190,7 @@ CASES = {
     "path that is no UTF-8": ("ppo", "--output_dir {b}/\udcff", ["--output_dir", "udcff", "not UTF-8"]),
     "home of nobody": ("sft", "--data_path ~nobody_at_all/x", ["--data_path ~nobody_at_all/x", "no such file"]),
     "cache that is a device": ("sft", "--data_output_path /dev/null", ["--data_output_path /dev/null"]),
-    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "not a settings file"]),
+    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "is not a regular file"]),
     "settings of DeepSpeed nested too deeply": ("sft", "--deepspeed_config {b}/deep.json", ["deep.json", "recursion"]),
     "epochs without end": (
         "sft",

@@ -5,13 +5,15 @@ import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
-from dschat_ppo.rewards import build_rewards, sandbox_child
+from dschat_ppo.rewards import build_rewards, sandbox, sandbox_child
 from dschat_ppo.rewards.build_rewards import WEAKER
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation, run_tests
 
@@ -216,19 +218,29 @@ time.sleep(0.3)
 """
 
 
-def sandbox_processes() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "sandbox_child.py" in " ".join(p.info["cmdline"] or [])]
+def marked_processes(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process.pid] if process.environ().get("MARK") == mark else []
+    return found
 
 
 @everywhere
-def test_a_daemon_does_not_outlive_its_program(namespaces):
-    outcome = run_tests("", [DAEMON], LIMITS, namespaces)
+def test_a_daemon_does_not_outlive_its_program(namespaces, tmp_path, monkeypatch):
+    mark = str(tmp_path)  # tests beside this one have sandboxes too
+    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_tests, "", [DAEMON], LIMITS, namespaces)
+        seen = [marked_processes(mark) for _ in iter(running.done, True)]
+        outcome = running.result()
+    assert any(seen)
     if "processes" not in outcome.missing:
         assert outcome.passed == [True]
     deadline = time.monotonic() + 3
-    while sandbox_processes() and time.monotonic() < deadline:
+    while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert sandbox_processes() == []
+    assert marked_processes(mark) == []
 
 
 THREADS = """

@@ -40,8 +40,9 @@ def test_quickstart_prints_samples_and_paths(out):
 
 
 def test_the_reports_exist_and_the_commands_at_the_end_run(out):
-    [reports, *commands] = (out / "log").read_text().split("reports  ")[1].splitlines()
-    assert all(Path(report).stat().st_size > 10_000 for report in reports.split()[:3])
+    lines = (out / "log").read_text().split("reports, for a browser:\n")[1].splitlines()
+    reports, commands = lines[:3], lines[3:]
+    assert all(Path(report.strip()).stat().st_size > 10_000 for report in reports)
     chatting, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
     question = "I am Ada. Where is the red lamp?\n"

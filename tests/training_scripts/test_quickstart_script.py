@@ -14,6 +14,7 @@ import pytest
 from dschat_ppo.tools import chat, evaluate_flags, quickstart_report
 
 STEPS = ("sft", "reward", "ppo")
+SAMPLES = [("Where is the red lamp?", "before", "after")]
 STUB = """#!/usr/bin/env bash
 for last; do case "$last" in --*|never) ;; *) folder="$last" ;; esac; done
 step="$(basename "$folder")"
@@ -91,7 +92,7 @@ def test_a_step_with_a_truncated_result_is_not_finished(script, content):
 
 def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accept(capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    quickstart_report.show(defaultdict(float), [], Path("/out of/quick"))
+    quickstart_report.show(defaultdict(float), SAMPLES, Path("/out of/quick"))
     lines = capsys.readouterr().out.split("reports, for a browser:\n")[1].splitlines()
     assert lines[:3] == [f"  /out of/quick/{step}/report.html" for step in STEPS]
     chatting, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
@@ -108,7 +109,7 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
 
 def test_paths_in_the_working_directory_are_relative(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    quickstart_report.show(defaultdict(float), [], tmp_path / "quick")
+    quickstart_report.show(defaultdict(float), SAMPLES, tmp_path / "quick")
     printed = capsys.readouterr().out
     assert str(tmp_path) not in printed
     assert "\nmodels:\n  quick/sft\n  quick/reward\n  quick/ppo/actor\n  quick/ppo/critic\n" in printed

@@ -46,6 +46,7 @@ def ppo_with(assets: Path, stage: int, case: str, source: str, device) -> PPOCom
     words += ["--per_device_training_batch_size", ROWS * shared // dist.world_size(), "--micro_batch_tokens", 40]
     words += ["--max_prompt_seq_len", 16, "--max_answer_seq_len", 6, "--num_warmup_steps", 0]
     words += ["--actor_learning_rate", 0.003, "--critic_learning_rate", 0.003, "--lr_scheduler_type", "constant"]
+    words += ["--adam_epsilon", 1e-4]  # Adam divides by |gradient| + epsilon: 1e-8 magnifies rounding near 0
     words += ["--enable_test_mode", "--test_stop_step", STEPS, *CASES[case].split()]
     config = parse("ppo", [str(word) for word in words])
     dist.share_rows(shared)
