@@ -149,7 +149,7 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path
 def next_commands(out: Path, question: str) -> dict[str, str]:
     """Purpose -> a command to try on the outputs, for a shell; `question` is an example of what to type."""
     sft, actor = out / "sft", out / "ppo/actor"
-    purpose = f"chat with the model after PPO (actor) and before it (sft); type for example: {question}"
+    purpose = f"chat with the model after PPO (actor) and before it (sft); type for example '{question}'"
     tools = {
         purpose: ["chat", "--model", actor, "--compare", sft],
         "evaluate both models on the held-out prompts": [

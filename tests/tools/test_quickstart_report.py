@@ -49,7 +49,7 @@ def test_the_reports_exist_and_the_commands_at_the_end_run(out):
     said = succeed(subprocess.run(chatting, input=question, **settings))
     assert all(f"{model}:" in said.stdout.splitlines() for model in ("sft", "actor")), "an answer of each model"
     first = json.loads((out / "toy/data/heldout.jsonl").read_text().splitlines()[0])["prompt"][0]["content"]
-    assert any(line.startswith("chat with") and line.endswith(f"type for example: {first}") for line in commands)
+    assert any(line.startswith("chat with") and line.endswith(f"type for example '{first}':") for line in commands)
     succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings))
     assert "ppo/actor" in (out / "evaluation.html").read_text()
 

@@ -17,7 +17,7 @@ launch "$top/training/step3_ppo/main.py" \
     --per_device_generation_batch_size $((2 * micro_batch)) \
     --per_device_training_batch_size "$micro_batch" \
     --ppo_epochs 2 \
-    --actor_learning_rate 1.5e-4 \
+    --actor_learning_rate 1e-4 \
     --critic_learning_rate 2e-4 \
     --num_warmup_steps 2 \
     --actor_zero_stage 3 \
