@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, nearest_path
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
@@ -118,7 +118,8 @@ def read_settings(flag: str, path: str) -> str:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MOST_SETTINGS + 1)
     except OSError as problem:
-        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror})") from None
+        nearest = nearest_path(path) if isinstance(problem, FileNotFoundError) else ""
+        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror}){nearest}") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
     require(

@@ -13,7 +13,6 @@ import numpy
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, read_files
@@ -21,7 +20,7 @@ from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_fil
 from dschat_ppo.data.hub import hub_dataset
 from dschat_ppo.data.row_readers import FILE_SHIFT, ORIGIN, Skipped
 from dschat_ppo.data.sources import DataSource, is_hub_name
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError, nearest_path, reading
 
 __all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
 _SHOWN = 8  # files in the log
