@@ -113,7 +113,12 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
         if TRAIN in chosen:
             chosen = [TRAIN]
         if len(chosen) != 1:
-            holds = f"has the training splits {', '.join(chosen)}" if chosen else _without_training(opened)
+            if chosen:
+                holds = f"has the training splits {', '.join(chosen)}"
+            elif is_hub_name(source.location):
+                holds = f"has no 'train' split with rows (it has {', '.join(names)})"
+            else:
+                holds = f"the folder holds only evaluation files ({', '.join(names)})"
             raise UserError(f"{opened.what}: {holds}; choose one, as in {_example(source, (chosen or names)[0])}")
         train, skipped = opened.read(chosen)
         for_eval = [name for name in names if is_eval(name)]
@@ -227,12 +232,6 @@ def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[s
         chosen.append(name)
         skipped = Skipped(skipped.count + more.count, skipped.first or more.first)
     return datasets.concatenate_datasets(tables), skipped, chosen
-
-
-def _without_training(opened: _Opened) -> str:
-    if is_hub_name(opened.source.location):
-        return f"has no 'train' split with rows (it has {', '.join(opened.splits)})"
-    return f"the folder holds only evaluation files ({', '.join(opened.splits)})"
 
 
 def _example(source: DataSource, split: str) -> str:
