@@ -281,14 +281,18 @@ class SupervisedFlags:
     )
     offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
-    dropout: float | None = flag("overrides every dropout of the model config", None)
+    dropout: float | None = flag(
+        "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
+        "policy itself is trained)",
+        None,
+    )
     router_loss_coef: float = flag(
         "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to 0.01"
         " is usual). Each step then needs a second forward pass without gradients; 0 = off",
         0.0,
     )
     eval_interval: int = flag(
-        "evaluate every N optimizer steps, in addition to the start and each epoch; 0 = only then", 0
+        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then", 0
     )
     eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
     eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list)
