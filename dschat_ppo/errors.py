@@ -1,7 +1,10 @@
-"""The exceptions of the package. `runtime/exit_codes.py` maps them to exit codes."""
+"""The exceptions of the package, and parts of their messages. `runtime/exit_codes.py` maps them to exit codes."""
 
+import difflib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
@@ -59,14 +62,35 @@ def in_one_line(problem: BaseException) -> str:
     return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
 
 
+def nearest_path(path: str | Path) -> str:
+    """`; did you mean PATH?`, with the existing path whose names are most similar; "" if none is similar."""
+    found = _similar(Path(path))
+    return f"; did you mean {found}?" if found is not None else ""
+
+
+def _similar(path: Path) -> Path | None:
+    """The existing path that is nearest to `path`, which may exist."""
+    if path.parent == path:
+        return None
+    parent = path.parent if path.parent.is_dir() else _similar(path.parent)
+    if parent is None:
+        return None
+    try:
+        names = os.listdir(parent)
+    except OSError:  # it is a file, or not readable
+        return None
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return parent / near[0] if near else None
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn the exceptions of a library that reads a file or value of the user into a `UserError`.
 
     The block must do nothing but read. Every `Exception` is caught, because libraries raise almost any of them for a
     malformed file: tokenizers raises plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError
-    and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit`
-    pass. A panic in Rust code derives from `BaseException` and can be recognised only by its name.
+    and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit` pass. A panic in Rust code derives
+    from `BaseException` and can be recognised only by its name.
 
     Args:
         what: the flag, file or row and what is wrong with it; the message of the library follows.

@@ -37,6 +37,14 @@ def language_model(seed: int, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(**changes)).eval()
 
 
+@torch.no_grad()
+def logprob_alone(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> float:
+    """By one forward pass of plain transformers, in fp64."""
+    logits = model(torch.tensor([prompt + answer])).logits[0].double()
+    table = torch.log_softmax(logits, dim=-1)
+    return sum(float(table[len(prompt) + i - 1, token]) for i, token in enumerate(answer))
+
+
 def run_loss(objective, engine, rows, indices=(4, PADDING_ROW, 0, 2), num_pairs: float = 3):
     sums = MetricSums()
     loss = objective.loss(engine, objective.collate(rows, indices), torch.tensor(num_pairs), sums)

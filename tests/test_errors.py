@@ -1,8 +1,16 @@
-"""Exceptions of libraries that read the user's files become a `UserError` of one line."""
+"""Exceptions of libraries that read the user's files become a `UserError` of one line; paths that are suggested."""
 
 import pytest
 
-from dschat_ppo.errors import MOST_CHARACTERS, NonFiniteError, StopRequested, UserError, in_one_line, reading
+from dschat_ppo.errors import (
+    MOST_CHARACTERS,
+    NonFiniteError,
+    StopRequested,
+    UserError,
+    in_one_line,
+    nearest_path,
+    reading,
+)
 
 
 class PanicException(BaseException):  # noqa: N818  the one that Rust code raises is recognised by its name
@@ -48,3 +56,19 @@ def test_exceptions_of_the_package_and_interrupts_pass(problem):
     with pytest.raises(type(problem)) as caught, reading("--flag file: cannot be read"):
         raise problem
     assert caught.value is problem
+
+
+@pytest.mark.parametrize(("path", "meant"), [
+    ("data/prompt.jsonl", "data/prompts.jsonl"), ("data/prompts.json", "data/prompts.jsonl"),
+    ("dta/prompts.jsonl", "data/prompts.jsonl"), ("dta/prompt.jsonl", "data/prompts.jsonl"), ("dat", "data"),
+    ("data/other.csv", None), ("elsewhere/prompts.jsonl", None), ("data/prompts.jsonl/x", None), ("", None),
+    ("dta/sft.csv", None),
+])  # fmt: skip
+def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, meant):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/prompts.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path(path) == (f"; did you mean {meant}?" if meant else "")
+    absolute = tmp_path / path
+    if path:
+        assert nearest_path(absolute) == (f"; did you mean {tmp_path / meant}?" if meant else "")

@@ -8,15 +8,16 @@ this process. `--num_accelerators N` sets the number of ranks. With a hostfile, 
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from dschat_ppo.commands.devices import count_gpus, visible_devices
 from dschat_ppo.commands.training import run_training
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
@@ -24,6 +25,8 @@ from dschat_ppo.runtime.exit_codes import exit_code
 from dschat_ppo.runtime.launch import leave
 
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
+AMD_DEVICE = Path("/dev/kfd")
+NVIDIA_DRIVER = "libcuda.so.1"
 HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default; it names the machines of a run on several
 
 
@@ -99,6 +102,25 @@ def number_of_ranks(count: int | None) -> int:
     return count or gpus or 1
 
 
+def count_gpus() -> int:
+    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU.
+
+    Without torch on NVIDIA's GPUs, because its import takes a second.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return 0
+    if AMD_DEVICE.exists():
+        import torch
+
+        return torch.cuda.device_count()
+    count = ctypes.c_int()
+    with suppress(OSError):  # there is no NVIDIA driver
+        cuda = ctypes.CDLL(NVIDIA_DRIVER)
+        if cuda.cuInit(0) == 0:
+            cuda.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
 def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) -> list[str]:
     """The command that starts the ranks of one machine, as the `deepspeed` command does."""
     devices = json.dumps({"localhost": visible_devices(ranks)})
@@ -106,6 +128,13 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     port = os.environ.get("MASTER_PORT") or str(_free_port())
     launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
     return [*launcher, f"--master_port={port}", f"--log_level={log_level}", "--module", "dschat_ppo", step, *words]
+
+
+def visible_devices(ranks: int) -> list[int | str]:
+    """The first `ranks` devices, as DeepSpeed's launcher names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names: list[int | str] = [name.strip() for name in named.split(",")] if named not in ("", "-1") else []
+    return names[:ranks] if len(names) >= ranks else list(range(ranks))
 
 
 def _free_port() -> int:

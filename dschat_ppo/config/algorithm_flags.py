@@ -41,7 +41,7 @@ class AlgorithmFlags:
     gamma: float = flag("discount factor per token", 1.0)
     gae_lambda: float = flag("lambda of generalised advantage estimation (gae)", 0.95)
     whiten_advantages: bool = flag(
-        "whiten advantages over the response tokens of all ranks (gae, reinforce_plus_plus, "
+        "whiten advantages over the answer tokens of all ranks (gae, reinforce_plus_plus, "
         "reinforce_plus_plus_baseline)",
         True,
     )
@@ -107,8 +107,8 @@ class AlgorithmFlags:
         "none",
     )
     importance_mode: Literal["truncate", "mask"] = flag(
-        "'truncate' importance weights above --importance_cap to it, or 'mask' them to 0 together with those below its"
-        " inverse",
+        "'truncate' lowers importance weights above --importance_cap to it; 'mask' sets them to 0, and also those below"
+        " its inverse",
         "truncate",
     )
     importance_cap: float = flag("upper bound of the importance weights, above 1", 2.0)

@@ -284,22 +284,29 @@ def plan_ppo(
         f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
         f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
     )
-    rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation  # per device or group
+    _require_whole_updates(plan)
+    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
+    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
+    return plan
+
+
+def _require_whole_updates(plan: PPOPlan) -> None:
+    """Check that the rows of a PPO step are a whole number of optimizer steps."""
+    # per device, or per group of ranks that share rows
+    rows, rows_per_update = plan.rows_per_rank * plan.shared, plan.micro_batch * plan.accumulation
+    sharing = f"x {plan.shared} ranks that share rows " if plan.shared > 1 else ""
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
         "the rows of a PPO step are not a whole number of optimizer steps: "
         f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} {f'x {shared} ranks that share rows ' if shared > 1 else ''}= {rows} "
-        f"rows per {'device' if shared == 1 else 'group'}, but an optimizer step takes "
+        f"x --n_samples_per_prompt {plan.samples} {sharing}= {rows} "
+        f"rows per {'device' if plan.shared == 1 else 'group'}, but an optimizer step takes "
         f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
         f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
         f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",
     )
-    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
-    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
-    return plan
 
 
 def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:

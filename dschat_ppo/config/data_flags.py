@@ -68,15 +68,15 @@ class DataFlags:
     dataset_split: str | None = flag("training split of the hub data sets that name none themselves", None)
     data_format: DATA_FORMATS = flag(
         "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a"
-        " data set of DeepSpeed-Chat reads the rows as it does",
+        " data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does",
         "auto",
     )
     prompt_column: str | None = flag(
         "column of the prompt (text or messages); a dot leads into a column, as in question.text", None, "input_key"
     )
-    response_column: str | None = flag("column of the response that SFT learns", None, "output_key")
-    chosen_column: str | None = flag("column of the preferred response", None, "chosen_key")
-    rejected_column: str | None = flag("column of the other response", None, "rejected_key")
+    response_column: str | None = flag("column of the answer that SFT learns", None, "output_key")
+    chosen_column: str | None = flag("column of the preferred answer", None, "chosen_key")
+    rejected_column: str | None = flag("column of the other answer", None, "rejected_key")
     messages_column: str | None = flag("column of the chat messages", None)
     system_column: str | None = flag(
         "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` or"
@@ -88,7 +88,7 @@ class DataFlags:
     )
     answer_pattern: str | None = flag(
         "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column,"
-        " or else in the response",
+        " or else in the answer that SFT learns",
         None,
     )
     apply_chat_template: bool | None = flag(
@@ -112,7 +112,7 @@ class DataFlags:
     )
     truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
         "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (BOS and"
-        " the opening of the assistant's turn stay; the end of a response is cut only if it is too long by itself),"
+        " the opening of the assistant's turn stay; the end of an answer is cut only if it is too long by itself),"
         " 'drop' drops the row, 'error' stops; the number of rows affected is logged",
         "left",
     )

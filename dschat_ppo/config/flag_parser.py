@@ -17,6 +17,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from dschat_ppo.errors import UserError, printable_line
 
+LONG_CHOICES = "NAME"  # shown in place of a long list of choices
+_SHORT_CHOICES = 24  # characters; longer lists are part of the help text
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -124,7 +126,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
     section.add_argument(
         *names, *field.metadata.get("aliases", []), default=default, **values_of(kind),
-        help=argparse.SUPPRESS if is_hidden else field.metadata["help"],
+        help=argparse.SUPPRESS if is_hidden else help_of(field, kind),
     )  # fmt: skip
     if default is True:
         section.add_argument(
@@ -142,10 +144,18 @@ def values_of(kind: Any) -> dict[str, Any]:
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
         by_text = {str(choice): choice for choice in get_args(kind)}
-        return {"choices": get_args(kind), "type": partial(_choice_of, by_text)}
+        listed = "{" + ",".join(by_text) + "}"
+        metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
+        return {"choices": get_args(kind), "type": partial(_choice_of, by_text), "metavar": metavar}
     if kind is bool:
         return {"type": _bool_of, "nargs": "?", "const": True, "metavar": "BOOL"}
     return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
+
+
+def help_of(field: dataclasses.Field[Any], kind: Any) -> str:
+    """The help text of a flag, with the choices if there are too many to list them before it."""
+    read, text = values_of(kind), str(field.metadata["help"])
+    return f"{text}; one of {', '.join(map(str, read['choices']))}" if read["metavar"] == LONG_CHOICES else text
 
 
 def _choice_of(by_text: dict[str, Any], text: str) -> Any:

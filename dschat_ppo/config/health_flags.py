@@ -55,7 +55,8 @@ class PPOHealthFlags:
         0.1,
     )
     health_rank_wait: float = flag(
-        "warn if ranks spend more than this share of every step over --health_window waiting for the slowest rank", 0.3
+        "warn if ranks wait for the slowest one for more than this share of the step, in every step of --health_window",
+        0.3,
     )
     health_grad_growth: float = flag(_GRAD_GROWTH, 10.0)
 

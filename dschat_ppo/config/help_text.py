@@ -9,13 +9,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from dschat_ppo.config.flag_parser import values_of
+from dschat_ppo.config.flag_parser import help_of, values_of
 from dschat_ppo.config.usual_flags import TITLES, USUAL
 from dschat_ppo.errors import UserError
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
 _COLUMN = 34  # where the text of a flag starts
-_SHORT_CHOICES = 24  # characters; more choices are listed in the text
 _WORDS = ("--help", "-h")
 
 
@@ -72,14 +71,10 @@ def flags_of(groups: Sequence[Any], defaults: dict[str, Any]) -> list[Flag]:
 def _flags_of(group: Any, defaults: dict[str, Any]) -> Iterator[Flag]:
     types = get_type_hints(group)
     for field in dataclasses.fields(group):
-        read, text = values_of(types[field.name]), field.metadata["help"]
+        read, text = values_of(types[field.name]), help_of(field, types[field.name])
         own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = defaults.get(field.name, own)
-        kind = str(read.get("metavar", ""))
-        if choices := [str(choice) for choice in read.get("choices", ())]:
-            listed = "{" + ",".join(choices) + "}"
-            kind = listed if len(listed) <= _SHORT_CHOICES else "NAME"
-            text += f"; one of {', '.join(choices)}" if kind == "NAME" else ""
+        kind = read["metavar"]
         if read.get("nargs") == "*":
             kind += " ..."
         yield Flag(
@@ -98,7 +93,7 @@ def shown_default(value: Any) -> str:
         return "True" if value else "False"
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else repr(value) if value in ("", "\\n") else str(value)
+    return f"{value:g}" if isinstance(value, float) else f"'{value}'" if value in ("", "\\n") else str(value)
 
 
 def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:

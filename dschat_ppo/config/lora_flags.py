@@ -65,7 +65,7 @@ class LoraFlags:
     _argument_group_name: ClassVar[str] = "LoRA"
 
     lora_dim: int = flag(
-        "LoRA rank; 0 = off. The adapter of an adapter folder is trained further; if off, it is merged", 0
+        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off", 0
     )
     lora_module_name: str | None = flag(f"layers {_TARGETS}", None)
     lora_learning_rate: float = flag("peak learning rate of the LoRA parameters, at most 1", 5e-4)

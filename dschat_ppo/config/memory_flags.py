@@ -45,8 +45,8 @@ class MemoryFlags:
         1,
     )
     zero_hpz_partition_size: int = flag(
-        "ZeRO++: number of ranks, usually those of one node, that together hold a second copy of the weights for the "
-        "backward pass; 1 = off (needs ZeRO stage 3)",
+        "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of the weights for "
+        "the backward pass; 1 = off (needs ZeRO stage 3)",
         1,
     )
     zero_quantized_weights: bool = flag(
@@ -54,7 +54,7 @@ class MemoryFlags:
         False,
     )
     zero_quantized_gradients: bool = flag(
-        "ZeRO++: reduce gradients between nodes in 4 bits (needs ZeRO stage 3 and a GPU; no effect on one node)",
+        "ZeRO++: reduce gradients between machines in 4 bits (needs ZeRO stage 3 and a GPU; no effect on one machine)",
         False,
     )
 

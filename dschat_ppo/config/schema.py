@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, nearest_path
 
 SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 ZERO_STAGES = Literal[0, 1, 2, 3]
@@ -118,7 +118,8 @@ def read_settings(flag: str, path: str) -> str:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MOST_SETTINGS + 1)
     except OSError as problem:
-        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror})") from None
+        nearest = nearest_path(path) if isinstance(problem, FileNotFoundError) else ""
+        raise UserError(f"{flag} {path}: cannot be read ({problem.strerror}){nearest}") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
     require(
@@ -280,14 +281,18 @@ class SupervisedFlags:
     )
     offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
     gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
-    dropout: float | None = flag("overrides every dropout of the model config", None)
+    dropout: float | None = flag(
+        "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
+        "policy itself is trained)",
+        None,
+    )
     router_loss_coef: float = flag(
         "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to 0.01"
         " is usual). Each step then needs a second forward pass without gradients; 0 = off",
         0.0,
     )
     eval_interval: int = flag(
-        "evaluate every N optimizer steps, in addition to the start and each epoch; 0 = only then", 0
+        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then", 0
     )
     eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
     eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list)

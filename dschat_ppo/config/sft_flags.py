@@ -15,7 +15,7 @@ class SFTFlags:
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
 
     sft_only_data_path: list[str] = flag_list("data sets used whole in this step (--data_split does not apply)", list)
-    train_on_prompt: bool = flag("include prompt tokens in the loss; default: response tokens only", False)
+    train_on_prompt: bool = flag("include prompt tokens in the loss; without it, answer tokens only", False)
     train_on: Literal["all", "last"] = flag(
         "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
         "all",

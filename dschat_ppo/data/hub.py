@@ -14,8 +14,7 @@ from huggingface_hub import constants
 
 from dschat_ppo.common.atomic_files import sync_folder
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.nearest_path import nearest_path
-from dschat_ppo.errors import UserError, in_one_line, reading
+from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 
 ANSWER_SECONDS = 5.0  # for the hub to answer before it counts as unreachable
 

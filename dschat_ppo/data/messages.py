@@ -25,7 +25,9 @@ def looks_like_messages(value: Any) -> bool:
     """Whether a value is a list of messages, right or wrong, or one message."""
     if isinstance(value, dict):
         return bool({"role", "from"} & set(value))
-    return isinstance(value, list) and any(map(looks_like_messages, value)) and not any(map(_is_list, value))
+    if not isinstance(value, list) or any(isinstance(part, list) for part in value):
+        return False
+    return any(map(looks_like_messages, value))
 
 
 def read_messages(value: Any, column: str) -> Messages:
@@ -160,7 +162,3 @@ def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Messa
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
     answer = messages[-1]
     return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)

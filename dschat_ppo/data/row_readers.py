@@ -214,7 +214,9 @@ def _separated(path: Path, delimiter: str, bad: BadLines) -> Iterator[tuple[list
             header = next((fields for fields in lines if fields), [])
         except csv.Error as problem:
             raise UserError(f"the header is not CSV ({problem})") from None
-        _require_utf8(header)
+        if _escapes(header):
+            content = ",".join(header).encode(errors="surrogateescape")
+            raise UserError(f"the header {NOT_UTF8}: {around_bad_byte(content)!r}")
         names = _unique_names(header)
         features = Features(dict.fromkeys(names, Value("string")))
         numbers, columns, number = [], [], 0
@@ -271,12 +273,6 @@ def _escapes(fields: list[str]) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def _require_utf8(header: list[str]) -> None:
-    if _escapes(header):
-        content = ",".join(header).encode(errors="surrogateescape")
-        raise UserError(f"the header {NOT_UTF8}: {around_bad_byte(content)!r}")
 
 
 def _require_separator(path: Path, delimiter: str) -> None:

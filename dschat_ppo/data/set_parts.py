@@ -59,7 +59,8 @@ def first_rows(raw: Dataset) -> tuple[list[str], list[dict[str, Any]]]:
 def usable_parts(
     source: DataSource, tokenised: TokenisedSet, settings: TokeniseSettings, flags: DataFlags
 ) -> list[Part]:
-    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log what is left out, and why.
+    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log which rows are dropped,
+    and why.
 
     Raises:
         UserError: bad rows or duplicates that `--bad_rows` does not accept, or a part for training that the limit

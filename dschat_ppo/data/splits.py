@@ -13,7 +13,6 @@ import numpy
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, read_files
@@ -21,7 +20,7 @@ from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_fil
 from dschat_ppo.data.hub import hub_dataset
 from dschat_ppo.data.row_readers import FILE_SHIFT, ORIGIN, Skipped
 from dschat_ppo.data.sources import DataSource, is_hub_name
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError, nearest_path, reading
 
 __all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
 _SHOWN = 8  # files in the log
@@ -114,7 +113,12 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
         if TRAIN in chosen:
             chosen = [TRAIN]
         if len(chosen) != 1:
-            holds = f"has the training splits {', '.join(chosen)}" if chosen else _without_training(opened)
+            if chosen:
+                holds = f"has the training splits {', '.join(chosen)}"
+            elif is_hub_name(source.location):
+                holds = f"has no 'train' split with rows (it has {', '.join(names)})"
+            else:
+                holds = f"the folder holds only evaluation files ({', '.join(names)})"
             raise UserError(f"{opened.what}: {holds}; choose one, as in {_example(source, (chosen or names)[0])}")
         train, skipped = opened.read(chosen)
         for_eval = [name for name in names if is_eval(name)]
@@ -228,12 +232,6 @@ def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[s
         chosen.append(name)
         skipped = Skipped(skipped.count + more.count, skipped.first or more.first)
     return datasets.concatenate_datasets(tables), skipped, chosen
-
-
-def _without_training(opened: _Opened) -> str:
-    if is_hub_name(opened.source.location):
-        return f"has no 'train' split with rows (it has {', '.join(opened.splits)})"
-    return f"the folder holds only evaluation files ({', '.join(opened.splits)})"
 
 
 def _example(source: DataSource, split: str) -> str:

@@ -121,7 +121,7 @@ def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
             with deepspeed.zero.GatheredParameters(missing, enabled=bool(missing)):
                 parts = [_part(weight, along, parallel, id(weight) in gathered) for weight, along in weights]
             for (weight, _), part in zip(weights, parts, strict=True):
-                stack.callback(_set_data, weight, weight.data)
+                stack.callback(setattr, weight, "data", weight.data)
                 weight.data = part
             for layer, style in layers:
                 stack.enter_context(forward_replaced(layer, partial(_forward, layer, style, parallel)))
@@ -131,10 +131,6 @@ def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
 def is_missing(weight: Any) -> bool:
     """Whether a ZeRO-3 parameter has to be gathered; small ones are whole on every rank."""
     return hasattr(weight, "ds_id") and weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
-
-
-def _set_data(weight: Any, data: Tensor) -> None:
-    weight.data = data
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[int, list[tuple[nn.Linear, str]]]:

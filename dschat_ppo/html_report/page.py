@@ -41,6 +41,7 @@ def page(runs: Sequence[Run], now: float) -> str:
     }
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    made_at = datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     title = "Training report: " + ", ".join(run.name for run in runs)
     sections = [
         _overview(runs, now),
@@ -66,7 +67,7 @@ script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'">
 <body>
 <a class="skip" href="#main">Skip to the report</a>
 <header><h1>{escape(title)}</h1>
-<p class="quiet">Made {_utc(now)} from the files of {"the run" if len(runs) == 1 else f"{len(runs)} runs"}. \
+<p class="quiet">Made {made_at} from the files of {"the run" if len(runs) == 1 else f"{len(runs)} runs"}. \
 This file needs no network.</p></header>
 {_contents([section_title for section_title, _ in shown])}
 {_toolbar(runs)}
@@ -205,10 +206,6 @@ def _change(run: Run, name: str) -> str:
     if len(finite) == 1:
         return f"{rounded(finite[0]):g}, one {'evaluation' if name.startswith('eval') else 'step'}"
     return f"{rounded(finite[0]):g} → {rounded(finite[-1]):g}" if finite else "-"
-
-
-def _utc(time: float) -> str:
-    return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _health(runs: Sequence[Run]) -> Section:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapter_patterns import check_patterns
+from dschat_ppo.models.adapter_checks import check_patterns
 from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.model_folders import base_folder, base_name, lora_settings

@@ -1,8 +1,8 @@
 """PyTorch's flex attention (Dong et al. 2024) over the segments of a row, with the mask of exactly the keys they see.
 
-A query sees two runs of neighbouring keys: the last ones of its own segment, up to itself, and the last ones of the
-beginning that its segment shares with others. Three numbers for each query describe them, sliding window included. From
-these follow the mask of a single key, and the blocks of keys that a block of queries needs at all.
+A query sees two runs of neighbouring keys: the last ones of its segment, up to the query itself, and the last ones of
+the beginning that its segment shares with others. Three numbers for each query describe them, sliding window included.
+From these follow the mask of a single key, and the blocks of keys that a block of queries needs at all.
 """
 
 from __future__ import annotations

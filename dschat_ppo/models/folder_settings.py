@@ -45,15 +45,12 @@ def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -
                 f"{refused}: 'transformers_weights' names another file of weights; rename that file to "
                 "model.safetensors and remove the setting"
             )
-        if name in ("dtype", "torch_dtype") and value is not None and _plain(value) not in DTYPES:
+        is_dtype = name in ("dtype", "torch_dtype") and value is not None
+        if is_dtype and str(value).removeprefix("torch.") not in DTYPES:
             raise UserError(f"{refused}: '{name}' must be one of {', '.join(DTYPES)}; it is {value!r}")
     names = sorted({name for name, value in _all_settings(settings) if name.strip("_") in IGNORED and value})
     if names:
         _note(folder, ", ".join(names))
-
-
-def _plain(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.common.regular_files import is_pipe_or_device
-from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapter_values import check_adapter_values
+from dschat_ppo.errors import UserError, nearest_path, reading
+from dschat_ppo.models.adapter_checks import check_adapter_values
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.download import download
 from dschat_ppo.models.model_files import load_pickled

@@ -2,8 +2,8 @@
 
 All layers but attention treat each token by itself. Attention exchanges columns for heads: each rank receives all
 columns of its share of the heads, attends, and gives the columns back. The outputs of the model are gathered, so that
-every rank computes the loss of whole rows; the backward pass of each keeps the gradient of its own columns, and the
-gradients of all ranks add up to that of the rows.
+every rank computes the loss of whole rows. The backward pass of a rank keeps the gradient of the rank's columns, and
+the gradients of all ranks add up to that of the rows.
 
 DeepSpeed's `UlyssesSPAttentionHF` fixes the number of rows, knows neither packed rows nor sliding windows, and needs
 `position_ids` in the call of every attention, which not every architecture passes; hence the exchange here.

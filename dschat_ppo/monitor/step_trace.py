@@ -84,17 +84,15 @@ class StepTrace:
 
     def _write(self, recorder: profile) -> None:
         """Write the trace. If it cannot be written, a line says so: the run is worth more than its trace."""
+        draft = self.file.with_name(f".{self.file.name}")
         try:
-            self._export(recorder)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with watchdog_paused():  # a large trace takes minutes
+                recorder.export_chrome_trace(str(draft))
+            draft.replace(self.file)
         except OSError as problem:
             print_line(f"--profile: {self.file} cannot be written, and the run continues: {problem.strerror}")
-
-    def _export(self, recorder: profile) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.file.with_name(f".{self.file.name}")
-        with watchdog_paused():  # a large trace takes minutes
-            recorder.export_chrome_trace(str(draft))
-        draft.replace(self.file)
+            return
         logger().info(
             f"--profile: the trace of step {self.step} is {self.file}; each other rank has its own file. Open it at "
             "https://ui.perfetto.dev or chrome://tracing"

@@ -97,8 +97,8 @@ class MetricsWriter:
         self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
-        """Let each tracker act. One that cannot write is left out from then on: training is worth more than its curves,
-        which `metrics.jsonl` has too."""
+        """Let each tracker act. One that cannot write is removed, and the run continues: training is worth more than
+        its curves, which `metrics.jsonl` has too."""
         for tracker in list(self._trackers):
             try:
                 act(tracker)

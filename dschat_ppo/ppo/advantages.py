@@ -70,7 +70,9 @@ class AdvantageComputation:
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
         rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
-        rewarded = self._rewarded(rows, rewards)
+        loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
+        numbers = torch.arange(len(mask), device=mask.device)
+        rewarded = RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
         if flags.has_critic and rows.values is None:
             assert self.values_of is not None
             rewarded = replace(rewarded, values=self.values_of(rewarded, step))
@@ -96,12 +98,6 @@ class AdvantageComputation:
         if self.flags.normalize_rewards == "running":
             scores = self.running.scale(scores)
         return clip_scores(scores, self.flags.reward_clip)
-
-    def _rewarded(self, rows: ScoredRollout, rewards: Tensor) -> RewardedRollout:
-        mask = rows.response_mask
-        loss_mask = mask & rows.ended.unsqueeze(1) if self.flags.mask_truncated_answers else mask
-        numbers = torch.arange(len(mask), device=mask.device)
-        return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
 
     def _loss_weights(self, rows: RewardedRollout) -> Tensor:
         """Factors of the token losses, (N, R) fp32."""

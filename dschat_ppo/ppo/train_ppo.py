@@ -18,10 +18,12 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
@@ -33,11 +35,12 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.samples import Samples
-from dschat_ppo.ppo.saved_models import save_models, saved_models
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import (
+    SEPARATOR,
+    STATISTICS,
     ModelReward,
     RetokenizedModelReward,
     StandardisedReward,
@@ -121,6 +124,30 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
     }  # fmt: skip
     rollout = ("rollout", ppo.collection.generator.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validation.validate_only)
+
+
+def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+    """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders. Collective.
+
+    Raises:
+        NonFiniteError: a weight of one of them is not finite; nothing is written.
+    """
+    for role, engine in engines.trained.items():
+        require_finite_weights(role, engine)
+    ends, merge = answer_ends(tokenizer), engines.saves_merged
+    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge)
+    if engines.actor_average is not None:
+        average = engines.actor_average.gathered()
+        save_model(engines.actor, tokenizer, output / "actor_ema", weights=average, ends=ends, merge=merge)
+    if engines.critic is not None:
+        # A critic that started from a reward model does not keep what describes that model's scores.
+        described = dict.fromkeys((*STATISTICS, SEPARATOR))
+        save_model(engines.critic, tokenizer, output / "critic", described, ends=ends, merge=merge)
+
+
+def saved_models(output: Path) -> list[Path]:
+    """Folders of the models that the run has saved."""
+    return [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
 
 
 def show_result(result: dict[str, Any], output: Path, start: str) -> None:

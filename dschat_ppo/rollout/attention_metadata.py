@@ -79,8 +79,8 @@ class PooledMetadata:
     """A decode step of rows in a `KVPool`. All tensors are (count,) int64.
 
     The tokens of a row are `prefix_lengths` tokens from slot `prefix_starts` on, which other rows may share (0: none),
-    then its own, from slot `starts` on; its new token is number `slots` of its own. No row has more than `length`
-    tokens. An idle row has 0 everywhere. `shares` is whether some row has a prefix.
+    then tokens of the row alone, from slot `starts` on; the new token is number `slots` of these. No row has more than
+    `length` tokens. An idle row has 0 everywhere. `shares` is whether some row has a prefix.
     """
 
     cache: KVPool

@@ -126,7 +126,8 @@ class PoolScheduler:
         known = set(self._prefixes)
         zeros = np.zeros_like(wave)
         new = PooledRows(wave, self.prompt_lengths[wave] - 1, zeros, zeros, zeros, self.prefix_lengths[wave])
-        self.running = _by_prompt(PooledRows.of([self.running, new]), self.prompts)
+        rows = PooledRows.of([self.running, new])
+        self.running = rows.select(np.argsort(self.prompts[rows.sequences], kind="stable"))
         self._prefixes = dict.fromkeys(prompts[new.prefix_lengths > 0].tolist(), SPARE) | self._prefixes
         self._lay_out(np.where(self.running.sizes > 0, self.running.sizes, self.first_sizes[self.running.sequences]))
         return self._prefills(wave, known)
@@ -264,7 +265,3 @@ class PoolScheduler:
 
 def _rounded_up(sizes: np.ndarray) -> np.ndarray:
     return -(-sizes // SEGMENT_STEP) * SEGMENT_STEP
-
-
-def _by_prompt(rows: PooledRows, prompts: np.ndarray) -> PooledRows:
-    return rows.select(np.argsort(prompts[rows.sequences], kind="stable"))

@@ -103,20 +103,10 @@ def begin_supervised_run(
     logger().info(title)
     folder, tokenizer, adapter = start_model(config, check, scalar)
     ds_config = fit_ds_config(fit, config.run, config.memory)
-    announce("prepare data")
-    evaluation = (fit.eval_data_path, fit.eval_fraction)
-    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
-    rows = prepare(
-        use, tokenizer, config.data, fit.max_seq_len, whole_paths, *evaluation, all_turns=all_turns,
-        step_separator=separator,
-    )  # fmt: skip
+    rows = prepare_rows(config, use, tokenizer, whole_paths, all_turns)
     report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.train, rows.sources)
-    named = config.best.metric_for_best
-    if rows.eval is None and (fit.validate_only or named is not None):
-        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
-        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
     if config.run.dry_run:
@@ -135,6 +125,32 @@ def begin_supervised_run(
     return SupervisedRun(
         device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
     )
+
+
+def prepare_rows(
+    config: SFTConfig | PreferenceConfig, use: Use, tokenizer: PreTrainedTokenizerBase,
+    whole_paths: list[str] | None, all_turns: bool,
+) -> TokenRows:  # fmt: skip
+    """The rows of the step for training and evaluation. Collective.
+
+    Args:
+        config, use, whole_paths, all_turns: see `begin_supervised_run`.
+        tokenizer: of the model.
+
+    Raises:
+        UserError: the data cannot be used, or a flag needs evaluation rows and there are none.
+    """
+    announce("prepare data")
+    fit, named = config.fit, config.best.metric_for_best
+    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
+    rows = prepare(
+        use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction,
+        all_turns=all_turns, step_separator=separator,
+    )  # fmt: skip
+    if rows.eval is None and (fit.validate_only or named is not None):
+        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
+        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
+    return rows
 
 
 def high_learning_rate(parameters: int) -> float:

@@ -39,7 +39,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
     parser.add_argument("--compare", metavar="B", help="a second model, which answers the same messages")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, for the chat template")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
-                        help="data type of the weights (default: bf16)")  # fmt: skip
+                        help="number format of the weights (default: bf16)")  # fmt: skip
     parser.add_argument(
         "--chat_template", metavar="NAME",
         help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",

@@ -17,7 +17,6 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.templates import Messages, encode_prompt
-from dschat_ppo.data.text_stream import TextStream
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_causal_lm, load_config
@@ -28,7 +27,7 @@ from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.rollout.token_stream import stream_tokens
+from dschat_ppo.rollout.token_stream import TextStream, stream_tokens
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of a conversation is dropped

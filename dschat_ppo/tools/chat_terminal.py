@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import ChatModel, Conversation
@@ -50,7 +50,7 @@ class Terminal:
         self.coloured = coloured
         self.interactive = interactive
         self.read = read
-        self.write = write or _write
+        self.write = write or partial(print, end="", flush=True)
         self.conversations = [Conversation(system, []) for _ in models]
         self.number = 0  # of the next answer, for its seed
 
@@ -190,8 +190,3 @@ class Terminal:
         if note:
             self.note(f"[{note}]")
         return answer
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -104,7 +104,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_batch_tokens", type=int, default=16384, metavar="N",
                        help="maximum tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
     group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
-                       help="data type of the weights (default: bf16)")  # fmt: skip
+                       help="number format of the weights (default: bf16)")  # fmt: skip
     group.add_argument("--json", type=Path, metavar="FILE", help="write metrics, answers and scores as JSON")
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
 

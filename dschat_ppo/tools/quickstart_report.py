@@ -161,9 +161,12 @@ def next_commands(out: Path, question: str) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure and show the result of the quickstart.")
-    parser.add_argument("out", type=Path, help="OUT_DIR of the quickstart")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser = argparse.ArgumentParser(
+        prog="python -m dschat_ppo.tools.quickstart_report",
+        description="Measure and show the result of the quickstart.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="OUT_DIR of the quickstart")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="sampling seed (default: 1234)")
     args = parser.parse_args()
     quiet_libraries()
     summary, samples = measure(args.out, args.seed)

@@ -58,8 +58,11 @@ Loss = Callable[[Any], Tensor]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments `argv`; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder under OUTPUT/nonfinite")
+    parser = argparse.ArgumentParser(
+        prog="python -m dschat_ppo.tools.replay", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder under OUTPUT/nonfinite")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="number format (default: that of the run)")
     words = parser.parse_args(argv)
     try:

@@ -4,12 +4,12 @@ import base64
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from dschat_ppo.commands import devices, start_ranks
-from dschat_ppo.commands.devices import count_gpus, visible_devices
-from dschat_ppo.commands.start_ranks import launch_command, start, take_num_accelerators
+from dschat_ppo.commands import start_ranks
+from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
@@ -32,7 +32,7 @@ def machine(monkeypatch):
 
     ran = []
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(start_ranks, "HOSTFILE", devices.Path("/no/hostfile"))
+    monkeypatch.setattr(start_ranks, "HOSTFILE", Path("/no/hostfile"))
     monkeypatch.setattr(start_ranks, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
     monkeypatch.setattr(start_ranks, "ran", ran, raising=False)
     return lambda gpus: monkeypatch.setattr(start_ranks, "count_gpus", lambda: gpus)
@@ -138,13 +138,13 @@ def test_the_port_is_free_or_the_given_one(machine, monkeypatch):
 
 
 def test_the_environment_hides_gpus(machine, monkeypatch):
-    monkeypatch.setattr(devices, "DRIVER", "no_such_library.so")
-    monkeypatch.setattr(devices, "AMD", devices.Path("/no/such/device"))
+    monkeypatch.setattr(start_ranks, "NVIDIA_DRIVER", "no_such_library.so")
+    monkeypatch.setattr(start_ranks, "AMD_DEVICE", Path("/no/such/device"))
     assert count_gpus() == 0
     assert visible_devices(2) == [0, 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5,7")
     assert visible_devices(2) == ["2", "GPU-5"]
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
+    monkeypatch.setattr(start_ranks.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert count_gpus() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

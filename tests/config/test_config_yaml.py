@@ -1,5 +1,6 @@
 """YAML files: values, errors, and the saved configuration; the package imports no torch."""
 
+import re
 import subprocess
 import sys
 
@@ -68,6 +69,10 @@ def test_a_yaml_file_that_is_missing_or_not_text_is_refused(tmp_path):
         read("sft", "--config", str(missing))
     with pytest.raises(UserError, match="--config"):
         read("sft", "--config")
+    settings = yaml_file(tmp_path, "seed: 5\n")
+    for misspelt in (settings[:-1], settings.replace(".yaml", ".yml")):
+        with pytest.raises(UserError, match=f"No such file or directory\\); did you mean {re.escape(settings)}\\?$"):
+            read("sft", "--config", misspelt)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"seed: \xff\xfe\n")
     with pytest.raises(UserError, match=r"--config .*binary\.yaml"):

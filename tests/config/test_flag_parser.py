@@ -123,3 +123,13 @@ def test_help_shows_types_and_defaults_but_no_empty_ones():
     assert "turn --with_text off" in shown
     assert "--names [TEXT ...] names (default: ['a'])" in shown
     assert "--counts [N ...] counts" in shown
+
+
+def test_help_lists_many_choices_once_in_the_text():
+    @dataclass
+    class Many:
+        _argument_group_name: ClassVar[str] = "many"
+        method: Literal["the first method", "the second method"] = flag("a method", "the first method")
+
+    help_text = " ".join(flag_parser([Many], usage="", add_help=False).format_help().split())
+    assert "--method NAME a method; one of the first method, the second method (default: the first method)" in help_text

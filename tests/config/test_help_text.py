@@ -29,6 +29,7 @@ class Flags:
     folder: str | None = flag("needed too (required)", None)
     size: int = flag("a count", 3)
     rate: float | None = flag("a rate", None, "lr")
+    between: str = flag("a separator", "\\n")
     level: Literal["low", 2] = flag("a level", 2)
     method: Literal["the first method", "the second method"] = flag("a method", "the first method")
     quick: bool = flag("a switch", False)
@@ -63,6 +64,7 @@ def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
         "  --folder TEXT                   needed too (required)",
         "  --size N                        a count (default: 7)",
         "  --rate X                        a rate (also: --lr)",
+        "  --between TEXT                  a separator (default: '\\n')",
         "  --level {low,2}                 a level (default: 2)",
         "  --method NAME                   a method; one of the first method, the second method (default: the",
         "                                  first method)",

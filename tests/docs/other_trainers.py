@@ -72,58 +72,32 @@ TRL = {
     """.split(),
 }  # fmt: skip
 
+OPENRLHF_SUPERVISED = """
+    ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds logger.logging_steps eval.steps ckpt.path
+    ckpt.max_num ckpt.max_mem ckpt.load_enable ds.use_universal_ckpt train.micro_batch_size train.batch_size
+    model.gradient_checkpointing_enable ds.deepcompile train.seed train.full_determinism_enable local_rank
+    ds.zero_stage ds.param_dtype ds.zpg ds.adam_offload ds.attn_implementation ds.experts_implementation
+    ds.grad_accum_dtype ds.overlap_comm model.gradient_checkpointing_reentrant data.disable_fast_tokenizer
+    data.dataloader_num_workers ds.tensor_parallel_size train.max_epochs model.aux_loss_coef
+    model.model_name_or_path optim muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov adam.lr
+    adam.betas adam.eps adam.weight_decay lr_scheduler lr_warmup_ratio min_lr_ratio max_norm ds.ring_attn_size
+    ds.ring_attn_head_stride ds.load_in_4bit ds.lora.rank ds.lora.alpha ds.lora.target_modules ds.lora.dropout
+    ds.packing_samples data.dataset data.dataset_probs eval.dataset data.dataset_split eval.split
+    data.max_samples data.input_template data.apply_chat_template data.tokenizer_chat_template data.max_len
+    logger.wandb.key logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name
+    logger.tensorboard_dir use_ms
+""".split()  # options of train_sft, train_rm and train_dpo
 OPENRLHF = {
-    "train_sft": """
-        ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds logger.logging_steps eval.steps ckpt.path
-        ckpt.max_num ckpt.max_mem ckpt.load_enable ds.use_universal_ckpt train.micro_batch_size
-        train.batch_size model.gradient_checkpointing_enable ds.deepcompile train.seed
-        train.full_determinism_enable local_rank ds.zero_stage ds.param_dtype ds.zpg ds.adam_offload
-        ds.attn_implementation ds.experts_implementation ds.use_liger_kernel ds.grad_accum_dtype
-        ds.overlap_comm model.gradient_checkpointing_reentrant data.disable_fast_tokenizer
-        data.dataloader_num_workers ds.tensor_parallel_size train.max_epochs model.aux_loss_coef
-        model.model_name_or_path model.pretrain_mode_enable optim muon.lr muon.momentum muon.ns_steps
-        muon.nesterov muon.no_nesterov adam.lr adam.betas adam.eps adam.weight_decay lr_scheduler
-        lr_warmup_ratio min_lr_ratio max_norm ds.ring_attn_size ds.ring_attn_head_stride ds.load_in_4bit
-        ds.lora.rank ds.lora.alpha ds.lora.target_modules ds.lora.dropout ds.packing_samples data.dataset
-        data.dataset_probs eval.dataset data.dataset_split eval.split data.max_samples data.multiturn
-        data.input_key data.output_key data.input_template data.apply_chat_template
-        data.tokenizer_chat_template data.max_len logger.wandb.key logger.wandb.org logger.wandb.group
-        logger.wandb.project logger.wandb.run_name logger.tensorboard_dir use_ms
+    "train_sft": OPENRLHF_SUPERVISED + """
+        ds.use_liger_kernel model.pretrain_mode_enable data.multiturn data.input_key data.output_key
     """.split(),
-    "train_rm": """
-        ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds logger.logging_steps eval.steps ckpt.path
-        ckpt.max_num ckpt.max_mem ckpt.load_enable ds.use_universal_ckpt model.gradient_checkpointing_enable
-        ds.deepcompile train.seed train.full_determinism_enable local_rank ds.zero_stage ds.param_dtype ds.zpg
-        ds.adam_offload ds.attn_implementation ds.experts_implementation ds.grad_accum_dtype ds.overlap_comm
-        model.gradient_checkpointing_reentrant data.disable_fast_tokenizer data.dataloader_num_workers
-        ds.tensor_parallel_size model.model_name_or_path ds.value_head_prefix ds.ring_attn_size
-        ds.ring_attn_head_stride ds.load_in_4bit ds.lora.rank ds.lora.alpha ds.lora.dropout
-        ds.lora.target_modules train.max_epochs model.aux_loss_coef model.compute_fp32_loss_enable
-        model.margin_loss_enable train.micro_batch_size train.batch_size model.loss_type optim muon.lr
-        muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov adam.lr adam.betas adam.eps
-        adam.weight_decay lr_scheduler lr_warmup_ratio min_lr_ratio max_norm ds.packing_samples data.dataset
-        data.dataset_probs eval.dataset data.dataset_split eval.split data.max_samples data.prompt_key
-        data.chosen_key data.rejected_key data.input_template data.apply_chat_template
-        data.tokenizer_chat_template data.max_len logger.wandb.key logger.wandb.org logger.wandb.group
-        logger.wandb.project logger.wandb.run_name logger.tensorboard_dir use_ms
+    "train_rm": OPENRLHF_SUPERVISED + """
+        ds.value_head_prefix model.compute_fp32_loss_enable model.margin_loss_enable model.loss_type
+        data.prompt_key data.chosen_key data.rejected_key
     """.split(),
-    "train_dpo": """
-        ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds logger.logging_steps eval.steps ckpt.path
-        ckpt.max_num ckpt.max_mem ds.use_universal_ckpt train.micro_batch_size train.batch_size
-        ckpt.load_enable model.gradient_checkpointing_enable ds.deepcompile train.seed
-        train.full_determinism_enable data.disable_fast_tokenizer data.dataloader_num_workers local_rank
-        ds.zero_stage ds.param_dtype ref.offload ds.zpg ds.adam_offload ds.attn_implementation
-        ds.experts_implementation ds.use_liger_kernel ds.grad_accum_dtype ds.overlap_comm
-        model.gradient_checkpointing_reentrant ds.tensor_parallel_size train.max_epochs model.beta
-        model.ipo_enable model.label_smoothing model.aux_loss_coef model.nll_loss_coef optim muon.lr
-        muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov adam.lr adam.betas adam.eps
-        adam.weight_decay lr_scheduler lr_warmup_ratio min_lr_ratio max_norm ds.ring_attn_size
-        ds.ring_attn_head_stride ds.load_in_4bit ds.lora.rank ds.lora.alpha ds.lora.target_modules
-        ds.lora.dropout ds.packing_samples model.model_name_or_path ref.model_name_or_path data.dataset
-        data.dataset_probs eval.dataset data.dataset_split eval.split data.max_samples data.prompt_key
-        data.chosen_key data.rejected_key data.input_template data.apply_chat_template
-        data.tokenizer_chat_template data.max_len logger.wandb.key logger.wandb.org logger.wandb.group
-        logger.wandb.project logger.wandb.run_name logger.tensorboard_dir use_ms
+    "train_dpo": OPENRLHF_SUPERVISED + """
+        ref.offload ds.use_liger_kernel model.beta model.ipo_enable model.label_smoothing model.nll_loss_coef
+        ref.model_name_or_path data.prompt_key data.chosen_key data.rejected_key
     """.split(),
     "train_ppo_ray": """
         ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node train.colocate_actor_ref

@@ -118,17 +118,21 @@ def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("budget", [1, 12, 1000])
-@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
-def test_every_field_matches_the_row_alone(models, budget, kl):
-    rows = rollout()
-    found = scored(models, rows, budget=budget, kl=kl)
+def require_rows_alone(models, rows, found, kl: str) -> None:
+    """Every number of `found` is that of its row without the others."""
     for row in range(5):
         expected = row_alone(models, rows, row)
         expected["kl"] = expected[kl]
         for name in ("old_logprobs", "ref_logprobs", "entropies", "values", "kl"):
             real = getattr(found, name)[row][found.response_mask[row]].tolist()
             assert real == pytest.approx(expected[name], abs=3e-5), (name, row)
+
+
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
+def test_every_field_matches_the_row_alone(models, budget, kl):
+    rows = rollout()
+    require_rows_alone(models, rows, scored(models, rows, budget=budget, kl=kl), kl)
 
 
 @pytest.mark.parametrize("budget", [1, 12, 1000])
@@ -263,13 +267,7 @@ def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monke
     rows = replace(rollout(), prompt_ids=prompts, prompt_mask=torch.ones(5, 12, dtype=torch.bool))
     for model in models.values():
         monkeypatch.setattr(model, "shares", True)
-    found = scored(models, rows, budget=budget, kl=kl)
-    for row in range(5):
-        expected = row_alone(models, rows, row)
-        expected["kl"] = expected[kl]
-        for name in ("old_logprobs", "ref_logprobs", "entropies", "values", "kl"):
-            real = getattr(found, name)[row][found.response_mask[row]].tolist()
-            assert real == pytest.approx(expected[name], abs=3e-5), (name, row)
+    require_rows_alone(models, rows, scored(models, rows, budget=budget, kl=kl), kl)
 
 
 def test_answers_to_one_prompt_are_scored_in_one_pass_if_all_models_share(models, monkeypatch):

@@ -1,17 +1,24 @@
-"""One answer token by token: the tokens of the engine and of transformers, for the same prompt and seed."""
+"""One answer token by token: the tokens of the engine and of transformers, for the same prompt and seed.
+
+Its text: the pieces make the text of all tokens, and no piece holds half a character.
+"""
+
+import random
 
 import pytest
 import torch
 from tiny_models import LENGTHS, NEW_TOKENS, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
+from tiny_tokenizers import KINDS, tokenizer_of
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.rollout.token_stream import stream_tokens
+from dschat_ppo.rollout.token_stream import INCOMPLETE, TextStream, stream_tokens
 
 PROMPTS = prompts_of()
 ROWS = [ids[mask].tolist() for ids, mask in zip(PROMPTS.prompt_ids, PROMPTS.prompt_mask, strict=True)]
 GREEDY = SamplingParameters(top_k=1)
+TEXTS = ["Where is the lamp? It is in the hall.", "Café ☕ and naïve 😀 emoji, line\nbreaks\n\nand   spaces.", " x", ""]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gpt2", "bloom", "falcon", "gemma2"])
@@ -57,3 +64,40 @@ def test_an_abandoned_stream_computes_no_more():
     stream.close()
     hook.remove()
     assert len(passes) == 2 and torch.is_grad_enabled()
+
+
+def pieces_of(tokenizer, ids) -> tuple[list[str], str]:
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in ids]
+    return pieces, stream.rest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_are_the_text(kind, text):
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces, rest = pieces_of(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True)
+    assert INCOMPLETE not in "".join(pieces)
+    assert len(ids) < 8 or len([piece for piece in pieces if piece]) > 3, "the text arrives in parts"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_tokens(kind):
+    """Also bytes that are no characters, and special tokens."""
+    tokenizer, rng = tokenizer_of(kind), random.Random(3)
+    for _ in range(20):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(12)]
+        pieces, rest = pieces_of(tokenizer, ids)
+        assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_half_a_character_waits():
+    tokenizer = tokenizer_of("bytes")
+    ids = tokenizer.encode("é", add_special_tokens=False)
+    if len(ids) == 1:
+        ids = tokenizer.convert_tokens_to_ids(["Ã", "©"])
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in ids] == ["", "é"]
+    assert stream.add(ids[0]) == "" and stream.rest() == INCOMPLETE

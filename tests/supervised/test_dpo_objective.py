@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from pairs_of_answers import CPU, LONG_PROMPTS, REAL, ROWS, config_of, language_model, run_loss, tokens_run
+from pairs_of_answers import (
+    CPU,
+    LONG_PROMPTS,
+    REAL,
+    ROWS,
+    config_of,
+    language_model,
+    logprob_alone,
+    run_loss,
+    tokens_run,
+)
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.data.prepare import TokenRows
@@ -14,13 +24,6 @@ from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
-
-
-@torch.no_grad()
-def logprob_alone(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> float:
-    logits = model(torch.tensor([prompt + answer])).logits[0].double()
-    table = torch.log_softmax(logits, dim=-1)
-    return sum(float(table[len(prompt) + i - 1, token]) for i, token in enumerate(answer))
 
 
 def logprobs_alone(model: LlamaForCausalLM) -> np.ndarray:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from pairs_of_answers import CPU, config_of, language_model
+from pairs_of_answers import CPU, config_of, language_model, logprob_alone
 
 from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.data.prepare import TokenRows
@@ -42,15 +42,9 @@ def rows(reference):
     return add_reference(PolicyModel(reference), ROWS, 0, CPU, 2, 64)
 
 
-@torch.no_grad()
-def logprob(model, prompt, answer) -> float:
-    table = torch.log_softmax(model(torch.tensor([prompt + answer])).logits[0].double(), dim=-1)
-    return sum(float(table[len(prompt) + i - 1, token]) for i, token in enumerate(answer))
-
-
 def ratio(policy, reference, row: int, answer_of: int) -> float:
     prompt, answer = ROWS[row]["prompt_ids"], ROWS[answer_of]["answers"][0]
-    return logprob(policy, prompt, answer) - logprob(reference, prompt, answer)
+    return logprob_alone(policy, prompt, answer) - logprob_alone(reference, prompt, answer)
 
 
 def baseline_of(policy, reference, numbers) -> float:
@@ -67,8 +61,8 @@ def run(objective, policy, rows, micro_batches, num_rows, sources=()):
 def test_reference_log_probs_of_own_and_mismatched_answers(rows, reference):
     assert rows["other_row"] == OTHERS
     for number, row in enumerate(rows):
-        own = logprob(reference, row["prompt_ids"], row["answers"][0])
-        other = logprob(reference, row["prompt_ids"], ROWS[OTHERS[number]]["answers"][0])
+        own = logprob_alone(reference, row["prompt_ids"], row["answers"][0])
+        other = logprob_alone(reference, row["prompt_ids"], ROWS[OTHERS[number]]["answers"][0])
         assert row["ref_logprob"] == pytest.approx(own, abs=2e-5)
         assert row["other_ref_logprob"] == pytest.approx(other, abs=2e-5)
 
@@ -83,7 +77,10 @@ def metrics_by_hand(policy, reference, numbers, baseline) -> dict[str, float]:
         losses[n], right[n] = weight - weight / (1 + math.exp(-0.3 * gain)), float(gain > 0)
     sides = [[n for n in numbers if ROWS[n]["label"] == label] for label in (1.0, 0.0)]
     rewards = [0.3 * sum(ratios[n] for n in side) / len(side) for side in sides]
-    logprobs = [sum(logprob(policy, ROWS[n]["prompt_ids"], ROWS[n]["answers"][0]) for n in s) / len(s) for s in sides]
+    logprobs = [
+        sum(logprob_alone(policy, ROWS[n]["prompt_ids"], ROWS[n]["answers"][0]) for n in side) / len(side)
+        for side in sides
+    ]
     return {
         "loss": sum(losses.values()) / len(numbers), "kl": baseline, "accuracy": sum(right.values()) / len(numbers),
         "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_logprob": logprobs[0],
@@ -166,7 +163,7 @@ def test_gradients_match_plain_transformers(reference, rows):
     for n in numbers:
         prompt, answer = ROWS[n]["prompt_ids"], ROWS[n]["answers"][0]
         table = trained(torch.tensor([prompt + answer])).logits[0].log_softmax(dim=-1)
-        value = sum(table[len(prompt) + i - 1, token] for i, token in enumerate(answer)) - logprob(
+        value = sum(table[len(prompt) + i - 1, token] for i, token in enumerate(answer)) - logprob_alone(
             reference, prompt, answer
         )
         good = ROWS[n]["label"] == 1.0
@@ -182,7 +179,7 @@ def test_reference_is_added_to_training_and_evaluation_rows(policy):
     assert prepared.sources == ("a",)
     assert prepared.eval["other_row"] == [1, 0]
     assert prepared.eval["other_ref_logprob"][0] == pytest.approx(
-        logprob(policy, ROWS[3]["prompt_ids"], ROWS[1]["answers"][0]), abs=2e-5
+        logprob_alone(policy, ROWS[3]["prompt_ids"], ROWS[1]["answers"][0]), abs=2e-5
     )
     _, metrics, _ = run(objective, policy, prepared.train, [[0, 1, 2, 3, 4]], 5)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-5), "an untrained policy is its own reference"

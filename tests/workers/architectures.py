@@ -27,7 +27,7 @@ from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo import saved_models, train_ppo
+from dschat_ppo.ppo import train_ppo
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.supervised import sft, train_preference, trainer
 from workers.quick import be_quick
@@ -65,7 +65,7 @@ def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
 
 def main() -> None:
     be_quick()
-    trainer.save_model = saved_models.save_model = save_with_outputs
+    trainer.save_model = train_ppo.save_model = save_with_outputs
     folder, found = Path(sys.argv[-1]), {}
     cases = json.loads((folder / "cases.json").read_text())
     for name, (step, words) in cases["runs"].items():

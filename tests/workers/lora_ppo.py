@@ -16,12 +16,11 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, ppo_of, update_once
+from workers.ppo_setup import experience_of, ppo_of, update_numbers
 from workers.quick import be_quick
 
 SWITCHES, STEPS, ROWS = 200, 3, 16
@@ -54,14 +53,7 @@ def trajectory(ppo: PPOComponents, assets: Path) -> list[list[float]]:
     experience = experience_of(ppo, my_rows(assets))
     means = [experience.scores, experience.ref_logprobs, experience.kl, experience.values, experience.old_logprobs]
     numbers = [[float(tensor.float().mean()) for tensor in means]]
-    ppo.engines.train()
-    for minibatch, _ in zip(ppo.mini_dataset.minibatches(experience, 3, step=1), range(STEPS), strict=False):
-        sums = MetricSums()
-        norms = update_once(ppo, minibatch, sums).grad_norms
-        metrics = sums.reduce()
-        losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
-        numbers.append([*losses, norms["actor"], norms["critic"]])
-    return numbers
+    return numbers + update_numbers(ppo, experience, STEPS)
 
 
 def held(ppo: PPOComponents) -> list[torch.Tensor]:

@@ -32,8 +32,8 @@ from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
-from dschat_ppo.ppo.saved_models import save_models
 from dschat_ppo.ppo.score import Scores
+from dschat_ppo.ppo.train_ppo import save_models
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows

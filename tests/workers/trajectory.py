@@ -20,14 +20,13 @@ from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, ppo_of, update_once
+from workers.ppo_setup import experience_of, ppo_of, update_numbers
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 8, 5
@@ -86,15 +85,7 @@ def ppo_trajectory(assets: Path, stage: int, micro: int, device, refill_padding:
     ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     experience = experience_of(ppo, select_rows(stored_rollout(assets, refill_padding), mine))
-    ppo.engines.train()
-    trajectory = []
-    for minibatch, _ in zip(ppo.mini_dataset.minibatches(experience, 3, step=1), range(STEPS), strict=False):
-        sums = MetricSums()
-        norms = update_once(ppo, minibatch, sums).grad_norms
-        metrics = sums.reduce()
-        losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
-        trajectory.append([*losses, norms["actor"], norms["critic"]])
-    return trajectory
+    return update_numbers(ppo, experience, STEPS)
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
-"""The types of the settings of a saved adapter, which peft does not check."""
+"""Checks of a saved adapter, which comes from elsewhere: types, which peft does not test, and patterns without end."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.time_limit import TimeIsUp, processor_time_limit
+from dschat_ppo.errors import UserError, reading
+
+PATTERN_SECONDS = 5.0
 
 
 def _is_text(value: Any) -> bool:
@@ -80,3 +84,31 @@ def check_adapter_values(settings: dict[str, Any], file: str) -> None:
         value = settings.get(name)
         if name in settings and not (is_usable(value) if value is not None else name not in _NOT_NULL):
             raise UserError(f"{file}: '{name}' must be {kind}; it is {repr(value)[:80]}")
+
+
+def check_patterns(names: list[str], config: Any, folder: str) -> None:
+    """Try the regular expressions of a saved adapter on the names that peft will compare.
+
+    Args:
+        names: of the model's modules.
+        config: peft's `LoraConfig`.
+        folder: of the adapter.
+
+    Raises:
+        UserError: one takes too long, or has a syntax error.
+    """
+    texts = [text for text in (config.target_modules, config.exclude_modules) if isinstance(text, str)]
+    texts += [rf"(.*\.)?({text})$" for text in (*config.rank_pattern, *config.alpha_pattern)]
+    layers = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []
+    texts += [rf".*\.{text}\.(\d+)\." for text in layers]
+    for text in texts:
+        refused = f"{folder}: the pattern {text!r} of its adapter_config.json"
+        try:
+            with reading(refused), processor_time_limit(PATTERN_SECONDS):
+                for name in names:
+                    re.match(text, name)
+                    re.fullmatch(text, name)
+        except UserError as problem:
+            if isinstance(problem.__cause__, TimeIsUp):
+                raise UserError(f"{refused} takes too long to match; name the layers instead") from None
+            raise
