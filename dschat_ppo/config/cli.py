@@ -184,6 +184,9 @@ def _suggestion(unknown: str, known: set[str]) -> str:
         return f"; {advice}"
     if same := flags_for(given, known):
         return f"; this step has {' and '.join(f'--{name}' for name in same)}"
+    steps = [name for name, step in STEPS.items() for _, kind in _groups(step) if given in kind.__dataclass_fields__]
+    if steps:
+        return f"; --{given} is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")
         pairs = zip(words, others, strict=False)
