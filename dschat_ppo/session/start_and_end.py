@@ -64,7 +64,7 @@ def _count(weight: torch.nn.Parameter) -> int:
 def short_count(count: int) -> str:
     """Such as 950, "1.7 M" or "7.24 B"."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
+        if count >= 0.9995 * size:  # 999,600 is 1 M, not 1,000 K
             return f"{count / size:.3g} {letter}"
     return str(count)
 
@@ -94,7 +94,7 @@ def show_models(
 
 def show_end(
     title: str, steps: str, seconds: float, changes: Mapping[str, tuple[float, float]], saved: Sequence[Path],
-    command: str,
+    command: str, resumed: bool = False,
 ) -> None:  # fmt: skip
     """Log what the run has reached, where its models are, and what to run next.
 
@@ -105,8 +105,10 @@ def show_end(
         changes: name -> (value before training, value after it).
         saved: folders of the models.
         command: the next command, for a shell; `DSCHAT_PPO_NO_NEXT=1` omits it.
+        resumed: whether this start of the run resumed, and did only the last of the steps.
     """
-    rows = [("steps", f"{steps} in {duration(seconds)}")]
+    spent = duration(seconds)
+    rows = [("steps", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
     rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
     rows += [("" if number else "saved to", shown_path(folder)) for number, folder in enumerate(saved)]
     if os.environ.get(NO_NEXT) != "1":

@@ -20,6 +20,7 @@ from dschat_ppo.session.start_and_end import (
 
 @pytest.mark.parametrize(("count", "text"), [
     (950, "950"), (1000, "1 K"), (1_712_000, "1.71 M"), (7_241_732_096, "7.24 B"), (70_000_000_000, "70 B"),
+    (999_499, "999 K"), (999_600, "1 M"), (999_700_000, "1 B"),
 ])  # fmt: skip
 def test_counts_are_short(count, text):
     assert short_count(count) == text
@@ -77,6 +78,11 @@ def test_folders_in_the_working_directory_are_relative_and_scripts_omit_the_next
     monkeypatch.setenv("DSCHAT_PPO_NO_NEXT", "1")
     show_end("SFT", "1 optimizer steps", 1.0, {}, [tmp_path / "out/a"], "python -m x")
     assert said == ["SFT: done\n  steps     1 optimizer steps in 0:01\n  saved to  out/a"]
+
+
+def test_the_time_of_a_resumed_run_is_not_that_of_all_its_steps(said):
+    show_end("SFT", "250 optimizer steps", 22.0, {}, [Path("/o")], "python -m x", resumed=True)
+    assert "  steps     250 optimizer steps, 0:22 since it resumed\n" in said[0]
 
 
 def test_the_end_names_results_folders_and_the_next_command(said):
