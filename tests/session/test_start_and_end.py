@@ -54,6 +54,7 @@ def engine_of(module: nn.Module):
 def test_the_models_are_a_table(said, monkeypatch):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(start_and_end.dist, "world_size", lambda: 2)
+    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12_000))
     actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
     roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
     show_models(roles, "bf16", Path("/out"), [("rollout", "continuous batching")])
@@ -65,6 +66,21 @@ def test_the_models_are_a_table(said, monkeypatch):
         "  rollout       continuous batching\n"
         "  outputs       /out (report.html at the end)"
     ]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_before_training(said, monkeypatch, tmp_path):
+    monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    frozen, trained = nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1024, 1024, bias=False)
+    roles = {"actor": (engine_of(trained), "/sft"), "reward model": (engine_of(frozen), "/rm")}
+    show_models(roles, "bf16", tmp_path)
+    assert said[1:] == [
+        f"--output_dir {tmp_path}: its disk has 1.0 MiB left, and a checkpoint takes about 12.0 MiB: free space, or "
+        "name a folder on another disk"
+    ]
+    said.clear()
+    show_models(roles, "bf16", tmp_path, trains=False)
+    assert len(said) == 1
 
 
 def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch):
