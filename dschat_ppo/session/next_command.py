@@ -33,10 +33,14 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     """
     main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
     ranks, on_gpus = dist.local_world_size(), dist.device().type == "cuda"
-    all_ranks, devices = torch.cuda.device_count() if on_gpus else 1, None
+    all_ranks = torch.cuda.device_count() if on_gpus else 1
+    devices: str | None = None
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpus else None
     if shown and len(shown.split(",")) != (gpus := len(os.listdir(GPUS)) if GPUS.is_dir() else 0):
-        devices, all_ranks = (shown, all_ranks) if dist.machines() == 1 else (None, gpus)  # a hostfile overrides it
+        if dist.machines() == 1:
+            devices = shown
+        else:  # a hostfile overrides the variable
+            all_ranks = gpus
     count = [] if ranks == all_ranks else ["--num_accelerators", str(ranks)]
     if _is_installed_command() or not main.is_file():
         program = [_program(f"dschat-{folder.partition('_')[2]}"), *count]
