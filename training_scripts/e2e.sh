@@ -59,7 +59,8 @@ run_step() { # run_step STEP FOLDER: with MODEL and SIZE in the environment
 [ "${#steps[@]}" -gt 0 ] || steps=(1 2 3)
 actor_size="${ACTOR_SIZE:-}" reward_size="${REWARD_SIZE:-}" # "": by the name of the model
 source "$here/size_of.sh"
-actor_size="${actor_size:-$(size_of "$actor")}" reward_size="${reward_size:-$(size_of "$reward")}"
+actor_size="${actor_size:-$(size_of "$actor")}" # not on one line with the next: its failure would go unnoticed
+reward_size="${reward_size:-$(size_of "$reward")}"
 if [ "$actor_size$reward_size" = smallsmall ]; then both=small; else both=large; fi
 sft_model="$out/sft" reward_model="$out/reward"
 if [ "${#dry[@]}" -gt 0 ]; then # checks step 3 with the models from before training: the others may not exist
@@ -68,6 +69,7 @@ if [ "${#dry[@]}" -gt 0 ]; then # checks step 3 with the models from before trai
     sft_model="$(settings_of "$actor")" reward_model="$(settings_of "$reward")"
 fi
 for step in "${steps[@]}"; do
+    if [ "$step" = "${steps[-1]}" ]; then unset DSCHAT_PPO_NO_NEXT; else export DSCHAT_PPO_NO_NEXT=1; fi # see next_command.py
     case "$step" in
         1) MODEL="$actor" SIZE="$actor_size" run_step sft sft ;;
         2) MODEL="$reward" SIZE="$reward_size" run_step reward reward ;;

@@ -5,8 +5,17 @@
 # nothing.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+usage="usage: quickstart.sh [OUT_DIR [flags for all three steps]]"
+case "${1:-}" in
+    -h | --help) echo "$usage" && exit ;;
+    -*) echo "error: $1 is no folder ($usage)" >&2 && exit 2 ;;
+esac
 out="${1:-$here/../output/quickstart}"
 flags=("${@:2}")
+if [[ " ${flags[*]} " == *" --dry_run "* ]]; then
+    echo "error: --dry_run: steps 2 and 3 need the models of the steps before them; use --max_steps 2 for a short trial" >&2
+    exit 2
+fi
 
 bash "$here/setup_venv.sh"
 source "$here/ranks.sh"

@@ -13,6 +13,7 @@
 given_ranks="${RANKS:-}"
 source "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
 source "$top/training_scripts/size_of.sh"
+if [ "$place" != multi_node ]; then hostfile=""; fi # one machine, whatever /job/hostfile names
 if [ "$gpus" -eq 0 ]; then RANKS="${given_ranks:-$devices}"; fi
 MACHINES="${MACHINES:-1}"
 
@@ -93,7 +94,11 @@ train() { # train STEP OUTPUT_DIR [flags]
     esac
     : "${MODEL:?$usage}" "${2:?$usage}"
     size="${SIZE:-$(size_of "$MODEL")}"
-    if [ "$size" = small ]; then size_is_small=1; else size_is_small=0; fi
+    case "$size" in
+        small) size_is_small=1 ;;
+        large) size_is_small=0 ;;
+        *) echo "error: SIZE $size: set it to small (up to 1.5 B parameters) or large" >&2 && return 2 ;;
+    esac
     if [ "$place $size" = "single_gpu large" ]; then lora=1; else lora=""; fi
     "$step" --dtype bf16 --output_dir "$2" "${@:3}"
 }

@@ -34,7 +34,10 @@ _ADVICE = {  # flags of other trainers
         for name in ("num_accelerators", "num_gpus")
     },
 }
-_OF_TRAINING = ("report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps")
+_OF_TRAINING = (
+    "report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps", "eval_interval", "save_best",
+    "metric_for_best",
+)  # fmt: skip
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
@@ -184,6 +187,9 @@ def _suggestion(unknown: str, known: set[str]) -> str:
         return f"; {advice}"
     if same := flags_for(given, known):
         return f"; this step has {' and '.join(f'--{name}' for name in same)}"
+    steps = [name for name, step in STEPS.items() for _, kind in _groups(step) if given in kind.__dataclass_fields__]
+    if steps:
+        return f"; --{given} is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")
         pairs = zip(words, others, strict=False)
@@ -207,5 +213,5 @@ def notes(step_name: str, config: Any) -> list[str]:
     values = flatten(config)
     reasons = step.notes | config.run.idle() | config.idle()
     if values["validate_only"]:
-        reasons |= dict.fromkeys(_OF_TRAINING, "--validate_only trains nothing")
+        reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     return [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]

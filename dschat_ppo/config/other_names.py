@@ -1,4 +1,4 @@
-"""Names that other trainers give to our settings, for the message about an unknown flag.
+"""Names that other trainers and other steps give to our settings, for the message about an unknown flag.
 
 Names of TRL 1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md compare what they mean.
 """
@@ -213,6 +213,14 @@ OUR_NAMES = {
     "tensorboard_dir": "report_to tensorboard_path",
     "wandb_project": "project",
     "wandb_run_name": "run_name",
+    # our other steps
+    "save_best": "metric_for_best",
+    "metric_for_best": "save_best",
+    "max_seq_len": "max_prompt_seq_len max_answer_seq_len",
+    "max_prompt_seq_len": "max_seq_len",
+    "max_answer_seq_len": "max_seq_len",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
 }
 
 

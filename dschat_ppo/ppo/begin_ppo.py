@@ -88,7 +88,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if not validate_only:
         show_batches(config, plan)
         show_memory_plan(config)
-    end_dry_run(config.run)
+    end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),

@@ -111,7 +111,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     if dist.is_main():
         report_run(output)
     remove_checkpoints(output, saved_models(output), config.safety)
-    show_result(result, output, begun.folders.actor)
+    show_result(result, output, begun.folders.actor, session.is_resumed)
     return result
 
 
@@ -150,14 +150,21 @@ def saved_models(output: Path) -> list[Path]:
     return [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
 
 
-def show_result(result: dict[str, Any], output: Path, start: str) -> None:
-    """Log what the run has reached; `start` is the folder of the actor before training."""
+def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
+    """Log what the run has reached.
+
+    Args:
+        result: the contents of `result.json`.
+        output: the output folder.
+        start: folder of the actor before training.
+        resumed: whether this start of the run resumed.
+    """
     shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
     saved = saved_models(output)
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
     steps = f"{result['ppo_steps']} PPO steps, {result['optimizer_steps']} updates"
-    show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat)
+    show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat, resumed)
 
 
 def learned_reward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, quiet_libraries, table
+from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
+from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.open_trackers import check_trackers
@@ -99,13 +102,23 @@ def _log_notes(step: str, config: Any) -> None:
         logger().info(f"note: {line}")
 
 
-def end_dry_run(run: RunFlags) -> None:
-    """End a run with `--dry_run`, after its checks and the table of batches.
+def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
+    """End a run with `--dry_run`, after its last checks and the table of batches.
+
+    Args:
+        run: flags of the run.
+        resume: `--resume`.
+        steps: planned steps; None: nothing is trained.
 
     Raises:
+        UserError: `--profile` is beyond the end of the run, or in a dry run `--resume` names no folder.
         StopRequested: with `--dry_run`.
     """
+    if steps is not None and run.profile is not None and run.profile > steps:
+        raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
     if run.dry_run:
+        if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
+            raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
         ranks = dist.world_size()
         raise StopRequested(
             f"dry run for {ranks} rank{'s' if ranks > 1 else ''}: flags, models and data are valid; no weight was "

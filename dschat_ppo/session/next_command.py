@@ -15,6 +15,7 @@ import dschat_ppo
 from dschat_ppo.common import dist
 from dschat_ppo.common.paths import shown_path
 
+GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU of this machine
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
 
 
@@ -27,11 +28,19 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     """The command that runs `training/FOLDER/main.py WORDS` on as many ranks of each machine as this run, for a shell.
 
     It is the installed command, such as `dschat-ppo`, if one has started this run or there is no source tree. On a CPU
-    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank.
+    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank. On some
+    of a machine's GPUs it sets `CUDA_VISIBLE_DEVICES`, which the launcher has set for this run.
     """
     main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
     ranks, on_gpus = dist.local_world_size(), dist.device().type == "cuda"
     all_ranks = torch.cuda.device_count() if on_gpus else 1
+    devices: str | None = None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpus else None
+    if shown and len(shown.split(",")) != (gpus := len(os.listdir(GPUS)) if GPUS.is_dir() else 0):
+        if dist.machines() == 1:
+            devices = shown
+        else:  # a hostfile overrides the variable
+            all_ranks = gpus
     count = [] if ranks == all_ranks else ["--num_accelerators", str(ranks)]
     if _is_installed_command() or not main.is_file():
         program = [_program(f"dschat-{folder.partition('_')[2]}"), *count]
@@ -40,7 +49,8 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     else:
         program = [_program("deepspeed"), *count, shown_path(main)]
     threads = os.environ.get("OMP_NUM_THREADS") if ranks > 1 and not on_gpus else None
-    prefix = f"OMP_NUM_THREADS={shlex.quote(threads)} " if threads else ""
+    variables = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": devices}
+    prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
     return prefix + shlex.join([*program, *map(shown_path, words)])
 
 

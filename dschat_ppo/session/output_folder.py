@@ -137,6 +137,8 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     if changes:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
             ways_out = f"add --resume_force to continue from its last checkpoint, or start over: {ways_out}"
+        elif force:
+            ways_out = f"--resume_force has no effect without a checkpoint, and the folder has none: {ways_out}"
         return f"{refusal} of a run with other settings:\n{format_diff(changes)}\n{ways_out}", None
     if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
         return None, None  # the run is longer now, with the same learning rates so far

@@ -51,6 +51,11 @@ class Session:
         """Records the step of `--profile`, if it is given."""
         return StepTrace(self.output, self.run.profile)
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this start of the run resumes from a checkpoint."""
+        return self.checkpoint is not None
+
     def train(self, trainer: Resumable, train: Callable[[MetricsWriter, Checkpointer], Result]) -> Result:
         """Restore the trainer if the run resumes, and train with checkpoints; the last one is saved at the end.
 
@@ -115,13 +120,10 @@ def open_session(
 
     Raises:
         StopRequested: a stop was requested; nothing is changed.
-        UserError: the machines differ in flags, inputs or packages; `--profile` or the checkpoint to resume from is
-            beyond the end of the run; or see `find_checkpoint` and `prepare_output_folder`.
+        UserError: the machines differ in flags, inputs or packages; the checkpoint to resume from is beyond the end of
+            the run; or see `find_checkpoint` and `prepare_output_folder`.
     """
     _raise_if_stop_requested()
-    profiled = config.run.profile
-    if profiled is not None and profiled > steps:
-        raise UserError(f"--profile {profiled}: this run has {steps} steps; name one of them")
     identity = identify_run(kind, config, inputs, derived)
     require_same_on_machines(identity, package_versions())
     checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
@@ -132,7 +134,7 @@ def open_session(
                 f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
                 "--max_steps, or name an earlier checkpoint by --resume"
             )
-        if profiled is not None and profiled <= saved.step:
+        if (profiled := config.run.profile) is not None and profiled <= saved.step:
             logger().info(
                 f"note: --profile {profiled} has no effect: the run resumes from {checkpoint}, where step {saved.step} "
                 "is done"

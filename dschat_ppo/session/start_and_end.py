@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.session.next_command import NO_NEXT
 from dschat_ppo.types import Engine
+
+CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def _count(weight: torch.nn.Parameter) -> int:
 def short_count(count: int) -> str:
     """Such as 950, "1.7 M" or "7.24 B"."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
+        if count >= 0.9995 * size:  # 999,600 is 1 M, not 1,000 K
             return f"{count / size:.3g} {letter}"
     return str(count)
 
@@ -73,7 +76,7 @@ def show_models(
     roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
     more: Sequence[tuple[str, str]] = (), trains: bool = True,
 ) -> None:  # fmt: skip
-    """Log the models with their sizes, the devices and the output folder.
+    """Log the models with their sizes, the devices and the output folder. Warn if no checkpoint fits on its disk.
 
     Args:
         roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
@@ -84,17 +87,25 @@ def show_models(
     """
     modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
     rows = []
-    for role, size in model_sizes(modules).items():
+    sizes = model_sizes(modules)
+    for role, size in sizes.items():
         shown, folder = size if trains else replace(size, trained=0), shown_path(roles[role][1] or "")
         rows.append((role, f"{modules[role].config.model_type}, {shown}, from {folder}"))
     ranks = dist.world_size()
     rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
     logger().info(table("models", [*rows, *more, ("outputs", f"{shown_path(output)} (report.html at the end)")]))
+    if trains and dist.is_main():
+        needed = CHECKPOINT_BYTES * sum(size.trained for size in sizes.values()) / dist.machines()  # or on each machine
+        if (free := shutil.disk_usage(output).free) < needed:
+            logger().warning(
+                f"--output_dir {shown_path(output)}: its disk has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
+                f"about {needed / 2**20:,.1f} MiB: free space, or name a folder on another disk"
+            )
 
 
 def show_end(
     title: str, steps: str, seconds: float, changes: Mapping[str, tuple[float, float]], saved: Sequence[Path],
-    command: str,
+    command: str, resumed: bool = False,
 ) -> None:  # fmt: skip
     """Log what the run has reached, where its models are, and what to run next.
 
@@ -105,8 +116,10 @@ def show_end(
         changes: name -> (value before training, value after it).
         saved: folders of the models.
         command: the next command, for a shell; `DSCHAT_PPO_NO_NEXT=1` omits it.
+        resumed: whether this start of the run resumed, and did only the last of the steps.
     """
-    rows = [("steps", f"{steps} in {duration(seconds)}")]
+    spent = duration(seconds)
+    rows = [("steps", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
     rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
     rows += [("" if number else "saved to", shown_path(folder)) for number, folder in enumerate(saved)]
     if os.environ.get(NO_NEXT) != "1":

@@ -109,11 +109,11 @@ def begin_supervised_run(
     log_samples(tokenizer, rows.train, rows.sources)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
-    if config.run.dry_run:
-        show_batches(title.partition(":")[0], plan, fit, config.schedule)
     if not fit.validate_only:
+        if config.run.dry_run:
+            show_batches(title.partition(":")[0], plan, fit, config.schedule)
         show_memory_plan(config)
-    end_dry_run(config.run)
+    end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
         plan.total_steps,
@@ -260,5 +260,5 @@ def train_and_save(
     remove_checkpoints(output, [output], session.safety)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = f"{result['optimizer_steps']} optimizer steps"
-    show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command)
+    show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
     return result

@@ -65,6 +65,8 @@ def test_a_dry_run_needs_no_weights(assets, tmp_path, capsys):
     (["--dry_run_ranks", "0"], "--dry_run_ranks"),
     (["--dry_run", "False", "--dry_run_ranks", "2"], "--dry_run_ranks needs --dry_run"),
     (["--sequence_parallel_size", "2"], "--sequence_parallel_size 2"),
+    (["--profile", "9999"], "--profile 9999: this run has"),
+    (["--resume", "{a}/lmm"], "lmm: there is no such folder; did you mean"),
 ])  # fmt: skip
 def test_a_dry_run_ends_with_the_error_of_the_run(assets, tmp_path, capsys, words, named):
     usual = ["--model_name_or_path", assets / "lm", "--data_path", assets / "sft.jsonl", "--output_dir", tmp_path]

@@ -134,6 +134,15 @@ def test_flags_of_another_step_or_of_peft_are_answered_with_those_of_the_step(st
     assert f"; this step has {' and '.join(f'--{name}' for name in named)} (all flags" in str(problem.value)
 
 
+@pytest.mark.parametrize(("step", "given", "steps"), [
+    ("sft", "--kl-coef=0.1", "dschat-ppo"), ("ppo", "--packing", "dschat-sft and dschat-reward and dschat-dpo"),
+    ("sft", "--beta", "dschat-reward and dschat-dpo"),
+])  # fmt: skip
+def test_a_flag_that_only_other_steps_have_is_answered_with_them(step, given, steps):
+    with pytest.raises(UserError, match=rf"; --\w+ is a flag of {steps} \(all flags"):
+        read(step, given, "1")
+
+
 def test_a_number_format_as_a_flag_is_answered():
     with pytest.raises(UserError, match=r"--bf16 True; use --dtype bf16 \(all flags"):
         read("sft", "--bf16", "True")

@@ -32,6 +32,8 @@ def test_what_follows_training_has_no_effect_without_it(step):
     lines = notes(step, parse(step, [*words, "--eval_data_path", "e"]))
     assert [line.split()[0] for line in lines] == ["--report_to", "--profile", "--stop_on_health"]
     assert {line.partition(": ")[2] for line in lines} == {"--validate_only trains nothing"}
+    words = [*NEEDED[step], "--validate_only", "--eval_data_path", "e", "--eval_interval", "5"]
+    assert notes(step, parse(step, words)) == ["--eval_interval has no effect: --validate_only trains nothing"]
 
 
 def test_align_overflow_has_an_effect_only_with_a_critic_in_fp16():

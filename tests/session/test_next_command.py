@@ -28,6 +28,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(next_command.dist, "device", lambda: torch.device(device))
         monkeypatch.setattr(next_command.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
 
@@ -50,6 +51,22 @@ def test_a_step_is_launched_as_this_one_was(machine, ranks, device, gpus, thread
                                                       (1, 1, "deepspeed")])  # fmt: skip
 def test_the_ranks_are_those_of_one_of_several_machines(machine, ranks, gpus, start):
     machine(ranks, "cuda", gpus, machines=2)
+    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
+
+
+@pytest.mark.parametrize(("devices", "there", "machines", "start"), [
+    ("0,1", 8, 1, "CUDA_VISIBLE_DEVICES=0,1 deepspeed"), ("3", 8, 1, "CUDA_VISIBLE_DEVICES=3 python"),
+    ("0,1", 2, 1, "deepspeed"), ("0", 1, 1, "python"), ("0,1", None, 1, "CUDA_VISIBLE_DEVICES=0,1 deepspeed"),
+    ("0,1", 8, 2, "deepspeed --num_accelerators 2"), ("0,1", 2, 2, "deepspeed"),
+])  # fmt: skip
+def test_the_gpus_are_those_of_this_run(machine, monkeypatch, tmp_path, devices, there, machines, start):
+    """DeepSpeed's launcher shows its ranks their GPUs only, so `device_count` is the number of ranks."""
+    ranks = len(devices.split(","))
+    machine(ranks, "cuda", ranks, machines=machines)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    monkeypatch.setattr(next_command, "GPUS", tmp_path / "gpus")
+    for number in range(there or 0):
+        (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
     assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
 
 

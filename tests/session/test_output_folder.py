@@ -80,6 +80,8 @@ def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_pa
     problem, _ = earlier(tmp_path, "--seed", "5")
     assert problem is not None and "  --seed: 1234 -> 5" in problem and "--overwrite_output_dir" in problem
     assert "--resume_force" not in problem, "there is no checkpoint to continue from"
+    problem, _ = earlier(tmp_path, "--seed", "5", "--resume_force", "True")
+    assert problem is not None and "--resume_force has no effect without a checkpoint" in problem
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 

@@ -20,6 +20,7 @@ from dschat_ppo.session.start_and_end import (
 
 @pytest.mark.parametrize(("count", "text"), [
     (950, "950"), (1000, "1 K"), (1_712_000, "1.71 M"), (7_241_732_096, "7.24 B"), (70_000_000_000, "70 B"),
+    (999_499, "999 K"), (999_600, "1 M"), (999_700_000, "1 B"),
 ])  # fmt: skip
 def test_counts_are_short(count, text):
     assert short_count(count) == text
@@ -53,6 +54,7 @@ def engine_of(module: nn.Module):
 def test_the_models_are_a_table(said, monkeypatch):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(start_and_end.dist, "world_size", lambda: 2)
+    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12_000))
     actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
     roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
     show_models(roles, "bf16", Path("/out"), [("rollout", "continuous batching")])
@@ -66,6 +68,21 @@ def test_the_models_are_a_table(said, monkeypatch):
     ]
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_said_before_training(said, monkeypatch, tmp_path):
+    monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    frozen, trained = nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1024, 1024, bias=False)
+    roles = {"actor": (engine_of(trained), "/sft"), "reward model": (engine_of(frozen), "/rm")}
+    show_models(roles, "bf16", tmp_path)
+    assert said[1:] == [
+        f"--output_dir {tmp_path}: its disk has 1.0 MiB left, and a checkpoint takes about 12.0 MiB: free space, or "
+        "name a folder on another disk"
+    ]
+    said.clear()
+    show_models(roles, "bf16", tmp_path, trains=False)
+    assert len(said) == 1
+
+
 def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
     show_models({"actor": (engine_of(nn.Linear(10, 100)), "/sft")}, "bf16", Path("/out"), trains=False)
@@ -77,6 +94,11 @@ def test_folders_in_the_working_directory_are_relative_and_scripts_omit_the_next
     monkeypatch.setenv("DSCHAT_PPO_NO_NEXT", "1")
     show_end("SFT", "1 optimizer steps", 1.0, {}, [tmp_path / "out/a"], "python -m x")
     assert said == ["SFT: done\n  steps     1 optimizer steps in 0:01\n  saved to  out/a"]
+
+
+def test_the_time_of_a_resumed_run_is_not_that_of_all_its_steps(said):
+    show_end("SFT", "250 optimizer steps", 22.0, {}, [Path("/o")], "python -m x", resumed=True)
+    assert "  steps     250 optimizer steps, 0:22 since it resumed\n" in said[0]
 
 
 def test_the_end_names_results_folders_and_the_next_command(said):

@@ -60,6 +60,18 @@ def test_flags_after_the_folder_go_to_every_step(script):
     assert steps_run(script, flags=("--max_steps=2",)) == (0, [f"{step} --max_steps=2" for step in STEPS])
 
 
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["--help"], 0, "usage: quickstart.sh [OUT_DIR"), (["--max_steps", "2"], 2, "error: --max_steps is no folder"),
+    (["{out}", "--dry_run"], 2, "error: --dry_run: steps 2 and 3 need the models"),
+])  # fmt: skip
+def test_words_that_are_no_folder_are_refused_before_anything_is_made(script, tmp_path, words, code, said):
+    command = ["bash", script, *(word.format(out=tmp_path / "out") for word in words)]
+    result = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert result.returncode == code
+    assert said in result.stdout + result.stderr
+    assert os.listdir(tmp_path) == ["training_scripts"]
+
+
 @pytest.mark.parametrize("stop", STEPS)
 def test_a_stopped_step_ends_the_quickstart_and_is_resumed(script, stop):
     at = STEPS.index(stop)

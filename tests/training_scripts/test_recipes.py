@@ -115,6 +115,7 @@ def test_the_published_models_have_their_parameters():
     (["sft", "out"], {}, "MODEL"),
     (["sft"], {"MODEL": "gpt-1b"}, "usage: MODEL=... "),
     (["sft", "out"], {"MODEL": "out/sft"}, "set SIZE"),
+    (["sft", "out"], {"MODEL": "out/sft", "SIZE": "medium"}, "SIZE medium: set it to small"),
     (["ppo", "out"], {"MODEL": "out/sft", "SIZE": "small"}, "REWARD_MODEL: the output of the step reward"),
 ])  # fmt: skip
 def test_what_is_missing_is_said(words, variables, said):
@@ -131,10 +132,21 @@ def test_several_machines_are_those_of_the_hostfile(tmp_path):
     assert words[words.index("--num_accelerators") + 1] == "4"
     assert words[words.index("--gradient_accumulation_steps") + 1] == "1"
     assert words[words.index("--per_device_train_batch_size") + 1] == "4"  # of 64 rows, for 12 ranks
+    hosts.write_text("# node0 slots=8\nnode1 slots=4\n  # node2 slots=4\nnode3 slots=4 # 8 slots=8")
+    words = words_of("multi_node/train.sh", "sft", "out", program="deepspeed", HOSTFILE=hosts, MODEL="m-1b")
+    assert words[words.index("--num_accelerators") + 1] == "4", "comments name no machines"
+    assert words[words.index("--per_device_train_batch_size") + 1] == "8"  # of 64 rows, for 8 ranks
     hosts.write_text("node1 slots=4\nnode2 slots=8\n")
     assert "with the same N" in bash("multi_node/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b").stderr
     missing = bash("multi_node/train.sh", "sft", "out", HOSTFILE=tmp_path / "none", MODEL="m-1b")
     assert (missing.returncode, "no such file" in missing.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("place", ["single_gpu", "single_node"])
+def test_the_scripts_for_one_machine_do_not_use_the_hostfile(tmp_path, place):
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    words = words_of(f"{place}/train.sh", "sft", "out", HOSTFILE=tmp_path / "hosts", MODEL="m-1b", RANKS=2)
+    assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"]
 
 
 @pytest.mark.parametrize("ranks", [3, 5, 24, 48, 300])
@@ -149,8 +161,8 @@ def test_srun_starts_the_ranks_under_slurm():
     job = {"SLURM_JOB_ID": 7, "SLURM_NNODES": 4, "SLURM_NTASKS_PER_NODE": 2, "SLURM_SUBMIT_DIR": ROOT}
     job |= {"SLURM_CPUS_PER_TASK": 3, "MODEL": "m-1b"}
     words = words_of("slurm/train.sbatch", "grpo", "out", program="srun", **job)
-    assert words[:4] == ["--distribution", "block", "python", "-u"]
-    assert words[4].endswith("training/step3_ppo/main.py")
+    assert words[:6] == ["--distribution", "block", "--cpus-per-task", "3", "python", "-u"]
+    assert words[6].endswith("training/step3_ppo/main.py")
     assert words[words.index("--gradient_accumulation_steps") + 1] == "2"  # 256 rows of 8 ranks, 16 at a time
     assert "submit this script with sbatch" in bash("slurm/train.sbatch", "sft", "out", MODEL="m-1b").stderr
     assert words_of("slurm/train.sbatch", "sft", "out", "--dry_run", MODEL="m-1b")[-1] == "16"
@@ -198,6 +210,16 @@ def test_e2e_runs_the_steps_on_each_others_models(folder, tmp_path):
     assert all(part[-4:-1] == ["--data_path", "a.jsonl", "b.jsonl"] for part in (sft, reward, ppo))
 
 
+def test_only_the_last_step_of_e2e_prints_a_next_command(tmp_path):
+    for name in ("sft", "reward", "ppo"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text("{}")
+    prints = '() { echo "next: ${DSCHAT_PPO_NO_NEXT-printed}"; }'
+    models = ["--actor-model", "a-1b", "--reward-model", "r-1b"]
+    result = e2e(tmp_path, *models, RANKS=1, **{"BASH_FUNC_python%%": prints})
+    assert result.stdout.split() == "e2e: sft next: 1 e2e: reward next: 1 e2e: ppo next: printed".split()
+
+
 def test_a_dry_run_of_e2e_needs_no_trained_model(assets, tmp_path):
     result = e2e(tmp_path / "out", "--actor-model", assets / "lm", "--reward-model", assets / "lm", "--dry-run",
                  "--step", 3, ACTOR_SIZE="small", REWARD_SIZE="small")  # fmt: skip
@@ -236,6 +258,7 @@ def test_the_name_of_a_model_shows_its_size(name, size):
     (["--actor-model", "a-1b", "--reward-model", "r-1b", "--step", "4"], "--step 4"),
     (["--actor-model", "a-1b", "--reward-model", "r-1b", "--zero", "3"], "unknown flag --zero"),
     (["--actor-model"], "--actor-model needs a value"),
+    (["--actor-model", "mine", "--reward-model", "r-1b", "--step", "3"], "the name mine does not show the size"),
 ])  # fmt: skip
 def test_wrong_words_of_e2e_are_refused(tmp_path, words, said):
     result = e2e(tmp_path, *words)

@@ -16,12 +16,13 @@
 set -euo pipefail
 place=multi_node devices=8
 if [ -e "${HOSTFILE:=/job/hostfile}" ]; then
-    slots="$(sed -n 's/.*slots *= *\([0-9]*\).*/\1/p' "$HOSTFILE" | sort -u)"
+    all_slots="$(sed -nE 's/^[[:space:]]*[^#[:space:]]+[[:space:]]+slots=([0-9]+).*/\1/p' "$HOSTFILE")" # as DeepSpeed reads it
+    slots="$(sort -u <<<"$all_slots")"
     if [ "$(wc -w <<<"$slots")" != 1 ]; then
         echo "error: HOSTFILE $HOSTFILE: give each machine a line 'NAME slots=N', with the same N" >&2 && exit 2
     fi
     export RANKS="$slots"
-    MACHINES="$(grep -c slots "$HOSTFILE")"
+    MACHINES="$(wc -l <<<"$all_slots")"
 elif [[ " $* " != *" --dry_run "* ]]; then
     echo "error: HOSTFILE $HOSTFILE: no such file; it must list the machines" >&2 && exit 2
 fi
