@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -17,26 +17,27 @@ BYTES = 2**30
 MOST_CHARACTERS = 2**24  # of a rendered conversation
 _PAGES = Path("/proc/self/statm")
 _HAS_PAGES = _PAGES.exists()
-_EXCEEDED: dict[str, str] = {}  # template -> message
+_EXCEEDED: dict[tuple[str, ...], str] = {}  # texts of a tokenizer's templates -> message
 
 
-def rendered_within_limits(template: str, render: Callable[[], object]) -> str:
+def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[], object]) -> str:
     """The text of `render`, with its processor time, memory and length bounded.
 
     A template that exceeded a limit is not rendered again, so a data set does not wait for each of its rows. Signals
     reach the main thread only: in other threads, which serve a chat, time and memory are not bounded.
 
     Args:
-        template: Jinja text.
+        template: Jinja text, or several by name, of which transformers chooses one.
         render: renders one conversation by it.
 
     Raises:
         UserError: a limit is exceeded, or the template computes a power or is nested too deeply.
     """
-    if template in _EXCEEDED:
-        raise UserError(_EXCEEDED[template])
+    texts = tuple(template.values()) if isinstance(template, Mapping) else (template,)
+    if texts in _EXCEEDED:
+        raise UserError(_EXCEEDED[texts])
     with reading("the chat template cannot be parsed"):
-        if has_power(template):
+        if any(map(has_power, texts)):
             raise UserError(f"the chat template {POWER}")
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
@@ -50,11 +51,11 @@ def rendered_within_limits(template: str, render: Callable[[], object]) -> str:
         if len(text) <= MOST_CHARACTERS:
             return text
         exceeded = f"{MOST_CHARACTERS:,} characters"
-    _EXCEEDED[template] = (
+    _EXCEEDED[texts] = (
         f"the chat template needs more than {exceeded} for one conversation; repair it, or take another one with "
         "--chat_template"
     )
-    raise UserError(_EXCEEDED[template])
+    raise UserError(_EXCEEDED[texts])
 
 
 @contextmanager

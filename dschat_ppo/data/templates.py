@@ -336,7 +336,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: 
     plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
     apply = partial(tokenizer.apply_chat_template, plain, tools=tools or None, tokenize=False)
     with reading("the chat template rejects these messages"):
-        return rendered_within_limits(str(tokenizer.chat_template), partial(apply, add_generation_prompt=open_answer))
+        return rendered_within_limits(tokenizer.chat_template, partial(apply, add_generation_prompt=open_answer))
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:

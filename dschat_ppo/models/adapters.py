@@ -186,7 +186,7 @@ def add_adapter(
 
 def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
     """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
-    config = _saved_config(folder)
+    config = saved_config(folder)
     differing = {
         settings.flag: settings.targets is not None,
         "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
@@ -195,7 +195,7 @@ def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
     return [flag for flag, differs in differing.items() if differs]
 
 
-def _saved_config(folder: str) -> Any:
+def saved_config(folder: str) -> Any:
     """peft's configuration of the adapter in `folder`.
 
     Raises:
@@ -281,7 +281,7 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
         UserError: its rank or kind is not that of the settings.
     """
     flag = settings.flag.replace("module_name", "dim")
-    config = _saved_config(folder)
+    config = saved_config(folder)
     if config.r != settings.rank:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} has rank {config.r}; give that rank to train it further, "
@@ -326,7 +326,7 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     import deepspeed
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    config = replace(_saved_config(folder), init_lora_weights=False)
+    config = replace(saved_config(folder), init_lora_weights=False)
     name = "merged"
     _inject(model, config, name, folder)
     weights = load_adapter_weights(model, folder, name)

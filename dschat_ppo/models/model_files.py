@@ -81,7 +81,13 @@ def weight_files(folder: str) -> list[Path]:
 
 
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a checkpoint, without reading the weights."""
+    """Names and shapes of the weights in a checkpoint, without reading the weights.
+
+    Raises:
+        UserError: a file cannot be read, or an index names a file outside the folder.
+    """
+    for file in sorted(Path(folder).glob("*.index.json")):
+        _check_index(file)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with reading(f"{file}: cannot be read, copy the model again"):
@@ -92,6 +98,16 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
     return shapes
+
+
+def _check_index(file: Path) -> None:
+    """Refuse an index of weights that names other places than its own folder: transformers would read them."""
+    with reading(f"{file}: cannot be read, copy the model again"):
+        index = json.loads(file.read_text(encoding="utf-8"))
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
+        if Path(name).name != name:
+            raise UserError(f"{file}: names a file of weights outside the folder ({name[:80]!r}); get the model again")
 
 
 def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch.Tensor]:

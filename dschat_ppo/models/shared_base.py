@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, is_adapter_parameter
+from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter, is_adapter_parameter, saved_config
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
@@ -73,7 +73,5 @@ def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSet
 
 def settings_of(folder: str) -> AdapterSettings:
     """The settings of the adapter in a folder, as it is."""
-    from peft import LoraConfig
-
-    config = LoraConfig.from_pretrained(folder)
+    config = saved_config(folder)
     return AdapterSettings(config.r, config.lora_alpha, 0.0, None, config.use_rslora, config.use_dora, freeze_base=True)

@@ -91,6 +91,13 @@ def test_powers_are_refused_before_anything_computes_them(tokenizer, tmp_path, t
         template_of_file(str(file))
 
 
+@pytest.mark.parametrize("other", ["{% if", "{# a comment that hides the rest", "{{ messages }}"])
+def test_a_power_in_one_of_several_templates_is_refused_whatever_the_others_hold(tokenizer, other):
+    tokenizer.chat_template = {"a": other, "default": "{{ 2 ** 9 }}{{ messages }}", "tool_use": "#}"}
+    with pytest.raises(UserError, match=r"computes a power \(\*\*\)"):
+        render(tokenizer, MESSAGES, open_answer=True)
+
+
 def test_stars_in_text_are_no_power(tokenizer):
     tokenizer.chat_template = (
         "{% generation %}**{% endgeneration %}{% for m in messages %}{{ m.content * 2 }}{% endfor %}"

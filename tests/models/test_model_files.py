@@ -78,6 +78,23 @@ def test_an_expert_whose_shape_differs_from_the_others_of_its_layer_is_found():
     assert odd_expert({**shapes, odd: (5, 7)}) == f"{odd} [5, 7], other experts [5, 8]"
 
 
+@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors"])
+@pytest.mark.parametrize("load", [check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)])
+def test_an_index_that_names_files_outside_the_folder_is_refused(assets, tmp_path, load, name):
+    folder = copytree(assets / "lm", tmp_path / "lm")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    save_file(weights, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")})
+    )
+    load(str(folder))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)}))
+    with pytest.raises(UserError, match="index.json: names a file of weights outside the folder"):
+        load(str(folder))
+
+
 class LeavesAMark:
     def __init__(self, mark):
         self.mark = mark
