@@ -40,9 +40,7 @@ def show_memory_plan(config: Any) -> None:
         return
     hardware, memory = hardware_here()
     try:
-        plan = plan_step(
-            config, models, dist.world_size(), memory, host_memory(), hardware, dist.local_world_size()
-        )
+        plan = plan_step(config, models, dist.world_size(), memory, host_memory(), hardware, dist.local_world_size())
     except PlanError as problem:
         logger().warning(f"no memory plan: {problem}")
         return
