@@ -284,6 +284,14 @@ def plan_ppo(
         f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
         f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
     )
+    _require_whole_updates(plan)
+    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
+    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
+    return plan
+
+
+def _require_whole_updates(plan: PPOPlan) -> None:
+    shared = plan.shared
     rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation  # per device or group
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
@@ -297,9 +305,6 @@ def plan_ppo(
         f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
         f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",
     )
-    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
-    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
-    return plan
 
 
 def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:
