@@ -14,6 +14,11 @@ class PlanError(UserError):
     what transformers says when it builds the model, or runs it without weights. A run goes on without a plan."""
 
 
+class NeedsDataError(PlanError):
+    """The model cannot run on the meta device, because its forward pass reads numbers, as some routers of a mixture of
+    experts do."""
+
+
 def number_of(config: Any, *names: str) -> int | None:
     """The first of these settings that is there and not 0; None if none is. Of a setting that has a number for each
     layer, the largest.
@@ -73,7 +78,8 @@ def counting(what: str) -> Iterator[None]:
         what: that is done; the message of transformers follows.
 
     Raises:
-        PlanError: the block raised.
+        NeedsDataError: an operator in the block reads numbers.
+        PlanError: the block raised something else.
     """
     try:
         with reading(what):
@@ -81,10 +87,11 @@ def counting(what: str) -> Iterator[None]:
     except PlanError:
         raise
     except UserError as problem:
-        raise PlanError(str(problem)) from problem.__cause__
+        kind = NeedsDataError if _reads_numbers(problem.__cause__) else PlanError
+        raise kind(str(problem)) from problem.__cause__
 
 
-def needs_data(problem: RuntimeError) -> bool:
-    """Whether a model cannot run on the meta device because its forward pass reads numbers, as the router of a mixture
-    of experts does."""
-    return isinstance(problem, NotImplementedError) or "meta tensor" in str(problem).lower()
+def _reads_numbers(problem: BaseException | None) -> bool:
+    """Whether an exception is that of an operator on the meta device whose result depends on data."""
+    is_missing = isinstance(problem, NotImplementedError)
+    return is_missing or (isinstance(problem, RuntimeError) and "meta tensor" in str(problem).lower())

@@ -19,10 +19,9 @@ from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.planner.config_numbers import (
-    PlanError,
+    NeedsDataError,
     counting,
     head_size,
-    needs_data,
     number_of,
     required_number,
 )
@@ -176,9 +175,7 @@ def _kv_bytes(model: PreTrainedModel) -> int:
     try:
         with counting(f"{type(model).__name__}: its keys and values"):
             return bytes_per_token(model)
-    except PlanError as problem:
-        if not (isinstance(problem.__cause__, RuntimeError) and needs_data(problem.__cause__)):
-            raise
+    except NeedsDataError:
         return key_value_numbers(model.config.get_text_config()) * model.dtype.itemsize
 
 

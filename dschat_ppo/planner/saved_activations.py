@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from dschat_ppo.models.activation_memory import decoder_layers, mlps_of
 from dschat_ppo.models.architectures import MASK_IS_READ, first_position
 from dschat_ppo.models.backbone import position_arguments
-from dschat_ppo.planner.config_numbers import PlanError, counting, head_size, needs_data, number_of, required_number
+from dschat_ppo.planner.config_numbers import NeedsDataError, counting, head_size, number_of, required_number
 
 NAME = "dschat_planned"
 TOKENS = 256  # of the forward pass, or fewer if the model has fewer positions; activations are in proportion to them
@@ -111,11 +111,8 @@ def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedAc
     for weight in backbone.parameters():
         count.known[weight.untyped_storage()._cdata] = weight.untyped_storage()
     try:
-        with counting(f"{type(config).__name__}: its forward pass without weights"):
-            _run(backbone, tokens, count, tiled)
-    except PlanError as problem:
-        if not (isinstance(problem.__cause__, RuntimeError) and needs_data(problem.__cause__)):
-            raise
+        _run(backbone, tokens, count, tiled)
+    except NeedsDataError:
         return SavedActivations((formula_per_layer(text, itemsize),) * layers, 0, layer_input, counted=False)
     per_token = {place: size // tokens for place, size in count.sizes.items()}
     in_mlps = [per_token.get((number, True), 0) for number in range(layers)]
@@ -141,7 +138,8 @@ def _run(backbone: Any, tokens: int, count: _Count, tiled: bool) -> None:
         for mlp in mlps_of(backbone)[0] if tiled else []:
             _note(stack, mlp, partial(_set_in_mlp, count, True), partial(_set_in_mlp, count, False))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(count.saved, lambda tensor: tensor))
-        backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
+        with counting(f"{type(config).__name__}: its forward pass without weights"):
+            backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
 
 
 def _note(stack: ExitStack, module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:

@@ -11,16 +11,18 @@ from published_configs import PUBLISHED
 from tiny_models import VOCABULARY
 from transformers import LlamaConfig
 
-from dschat_ppo.planner import model_parts, saved_activations
+from dschat_ppo.planner import model_parts
+from dschat_ppo.planner import saved_activations as saved_activations_module
 from dschat_ppo.planner.config_numbers import (
+    NeedsDataError,
     PlanError,
     counting,
     head_size,
-    needs_data,
     number_of,
     required_number,
 )
 from dschat_ppo.planner.model_parts import parts_of
+from dschat_ppo.planner.saved_activations import saved_activations
 
 ODD = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "num_key_value_heads",
        "head_dim", "max_position_embeddings", "pad_token_id", "num_experts_per_tok")  # fmt: skip
@@ -75,12 +77,16 @@ def test_exceptions_of_a_library_are_quoted():
         raise PlanError("no size")
 
 
-def test_operators_that_need_data():
-    for read in (lambda x: x.item(), lambda x: x.tolist(), torch.nonzero):
-        with pytest.raises(RuntimeError) as found:
-            read(torch.zeros(1, device="meta"))
-        assert needs_data(found.value)
-    assert not needs_data(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+@pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: x.tolist(), torch.nonzero])
+def test_operators_that_need_data(read):
+    with pytest.raises(NeedsDataError, match="^a pass: "), counting("a pass"):
+        read(torch.zeros(1, device="meta"))
+
+
+def test_other_operators_that_fail_need_no_data():
+    with pytest.raises(PlanError) as found, counting("a pass"):
+        torch.zeros(2, 3, device="meta") @ torch.zeros(2, 3, device="meta")
+    assert type(found.value) is PlanError and isinstance(found.value.__cause__, RuntimeError)
 
 
 def mutilated(config, name, value=None):
@@ -144,26 +150,50 @@ def llama(**settings):
     return LlamaConfig(**{**TEXT, "max_position_embeddings": 64, **settings})
 
 
-@pytest.mark.parametrize(("module", "name"), [(saved_activations, "_run"), (model_parts, "bytes_per_token")])
-def test_a_failing_pass_is_no_plan_and_one_without_data_an_estimate(monkeypatch, module, name):
-    def failing(problem):
-        def fail(*_):
-            raise problem
+NO_DATA = RuntimeError("Tensor.item() cannot be called on meta tensors")
+MISTAKES = (RuntimeError("sizes do not match"), AttributeError("no attribute 'layerz'"), TypeError("bad"))
 
-        monkeypatch.setattr(module, name, fail)
-        model_parts._parts_of.cache_clear()
-        return parts_of(llama(), "bf16", scalar=False)
 
-    whole = parts_of(llama(), "bf16", scalar=False)
-    estimated = failing(RuntimeError("Tensor.item() cannot be called on meta tensors"))
-    assert estimated.kv_bytes == whole.kv_bytes and estimated.saved.counted == (module is model_parts)
-    for problem in (RuntimeError("sizes do not match"), AttributeError("no attribute 'layerz'"), TypeError("bad")):
-        with pytest.raises(PlanError, match="Llama.*without weights: |Llama.*its keys and values: "):
-            failing(problem)
-    model_parts._parts_of.cache_clear()
+def raising(problem):
+    def fail(*_, **__):
+        raise problem
+
+    return fail
+
+
+def test_keys_and_values_are_estimated_only_where_the_pass_needs_data(monkeypatch):
+    counted = parts_of(llama(), "bf16", scalar=False).kv_bytes
+    for vocabulary, problem in enumerate([NO_DATA, *MISTAKES], VOCABULARY + 1):
+        monkeypatch.setattr(model_parts, "bytes_per_token", raising(problem))
+        if problem is NO_DATA:
+            assert parts_of(llama(vocab_size=vocabulary), "bf16", scalar=False).kv_bytes == counted
+        else:
+            with pytest.raises(PlanError, match="LlamaForCausalLM: its keys and values: "):
+                parts_of(llama(vocab_size=vocabulary), "bf16", scalar=False)
+
+
+def test_activations_are_estimated_only_where_the_pass_needs_data(monkeypatch):
+    with torch.device("meta"):
+        model = transformers.LlamaModel(llama())
+    for problem in (NO_DATA, *MISTAKES):
+        monkeypatch.setattr(model, "forward", raising(problem))
+        if problem is NO_DATA:
+            assert not saved_activations(model).counted
+        else:
+            with pytest.raises(PlanError, match="LlamaConfig: its forward pass without weights: "):
+                saved_activations(model)
+        assert "warn_if_padding_and_no_attention_mask" not in vars(model)
+
+
+def test_mistakes_of_the_planner_itself_stay_what_they_are(monkeypatch):
+    with torch.device("meta"):
+        model = transformers.LlamaModel(llama())
+    monkeypatch.setattr(saved_activations_module, "_note", raising(AttributeError("ours")))
+    with pytest.raises(AttributeError, match="ours"):
+        saved_activations(model)
 
 
 def test_a_model_without_a_head_is_named(monkeypatch):
     monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda self: None)
     with pytest.raises(PlanError, match="LlamaForCausalLM: its embedding and head: 'NoneType'"):
-        parts_of(llama(vocab_size=VOCABULARY + 1), "bf16", scalar=False)
+        parts_of(llama(vocab_size=VOCABULARY + 99), "bf16", scalar=False)
