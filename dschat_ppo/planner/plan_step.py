@@ -19,7 +19,7 @@ from dschat_ppo.planner.step_roles import roles_of
 from dschat_ppo.planner.step_time import StepTime, ppo_time, supervised_time
 
 MANY_PROMPTS = 10**6  # of a data set that is not read: enough for any batch
-# Share of a device's and of a host's memory that a plan which fits leaves free. Peaks were planned up to 9 % too low
+# Share of a device's and of a host's memory that a plan which fits leaves free. Peaks were planned up to 8 % too low
 # (docs/memory.md), a card of 80 GiB has about 79 for its programs, and a host also holds the system and its page cache.
 MARGIN = 0.1
 HOST_PROCESS = int(0.75 * GIB)  # resident memory of a rank without models: libraries (measured on Linux, CPU)
