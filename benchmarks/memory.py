@@ -121,7 +121,7 @@ def measure_here(name: str, work: Path, out: Path) -> None:
 
 def measure_in_ranks(name: str, work: Path, ranks: int) -> dict[str, Any]:
     """Start the ranks of one setting, and wait for its numbers."""
-    out = work / "found.json"
+    out = work / "one_setting.json"
     out.unlink(missing_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        measure_here(arguments.measure, arguments.work, arguments.work / "found.json")
+        measure_here(arguments.measure, arguments.work, arguments.work / "one_setting.json")
     with tempfile.TemporaryDirectory() as folder:
         work = (arguments.work or Path(folder)).resolve()
         names = list(CASES if arguments.planner else SETTINGS) if arguments.only is None else arguments.only

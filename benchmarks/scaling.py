@@ -1,6 +1,7 @@
 """How a PPO step scales: bytes between ranks and CPU seconds, predicted and measured.
 
-    python benchmarks/scaling.py [--ranks 1 2 4] [--parts bytes time] [--json FILE] [--docs docs/scaling.md]
+    python benchmarks/scaling.py [--ranks 1 2 4] [--parts bytes time] [--only RUN ...] [--json FILE]
+        [--docs docs/scaling.md]
 
 The real step 3 runs on random Llamas of two sizes, all four models of one size, in bf16 with ZeRO-3 that gathers layer
 by layer, as it does for large models. Answers have a fixed length. In one PPO step the bytes of every collective of
@@ -257,6 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks whose bytes count")
     parser.add_argument("--parts", nargs="+", choices=("bytes", "time"), default=["bytes", "time"], help="what to run")
+    parser.add_argument(
+        "--only", nargs="*", metavar="RUN", help="of these, the runs of these names; none: tables alone"
+    )
     parser.add_argument("--json", type=Path, help="also add the numbers to this file")
     parser.add_argument("--docs", type=Path, help="write the tables into this file")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # folder of a launched rank
@@ -265,8 +269,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         work(arguments.work, Run(**arguments.run))
-    runs = {**(bytes_runs(arguments.ranks) if "bytes" in arguments.parts else {})}
-    runs |= TIME_RUNS if "time" in arguments.parts else {}
+    of_bytes = bytes_runs(arguments.ranks)
+    order = [*of_bytes, *TIME_RUNS]
+    runs = {**(of_bytes if "bytes" in arguments.parts else {}), **(TIME_RUNS if "time" in arguments.parts else {})}
+    if arguments.only is not None:
+        if unknown := set(arguments.only) - set(runs):
+            parser.error(f"--only: no run {', '.join(map(repr, sorted(unknown)))}; there are {', '.join(runs)}")
+        runs = {name: runs[name] for name in arguments.only}
     found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     with tempfile.TemporaryDirectory(prefix="scaling_") as temporary:
         for name, run in runs.items():
@@ -274,9 +283,10 @@ def main() -> None:
             found[name] = launch(Path(temporary) / run.size, run)
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(tables(found))
+    text = tables({name: found[name] for name in sorted(found, key=[*order, *found].index)})
+    print(text)
     if arguments.docs:
-        write_docs(arguments.docs, tables(found), MARKS)
+        write_docs(arguments.docs, text, MARKS)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command
         devices="$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")"
     fi
     if [[ " $* " == *" --dry_run "* ]]; then # starts no ranks
-        python -u "$@" --dry_run_ranks "$((RANKS * ${MACHINES:-1}))"
+        local all=$((RANKS * ${MACHINES:-1}))
+        WORLD_SIZE="$all" LOCAL_WORLD_SIZE="$RANKS" python -u "$@" --dry_run_ranks "$all"
         return
     fi
     local log_level=warning

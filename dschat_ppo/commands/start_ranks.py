@@ -11,6 +11,7 @@ import base64
 import ctypes
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -74,8 +75,12 @@ def start(step: str, argv: Sequence[str]) -> int:
     except UserError:
         return run_training(step, words)  # prints it
     if config.run.dry_run:
-        known = config.run.dry_run_ranks is not None
-        return run_training(step, words if known else [*words, "--dry_run_ranks", str(ranks)])
+        if config.run.dry_run_ranks is not None:
+            return run_training(step, words)
+        slots = slots_of(HOSTFILE, count) or [ranks]
+        if len(slots) > 1:
+            os.environ.update(WORLD_SIZE=str(sum(slots)), LOCAL_WORLD_SIZE=str(max(slots)))
+        return run_training(step, [*words, "--dry_run_ranks", str(sum(slots))])
     if HOSTFILE.exists():
         number = [] if count is None else ["--num_accelerators", str(count)]
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *number, "--module", "dschat_ppo", step, *words]
@@ -86,6 +91,19 @@ def start(step: str, argv: Sequence[str]) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
     return os.execv(command[0], command)
+
+
+def slots_of(hostfile: Path, most: int | None) -> list[int]:
+    """The ranks of each machine of a hostfile, whose lines are "NAME slots=N"; [] without one.
+
+    Args:
+        hostfile: of DeepSpeed.
+        most: ranks that `--num_accelerators` starts on each machine; None: all.
+    """
+    if not hostfile.exists():
+        return []
+    found = re.findall(r"^\s*[^#\s]\S*\s+slots\s*=\s*(\d+)", hostfile.read_text(encoding="utf-8"), re.MULTILINE)
+    return [min(int(number), most or int(number)) for number in found]
 
 
 def number_of_ranks(count: int | None) -> int:

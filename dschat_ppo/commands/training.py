@@ -50,13 +50,16 @@ def train(step: str, config: Any) -> None:
 
 @contextmanager
 def _ranks_of(run: RunFlags) -> Iterator[None]:
-    """In the block, the number of ranks is `--dry_run_ranks`, all on one machine, if the flag is given."""
+    """In the block, the number of ranks is `--dry_run_ranks`, if the flag is given: on machines with as many ranks as
+    each machine of the launch has, if that has several, else all on one."""
     if run.dry_run_ranks is None:
         yield
         return
-    names = ("WORLD_SIZE", "LOCAL_SIZE")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(run.dry_run_ranks)))
+    whole, local = run.dry_run_ranks, ranks.local_world_size()
+    several = local < ranks.world_size() and whole % local == 0
+    values = {"WORLD_SIZE": str(whole), "LOCAL_SIZE": str(local if several else whole)}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

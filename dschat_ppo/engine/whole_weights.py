@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.dist import local_world_size, world_size
+from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.types import Engine
 
@@ -64,7 +64,7 @@ def _memory_of_device() -> int:
     """Bytes of this rank's GPU, or its share of the host's memory."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return psutil.virtual_memory().total // local_world_size()
+    return host_memory() // local_world_size()
 
 
 class WholeWeights:

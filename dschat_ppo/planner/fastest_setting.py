@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -56,11 +56,12 @@ def _settings(config: Any, lora: bool = False) -> Iterator[tuple[Change, Any]]:
     """(flags that differ from the given ones, configuration) of all settings that are valid."""
     options = _ppo_options(config) if isinstance(config, PPOConfig) else _supervised_options(config)
     added = (_ppo_lora(config) if isinstance(config, PPOConfig) else _supervised_lora(config)) if lora else {}
+    given = flag_values(config)
     for choice in product(*options):
         wanted: Change = dict(added)
         for part in choice:
             wanted |= part
-        changes = {name: value for name, value in wanted.items() if _value(config, name) != value}
+        changes = {name: value for name, value in wanted.items() if given[name] != value}
         try:
             yield changes, with_flags(config, changes)
         except UserError:  # flags that contradict each other, such as --offload at stage 0
@@ -119,13 +120,9 @@ def _supervised_lora(config: Any) -> Change:
     return {"lora_dim": config.lora.lora_dim or LORA_DIM, "only_optimize_lora": True}
 
 
-def _value(config: Any, flag: str) -> Any:
-    return getattr(_group(config, flag), flag)
-
-
-def _group(config: Any, flag: str) -> Any:
-    groups = (getattr(config, field.name) for field in fields(config))
-    return next(group for group in groups if flag in {field.name for field in fields(group)})
+def flag_values(config: Any) -> dict[str, Any]:
+    """The values of all flags of a step by name."""
+    return {name: value for group in vars(config).values() for name, value in vars(group).items()}
 
 
 def with_flags(config: Any, values: Change) -> Any:
@@ -135,9 +132,8 @@ def with_flags(config: Any, values: Change) -> Any:
         UserError: the flags contradict each other.
     """
     changed: dict[str, Any] = {}
-    for field in fields(config):
-        group = getattr(config, field.name)
-        own = {each.name: values[each.name] for each in fields(group) if each.name in values}
+    for name, group in vars(config).items():
+        own = {flag: value for flag, value in values.items() if flag in vars(group)}
         if own:
-            changed[field.name] = replace(group, **own)
+            changed[name] = replace(group, **own)
     return replace(config, **changed)

@@ -18,6 +18,13 @@ from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.planner.config_numbers import (
+    NeedsDataError,
+    counting,
+    head_size,
+    number_of,
+    required_number,
+)
 from dschat_ppo.planner.saved_activations import SavedActivations, saved_activations
 from dschat_ppo.rollout.memory import bytes_per_token
 
@@ -104,6 +111,10 @@ def parts_of(
         scalar: whether it has a scalar head in place of that of a language model.
         adapter: that trains in it.
         tiled: `--tiled_mlp`.
+
+    Raises:
+        PlanError: the configuration is one that the planner does not understand.
+        UserError: the adapter does not fit the model.
     """
     return _parts_of(_Key(config), dtype, scalar, adapter, tiled)
 
@@ -130,7 +141,9 @@ def _parts_of(key: _Key, dtype: str, scalar: bool, adapter: AdapterSettings | No
         add_adapter(model, adapter)
     backbone = model.base_model if scalar else backbone_of(model)
     layers = decoder_layers(backbone)
-    embedding, head = model.get_input_embeddings(), model.score if scalar else model.get_output_embeddings()
+    with counting(f"{type(model).__name__}: its embedding and head"):
+        embedding, head = model.get_input_embeddings(), model.score if scalar else model.get_output_embeddings()
+        head_weight = head.weight
     counted: set[nn.Parameter] = set()
     of_embedding = _new_numbers(embedding, counted)
     of_layers = tuple(_new_numbers(layer, counted) for layer in layers)
@@ -147,9 +160,9 @@ def _parts_of(key: _Key, dtype: str, scalar: bool, adapter: AdapterSettings | No
         trained=sum(weight.numel() for weight in trained),
         adapted=adapted,
         largest=max(weight.numel() for weight in model.parameters()),
-        active=active_parameters(text, sum(of_layers)) + head.weight.numel(),
-        hidden=text.hidden_size,
-        vocabulary=1 if scalar else head.weight.shape[0],
+        active=active_parameters(text, sum(of_layers)) + head_weight.numel(),
+        hidden=required_number(text, "hidden_size"),
+        vocabulary=1 if scalar else head_weight.shape[0],
         heads=attention_numbers(text),
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone, tiled),
@@ -160,20 +173,21 @@ def _kv_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them, or if the
     model cannot run without data, of keys and values in every layer."""
     try:
-        return bytes_per_token(model)
-    except (RuntimeError, NotImplementedError):
+        with counting(f"{type(model).__name__}: its keys and values"):
+            return bytes_per_token(model)
+    except NeedsDataError:
         return key_value_numbers(model.config.get_text_config()) * model.dtype.itemsize
 
 
 def key_value_numbers(text: Any) -> int:
     """Numbers of the keys and values of a token: 2 x layers x key-value heads x numbers of a head."""
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    return int(2 * text.num_hidden_layers * key_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads))
+    heads = number_of(text, "num_key_value_heads") or required_number(text, "num_attention_heads")
+    return 2 * required_number(text, "num_hidden_layers") * heads * head_size(text)
 
 
 def _without_weights(config: PretrainedConfig, dtype: str, scalar: bool) -> Any:
-    with torch.device("meta"):
+    required_number(config.get_text_config(), "num_hidden_layers")  # by which the decoder layers are found
+    with counting(f"{type(config).__name__}: a model without weights"), torch.device("meta"):
         if not scalar:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
             return model
@@ -198,20 +212,16 @@ def active_parameters(text: Any, layers: int) -> int:
         text: configuration of the language model.
         layers: parameters of all layers.
     """
-    experts = next((n for name in ("num_local_experts", "num_experts", "n_routed_experts")
-                    if (n := getattr(text, name, None))), 0)  # fmt: skip
-    used = getattr(text, "num_experts_per_tok", None)
+    experts = number_of(text, "num_local_experts", "num_experts", "n_routed_experts")
+    used = number_of(text, "num_experts_per_tok")
     if not experts or not used:
         return layers
-    size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    idle = (experts - used) * 3 * text.hidden_size * size * text.num_hidden_layers
-    return max(layers - idle, layers * used // experts)
+    size = number_of(text, "moe_intermediate_size") or required_number(text, "intermediate_size")
+    idle = (experts - used) * 3 * required_number(text, "hidden_size") * size
+    return max(layers - idle * required_number(text, "num_hidden_layers"), layers * used // experts)
 
 
 def attention_numbers(text: Any) -> int:
     """Attention heads x numbers of a head, in all layers together; 0 for a model without attention."""
-    if not getattr(text, "num_attention_heads", None):
-        return 0
-    heads = text.num_attention_heads if isinstance(text.num_attention_heads, int) else max(text.num_attention_heads)
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(text.num_hidden_layers * heads * size)
+    heads = number_of(text, "num_attention_heads")
+    return required_number(text, "num_hidden_layers") * heads * head_size(text) if heads else 0

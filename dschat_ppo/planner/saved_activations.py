@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import decoder_layers, mlps_of
-from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.architectures import MASK_IS_READ, first_position
 from dschat_ppo.models.backbone import position_arguments
+from dschat_ppo.planner.config_numbers import NeedsDataError, counting, head_size, number_of, required_number
 
 NAME = "dschat_planned"
 TOKENS = 256  # of the forward pass, or fewer if the model has fewer positions; activations are in proportion to them
@@ -60,7 +61,7 @@ class _Fused(torch.autograd.Function):
         raise NotImplementedError("counts what a forward pass saves")
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Any, None]:
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> tuple[Any, None]:
     return _Fused.apply(query, key, value), None
 
 
@@ -94,39 +95,51 @@ def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedAc
     Args:
         backbone: without its head, on the meta device.
         tiled: `--tiled_mlp`: of an MLP, only its input is kept.
+
+    Raises:
+        PlanError: a setting is missing, or the forward pass fails for another reason than that it needs data.
     """
-    layers, config = decoder_layers(backbone), backbone.config
+    config = backbone.config
+    text = config.get_text_config()
+    known = number_of(text, "max_position_embeddings") or TOKENS
+    with counting(f"{type(config).__name__}: where its positions begin"):
+        first = first_position(config)
+    tokens = max(1, min(TOKENS, known - first))
     itemsize = next(backbone.parameters()).element_size()
-    layer_input = config.get_text_config().hidden_size * itemsize
-    count, before, padding = _Count(), config._attn_implementation, config.pad_token_id
+    layer_input = required_number(text, "hidden_size") * itemsize
+    layers, count = len(decoder_layers(backbone)), _Count()
     for weight in backbone.parameters():
         count.known[weight.untyped_storage()._cdata] = weight.untyped_storage()
-    known = getattr(config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    tokens = max(1, min(TOKENS, known - first_position(config)))
+    try:
+        _run(backbone, tokens, count, tiled)
+    except NeedsDataError:
+        return SavedActivations((formula_per_layer(text, itemsize),) * layers, 0, layer_input, counted=False)
+    per_token = {place: size // tokens for place, size in count.sizes.items()}
+    in_mlps = [per_token.get((number, True), 0) for number in range(layers)]
+    outside = [per_token.get((number, False), 0) for number in range(layers)]
+    kept = tuple(other + (layer_input if mlp else 0) for other, mlp in zip(outside, in_mlps, strict=True))
+    return SavedActivations(kept, per_token.get((-1, False), 0), layer_input, True, max(in_mlps, default=0))
+
+
+def _run(backbone: Any, tokens: int, count: _Count, tiled: bool) -> None:
+    """Count what a forward pass over `tokens` tokens saves."""
+    config, before = backbone.config, backbone.config._attn_implementation
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))
     backbone.train()
-    config.pad_token_id = None  # some models look for it in the ids, to print a warning
-    try:
-        if backbone._supports_attention_backend:
+    with ExitStack() as stack:
+        stack.callback(setattr, config, "_attn_implementation", before)
+        if backbone._supports_attention_backend and config.model_type not in MASK_IS_READ:
             config._attn_implementation = NAME
-        with ExitStack() as stack:
-            for number, layer in enumerate(layers):
-                _note(stack, layer, partial(_set_layer, count, number), partial(_set_layer, count, -1))
-            for mlp in mlps_of(backbone)[0] if tiled else []:
-                _note(stack, mlp, partial(_set_in_mlp, count, True), partial(_set_in_mlp, count, False))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(count.saved, lambda tensor: tensor))
+        backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
+        stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
+        for number, layer in enumerate(decoder_layers(backbone)):
+            _note(stack, layer, partial(_set_layer, count, number), partial(_set_layer, count, -1))
+        for mlp in mlps_of(backbone)[0] if tiled else []:
+            _note(stack, mlp, partial(_set_in_mlp, count, True), partial(_set_in_mlp, count, False))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(count.saved, lambda tensor: tensor))
+        with counting(f"{type(config).__name__}: its forward pass without weights"):
             backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
-    except (RuntimeError, NotImplementedError, AttributeError):  # it needs data, as the router of a mixture of experts
-        per_layer = formula_per_layer(config.get_text_config(), itemsize)
-        return SavedActivations((per_layer,) * len(layers), 0, layer_input, counted=False)
-    finally:
-        config._attn_implementation, config.pad_token_id = before, padding
-    per_token = {place: size // tokens for place, size in count.sizes.items()}
-    in_mlps = [per_token.get((number, True), 0) for number in range(len(layers))]
-    outside = [per_token.get((number, False), 0) for number in range(len(layers))]
-    kept = tuple(other + (layer_input if mlp else 0) for other, mlp in zip(outside, in_mlps, strict=True))
-    return SavedActivations(kept, per_token.get((-1, False), 0), layer_input, True, max(in_mlps, default=0))
 
 
 def _note(stack: ExitStack, module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
@@ -154,13 +167,15 @@ def formula_per_layer(text: Any, itemsize: int) -> int:
     Args:
         text: configuration of the language model.
         itemsize: bytes of a number, s.
+
+    Raises:
+        PlanError: a setting is missing.
     """
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    size = getattr(text, "head_dim", None) or hidden // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
-    used = getattr(text, "num_experts_per_tok", None)
+    hidden, heads = required_number(text, "hidden_size"), required_number(text, "num_attention_heads")
+    size, key_heads = head_size(text), number_of(text, "num_key_value_heads") or heads
+    intermediate = number_of(text, "intermediate_size") or 4 * hidden
+    used = number_of(text, "num_experts_per_tok")
     if used:
-        intermediate = used * (getattr(text, "moe_intermediate_size", None) or intermediate)
+        intermediate = used * (number_of(text, "moe_intermediate_size") or intermediate)
     norms = 2 * (4 * hidden + 4 + 2 * itemsize * hidden)
     return norms + itemsize * 2 * size * (heads + key_heads) + 4 * heads + 4 * itemsize * intermediate

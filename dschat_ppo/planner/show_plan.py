@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger
+from dschat_ppo.planner.config_numbers import PlanError
 from dschat_ppo.planner.hardware import DEFAULT_GPU, HARDWARE, Hardware
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
@@ -17,9 +18,8 @@ from dschat_ppo.planner.plan_step import plan_step
 
 def hardware_here() -> tuple[Hardware, int]:
     """The kind of this rank's device, and the bytes of its memory (on a CPU, of the host)."""
-    host = psutil.virtual_memory().total
     if dist.device().type != "cuda":  # a GPU is not used with DS_ACCELERATOR=cpu
-        return HARDWARE["cpu"], host
+        return HARDWARE["cpu"], host_memory()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = properties.name.lower().replace(" ", "")
     named = [part for part in HARDWARE.values() if part.on_gpu and part.name.split("-")[0] in name]
@@ -30,14 +30,20 @@ def hardware_here() -> tuple[Hardware, int]:
 def show_memory_plan(config: Any) -> None:
     """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved.
 
+    The run goes on without a plan if the planner does not understand the configuration of a model.
+
     Raises:
         UserError: see `read_model_configs` and `plan_step`.
     """
     models = read_model_configs(config)
     if not dist.is_main():
         return
-    (hardware, memory), host = hardware_here(), psutil.virtual_memory().total
-    plan = plan_step(config, models, dist.world_size(), memory, host, hardware, dist.local_world_size())
+    hardware, memory = hardware_here()
+    try:
+        plan = plan_step(config, models, dist.world_size(), memory, host_memory(), hardware, dist.local_world_size())
+    except PlanError as problem:
+        logger().warning(f"no memory plan: {problem}")
+        return
     expected, *shortages = plan.short_lines()
     logger().info(expected)
     for line in shortages:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dschat_ppo.common.dist import is_main, local_world_size, rank
+from dschat_ppo.common.host_memory import available_memory
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.models.forward import vocabulary_size
 
@@ -40,7 +40,7 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     """
     device, per_row = next(model.parameters()).device, bytes_per_token(model) * length
     if device.type != "cuda":
-        free = psutil.virtual_memory().available // local_world_size()
+        free = available_memory() // local_world_size()
         return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
     free = _free_on_gpu(device)
     logits = vocabulary_size(model) * LOGITS_BYTES

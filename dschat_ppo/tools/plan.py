@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.errors import UserError, reading
@@ -92,7 +91,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
             rest += [f"--{flag}", getattr(words, name)]
     words.devices_per_node = words.devices_per_node or words.devices
     words.device_kind = words.device_kind or (DEFAULT_GPU if words.device_memory else "cpu")
-    words.host_memory = words.host_memory or psutil.virtual_memory().total
+    words.host_memory = words.host_memory or host_memory()
     if words.devices % words.devices_per_node:
         raise UserError(f"--devices_per_node {words.devices_per_node} does not divide --devices {words.devices}")
     if words.device_memory and not HARDWARE[words.device_kind].on_gpu:

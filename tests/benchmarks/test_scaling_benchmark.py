@@ -1,6 +1,7 @@
 """The benchmark of scaling: its arithmetic by hand, what it counts, and a run on two ranks."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -88,6 +89,47 @@ def test_whole_tensors_of_a_collective():
 def test_every_run_parses(run):
     words = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
     assert parse("ppo", f"{words} {run.flags}".split()).ppo.max_answer_seq_len == run.answer
+
+
+def found_of(folder, run):
+    """What a run of `scaling.launch` returns, with made-up measurements."""
+    passes = dict.fromkeys(("train actor", "train critic"), run.updates) | {"score reference": 1, "reward reward": 1}
+    return {
+        "run": scaling.asdict(run), "prompt": 3.0, "seconds": 0.5 * run.rows / 16, "shape": scaling.asdict(TINY),
+        "weights": scaling.asdict(WEIGHTS), "measured": {"train allgather": 2 * 2**20}, "passes": passes,
+    }  # fmt: skip
+
+
+def start_main(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *map(str, words)])
+    scaling.main()
+
+
+def test_the_command_runs_all_and_writes_its_tables(tmp_path, monkeypatch, capsys):
+    docs, kept = tmp_path / "page.md", tmp_path / "found.json"
+    docs.write_text("before\n<!-- scaling -->\nold\n<!-- /scaling -->\nafter\n")
+    monkeypatch.setattr(scaling, "launch", found_of)
+    start_main(monkeypatch, "--json", kept, "--only", "larger models", "base")
+    assert list(json.loads(kept.read_text())) == ["larger models", "base"]
+    start_main(monkeypatch, "--json", kept, "--docs", docs)
+    found = json.loads(kept.read_text())
+    assert set(found) == {*scaling.bytes_runs([1, 2, 4]), *scaling.TIME_RUNS}
+    text = docs.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    names = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
+    runs = [name for name in names if name in found]
+    assert runs == [*scaling.bytes_runs([1, 2, 4]), *scaling.TIME_RUNS]  # whatever the order in the file
+    assert re.search(r"prompts x 4 \| .* \| 2.00 \| .* \| 4.00 \|", text)
+    launched = capsys.readouterr().err.count("---")
+    start_main(monkeypatch, "--json", kept, "--only")
+    assert capsys.readouterr() == (text.split("<!-- scaling -->\n\n")[1].split("\n\n<!--")[0] + "\n", "")
+    assert launched == 2 + len(found)
+
+
+def test_an_unknown_run_is_named(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        start_main(monkeypatch, "--parts", "time", "--only", "small, 1 rank(s)")
+    assert "no run 'small, 1 rank(s)'; there are base, prompts x 2" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

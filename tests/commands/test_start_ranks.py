@@ -115,6 +115,21 @@ def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
     assert "WORLD_SIZE" not in os.environ
 
 
+def test_a_dry_run_counts_the_machines_of_a_hostfile(machine, monkeypatch, tmp_path):
+    machine(4)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # restored at the end
+    monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
+    start_ranks.HOSTFILE.write_text("# node0 slots=9\nnode1 slots=4\nnode2  slots = 4 # new\n")
+    assert start("sft", [*SFT, "--dry_run"]) == 0
+    assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("8", "8", "4")
+    assert start("sft", [*SFT, "--dry_run", "--num_gpus", "2"]) == 0
+    assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("4", "4", "2")
+    start_ranks.HOSTFILE.write_text("")
+    assert start("sft", [*SFT, "--dry_run"]) == 0
+    assert start_ranks.ran[-1][1][-1] == "4"
+
+
 def test_wrong_flags_end_the_command_before_ranks_start(machine):
     machine(4)
     start("sft", [*SFT, "--no_such_flag"])

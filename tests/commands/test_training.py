@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
-from dschat_ppo.commands.training import run_training
+from dschat_ppo.commands.training import _ranks_of, run_training
+from dschat_ppo.common import ranks
+from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, model_files
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.supervised import supervised_run
@@ -43,6 +45,20 @@ def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsy
     assert "dry run for 8 ranks" in said
     assert not (tmp_path / "out").exists()
     assert not model_files.wants_settings_only()
+
+
+@pytest.mark.parametrize(("launch", "on_each"), [({}, 8), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+    ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, 8), ({"WORLD_SIZE": "6", "LOCAL_SIZE": "3"}, 8)])  # fmt: skip
+def test_a_dry_run_divides_its_ranks_over_the_machines_of_the_launch(monkeypatch, launch, on_each):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", "--dry_run", "--dry_run_ranks", "8"]
+    before = dict(os.environ)
+    with _ranks_of(parse("sft", words).run):
+        assert (ranks.world_size(), ranks.local_world_size()) == (8, on_each)
+    assert dict(os.environ) == before
 
 
 def test_a_dry_run_needs_no_weights(assets, tmp_path, capsys):

@@ -146,3 +146,11 @@ def test_an_evaluating_engine_keeps_its_weights(one_rank):  # noqa: F811
     assert torch.equal(engine(IDS).logits, expected)
     assert all(weight.numel() for weight in engine.module.parameters()), "whole after the pass"
     assert whole_weights_of(engine) is not None
+
+
+def test_a_rank_without_a_gpu_has_its_share_of_the_host(monkeypatch):
+    """Which is the limit of a container, if it has one, as in the planner."""
+    monkeypatch.setattr(whole_weights, "host_memory", lambda: 8000)
+    monkeypatch.setattr(whole_weights, "local_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert whole_weights._memory_of_device() == 2000

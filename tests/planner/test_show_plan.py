@@ -39,6 +39,30 @@ def test_a_second_line_warns(config, capsys, monkeypatch):
     assert line.startswith("may run out of memory: the phase 'update' needs about 0.8 ")
 
 
+def test_a_model_that_the_planner_does_not_understand_ends_no_run(config, capsys, monkeypatch):
+    models = show_plan.read_model_configs(config)
+    vars(models["model"])["num_attention_heads"] = None
+    monkeypatch.setattr(show_plan, "read_model_configs", lambda config: models)
+    show_plan.show_memory_plan(config)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("no memory plan: LlamaConfig: a model without weights: ")
+
+
+def test_mistakes_of_the_planner_are_not_hidden(config, monkeypatch):
+    def mistaken(*_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(show_plan, "plan_step", mistaken)
+    with pytest.raises(KeyError, match="ours"):
+        show_plan.show_memory_plan(config)
+
+
+def test_a_container_has_the_memory_of_its_limit(config, capsys, monkeypatch):
+    monkeypatch.setattr(show_plan, "host_memory", lambda: 8 * GIB)
+    show_plan.show_memory_plan(config)
+    assert "GiB of 8.0 GiB of host memory" in capsys.readouterr().out
+
+
 def test_other_ranks_are_silent(config, capsys, monkeypatch):
     pretend(monkeypatch, GIB // 2)
     monkeypatch.setattr(show_plan.dist, "is_main", lambda: False)

@@ -20,7 +20,7 @@ def test_bytes_of_a_token_by_hand():
 
 def test_rows_follow_the_free_memory(monkeypatch):
     def rows_with(free: int) -> int:
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
+        monkeypatch.setattr(memory, "available_memory", lambda: free)
         return rows_for_memory(model_of("llama"), 100)
 
     assert rows_with(2 * 256 * 100 * 10) == 10

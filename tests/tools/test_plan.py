@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat_ppo.tools import plan
 from dschat_ppo.tools.plan import main, size_of
@@ -66,6 +66,20 @@ def test_other_steps(models, capsys, step, words):
     assert main(["--step", step, "--model", model, "--host_memory", "16GiB", *words]) == 0
     printed = capsys.readouterr().out
     assert "update" in printed and "16 GiB of host memory" in printed
+
+
+def test_the_memory_of_this_host_is_the_default(models, monkeypatch):
+    monkeypatch.setattr(plan, "host_memory", lambda: 8 * 2**30)
+    words, _ = plan.read_words(["--step", "1", "--model", models["actor"]])
+    assert words.host_memory == 8 * 2**30
+    words, _ = plan.read_words(["--step", "1", "--model", models["actor"], "--host_memory", "1TiB"])
+    assert words.host_memory == 2**40
+
+
+def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "get_output_embeddings", lambda self: None)
+    assert main(["--step", "1", "--model", models["actor"], "--dtype", "fp32"]) == 2
+    assert capsys.readouterr().err.startswith("error: LlamaForCausalLM: its embedding and head: ")
 
 
 def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):

@@ -149,6 +149,16 @@ def test_the_scripts_for_one_machine_do_not_use_the_hostfile(tmp_path, place):
     assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"]
 
 
+def test_a_dry_run_of_several_machines_knows_the_ranks_of_each(tmp_path, monkeypatch):
+    """For the plan of host memory."""
+    monkeypatch.setitem(globals(), "PRINTS", '() { echo "$WORLD_SIZE on machines with $LOCAL_WORLD_SIZE"; }')
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
+    printed = [bash(f"{place}/train.sh", "sft", "out", "--dry_run", HOSTFILE=hosts, MODEL="m-1b").stdout
+               for place in ("single_node", "multi_node")]  # fmt: skip
+    assert printed == ["8 on machines with 8\n", "12 on machines with 4\n"]
+
+
 @pytest.mark.parametrize("ranks", [3, 5, 24, 48, 300])
 def test_any_number_of_ranks_makes_whole_optimizer_steps(ranks):
     for step in ("ppo", "grpo"):

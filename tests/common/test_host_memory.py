@@ -1,0 +1,77 @@
+"""The memory that a process may use, with cgroups of both versions in a made-up root folder."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from dschat_ppo.common.host_memory import available_memory, host_memory
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine of 512 GiB, 400 of which are free."""
+    memory = SimpleNamespace(total=512 * GIB, available=400 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+def root_with(folder, membership, files):
+    """A root folder: the lines of /proc/self/cgroup, and the files below /sys/fs/cgroup."""
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/cgroup").write_text(membership)
+    for name, text in files.items():
+        path = folder / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return folder
+
+
+V1 = "5:cpu,cpuacct:/job\n4:memory:/job/task\n0::/\n"
+
+
+@pytest.mark.parametrize(("membership", "files", "limit"), [
+    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB}, 8),
+    ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 6 * GIB}, 6),  # that of a job around it
+    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 6 * GIB}, 6),
+    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 16 * GIB}, 8),
+    ("0::/\n", {"memory.max": 4 * GIB}, 4),  # a container that sees its own cgroup as the root
+    ("0::/docker/123\n", {"memory.max": 4 * GIB}, 4),  # and one that knows its path outside
+    ("0::/../other\n", {"memory.max": 4 * GIB, "../other/memory.max": 2 * GIB}, 4),  # outside of what it sees
+    ("0::/a\n", {"b/memory.max": 4 * GIB}, 512),  # of another cgroup
+    ("0::/a\n", {"a/memory.max": "max"}, 512),
+    ("0::/a\n", {"a/memory.max": 1024 * GIB}, 512),
+    ("0::/a\n", {}, 512),
+    (V1, {"memory/job/task/memory.limit_in_bytes": 8 * GIB}, 8),
+    (V1, {"memory/job/task/memory.limit_in_bytes": 2**63 - 4096, "memory/job/memory.limit_in_bytes": 7 * GIB}, 7),
+    (V1, {"memory/memory.limit_in_bytes": 3 * GIB}, 3),
+    (V1, {"cpu,cpuacct/job/memory.limit_in_bytes": 3 * GIB}, 512),  # of another controller
+    ("4:cpu,memory:/job\n", {"cpu,memory/job/memory.limit_in_bytes": 3 * GIB}, 3),
+    ("4:devices:/\n0::/a\n", {"unified/a/memory.max": 3 * GIB}, 3),  # both versions are mounted
+])  # fmt: skip
+def test_host_memory_is_the_lowest_limit(tmp_path, membership, files, limit):
+    assert host_memory(root_with(tmp_path, membership, files)) == limit * GIB
+
+
+def test_a_system_without_cgroups_has_its_whole_memory(tmp_path):
+    assert host_memory(tmp_path) == 512 * GIB
+    assert available_memory(tmp_path) == 400 * GIB
+
+
+def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(tmp_path):
+    stat = f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}"
+    files = {"a/memory.max": 8 * GIB, "a/memory.current": 5 * GIB, "a/memory.stat": stat}
+    assert available_memory(root_with(tmp_path / "2", "0::/a\n", files)) == (8 - 5 + 2) * GIB
+    del files["a/memory.stat"]
+    assert available_memory(root_with(tmp_path / "plain", "0::/a\n", files)) == 3 * GIB
+    files["a/memory.current"] = 9 * GIB
+    assert available_memory(root_with(tmp_path / "full", "0::/a\n", files)) == 0
+    old = {"limit_in_bytes": 8 * GIB, "usage_in_bytes": 7 * GIB, "stat": f"inactive_file 1\ntotal_inactive_file {GIB}"}
+    old = {f"memory/job/task/memory.{name}": text for name, text in old.items()}
+    assert available_memory(root_with(tmp_path / "1", V1, old)) == 2 * GIB
+
+
+def test_available_memory_is_that_of_the_machine_where_it_has_less(tmp_path):
+    files = {"a/memory.max": 500 * GIB, "a/memory.current": GIB}
+    assert available_memory(root_with(tmp_path, "0::/a\n", files)) == 400 * GIB
