@@ -1,6 +1,7 @@
 """What machines tell each other: failures, stop requests, and that they are alive. Two links share one store."""
 
 import os
+import socket
 import threading
 import time
 
@@ -73,11 +74,12 @@ def pair(monkeypatch, tmp_path):
     """Two machines, and the connection of the second one to the store."""
     store = HashStore()
     cable = BrokenStore(store)
-    found = []
+    found, lines = [], [socket.socketpair() for _ in range(2)]
     for number, connection in enumerate((store, cable)):
         monkeypatch.setattr(machine_link, "_open_store", lambda connection=connection: connection)
+        monkeypatch.setattr(machine_link, "_open_line", lambda number=number: lines[number][0])
         found.append(Machine(number, tmp_path / str(number), monkeypatch))
-        time.sleep(0.1)  # its thread has its own store
+        wait_for(lambda number=number: store.check([f"name/{number}"]))  # its thread has its own store
     wait_for(lambda: all(machine.link._names for machine in found))
     yield *found, cable
     for machine in found:
