@@ -39,7 +39,7 @@ class HeldByMachine:
     @property
     def title(self) -> str:
         """ "machine beta (ranks 2, 3)"."""
-        return f"machine {self.host} (ranks {', '.join(map(str, self.ranks))})"
+        return f"machine {self.host} ({'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))})"
 
 
 def newest_on_all_machines(output: Path, named: str | None = None) -> str | None:

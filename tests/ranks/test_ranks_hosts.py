@@ -40,7 +40,7 @@ def ppo(assets, output, *more: object, pause: str = "0") -> list[object]:
         f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --data_split 0,0,1 "
         f"--data_path {assets}/prompts.jsonl --max_prompt_seq_len 32 --max_answer_seq_len 6 --ppo_epochs 2 "
         "--per_device_generation_batch_size 2 --per_device_training_batch_size 1 --actor_zero_stage 3 --dtype fp32 "
-        "--critic_zero_stage 3 --actor_dropout 0.1 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
+        "--critic_zero_stage 2 --actor_dropout 0.1 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
         "--num_warmup_steps 0 --enable_test_mode --test_stop_step 3 --save_steps 1 --save_minutes 0 "
         f"--eval_interval 0 --collective_timeout {TIMEOUT}"
     )
