@@ -131,7 +131,7 @@ class ReproBundles:
         # safetensors refuses tensors that share memory
         copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0, with a disk of its own
+            folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0, with its own disk
             save_file(copies, folder / BATCH)
         except (OSError, SafetensorError) as problem:
             return f"{folder / BATCH} cannot be written, {problem}"

@@ -36,11 +36,10 @@ os.register_at_fork(after_in_child=_release_in_child)
 class RunLock:
     """The lock of an output folder, held by every rank of a run until the last one ends, however it ends.
 
-    It is a `flock` on `.lock` in the folder. Rank 0, or the first rank of each machine that has a folder of its own,
-    takes it exclusively, which succeeds only if no rank of any run is
-    left, and then shares it with the other ranks. The kernel releases it when a process ends. Programs started by
-    `subprocess` do not inherit it; children forked by Python release it at once; a child forked by foreign C code
-    would keep it.
+    It is a `flock` on `.lock` in the folder. Rank 0, or the first rank of each machine that has its own folder, takes
+    it exclusively, which succeeds only if no rank of any run is left, and then shares it with the other ranks. The
+    kernel releases it when a process ends. Programs started by `subprocess` do not inherit it; children forked by
+    Python release it at once; a child forked by foreign C code would keep it.
     """
 
     def __init__(self, number: int | None):
@@ -50,7 +49,7 @@ class RunLock:
     def acquire(cls, folder: Path, on_each_machine: bool = False) -> RunLock:
         """Lock `folder`, and make it if it does not exist. Collective.
 
-        `on_each_machine`: each machine has a folder of its own at this path.
+        `on_each_machine`: each machine has its own folder at this path.
 
         If the file system has no locks, a warning is logged and nothing is locked.
 
