@@ -77,7 +77,7 @@ class MachineLink:
 
     def left(self) -> list[int]:
         """Machines whose first rank has ended, after it passed on a failure if there was one."""
-        return [machine for machine, count in self._counts.items() if count >= _LEFT and machine != ranks.machine()]
+        return [machine for machine, count in self._counts.items() if count >= _LEFT]
 
     def describe(self, machine: int) -> str:
         """ "machine beta (ranks 2, 3)"."""
