@@ -185,7 +185,7 @@ class PlainRun:
             held_out = RewardScorer(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
             self.evaluation = Evaluation(
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,
-                lambda: self.saved_best.append(self.evaluation.best),
+                self.save_best,
             )  # fmt: skip
         self.health = HealthWatch(PPO_RULES, config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)
@@ -200,6 +200,10 @@ class PlainRun:
                 report.evaluate_before_training()
                 run(self.ppo, report, checkpointer, trace)
             return report.result()
+
+    def save_best(self) -> None:
+        (self.folder / "best").mkdir(exist_ok=True)
+        self.saved_best.append(self.evaluation.best)
 
     @property
     def lines(self) -> list[dict[str, Any]]:

@@ -83,13 +83,16 @@ class CheckpointFolder:
         An older checkpoint of that name (a damaged one, for example) is replaced.
 
         Raises:
-            RuntimeError: files are missing or truncated; it is not committed.
+            StorageError: files are missing or truncated; it is not committed.
             OSError: the disk reports an error.
         """
         partial, place = self.root / f"{name}{PARTIAL}", self.root / name
         fault = damage(partial, checksums=False)
         if fault:
-            raise RuntimeError(f"checkpoint {name} was not saved whole: {fault}")
+            raise StorageError(
+                f"checkpoint {partial} was not saved whole: {fault}; something removed or changed files while they "
+                "were written; run the same command again"
+            )
         sync_folder(partial)
         replaced = place.with_name(f"{name}{REPLACED}")
         if place.exists():

@@ -40,7 +40,7 @@ class HeldByMachine:
     @property
     def title(self) -> str:
         """ "machine beta (ranks 2, 3)"."""
-        return f"machine {self.host} (ranks {', '.join(map(str, self.ranks))})"
+        return f"machine {self.host} ({'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))})"
 
 
 def newest_on_all_machines(output: Path, named: str | None = None) -> str | None:
@@ -74,7 +74,7 @@ def newest_on_all_machines(output: Path, named: str | None = None) -> str | None
 
 
 def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
-    """The newest checkpoint of which each machine has the files of its own ranks; None: no machine has any.
+    """The newest checkpoint of which each machine has its ranks' files; None: no machine has any.
 
     Raises:
         UserError: there are parts, but no such checkpoint; the message names the machine that lacks its part.

@@ -58,7 +58,7 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         seed: of the run.
 
     Raises:
-        UserError: another layout needs the files of all ranks, and this machine has only those of its own.
+        UserError: another layout needs the files of all ranks, and this machine has only its own ranks' files.
     """
     manifest = Manifest.read(folder)
     is_part = manifest.ranks is not None and len(manifest.ranks) < manifest.world_size
@@ -76,7 +76,7 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
             elif is_part:
                 raise UserError(
                     f"{folder}: the {role} was saved with another layout, and with --local_checkpoints each machine "
-                    "has only the files of its own ranks: resume with the ZeRO stages and the --dtype of the saved run"
+                    "has only its own ranks' files: resume with the ZeRO stages and the --dtype of the saved run"
                 )
             else:
                 logger().info(f"{role}: saved by {manifest.world_size} ranks, with another layout; resharded")
@@ -299,7 +299,7 @@ class CheckpointManager:
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
     def _on_writers(self, write: Callable[[], None]) -> None:
-        """Write to the disk on rank 0, or on the first rank of each machine that has a folder of its own.
+        """Write to the disk on rank 0, or on the first rank of each machine that has its own folder.
 
         If that fails, all ranks raise `StorageError`. Collective.
         """

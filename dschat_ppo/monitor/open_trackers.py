@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import in_one_line
 from dschat_ppo.monitor.mlflow_tracker import MlflowTracker, check_mlflow
 from dschat_ppo.monitor.tensorboard_tracker import TensorBoardTracker
 from dschat_ppo.monitor.trackers import Start, Tracker, Tracking
@@ -44,6 +46,14 @@ def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
         for library in tracking.libraries:
             tracker = _TRACKERS[library](tracking, start)
             opened.append(tracker)
-            begun.callback(tracker.close, succeeded=False)
+            begun.callback(_close_as_failed, tracker)
         begun.pop_all()
     return opened
+
+
+def _close_as_failed(tracker: Tracker) -> None:
+    """Close the run of a tracker. A failure is only a warning, because it must not hide why the run ends."""
+    try:
+        tracker.close(succeeded=False)
+    except tracker.failures as problem:
+        logger().warning(f"{type(tracker).__name__} cannot be closed: {in_one_line(problem)}")

@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
@@ -23,6 +24,7 @@ from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores
 from dschat_ppo.rewards.rules import last_boxed
+from dschat_ppo.session.kept_models import BEST
 from dschat_ppo.types import FinishReason, Rollout
 
 CUT = FinishReason.LENGTH.name.lower()
@@ -211,6 +213,24 @@ class Evaluation:
             if step > 0 and self.flags.save_best:
                 self.save_best()
         return metrics
+
+    def require_best_models(self, before: Mapping[str, float]) -> None:
+        """Forget the best evaluation of a resumed run if `best/` is not there, as with another `--output_dir`, so that
+        the best models from here on are kept. Collective.
+
+        Args:
+            before: metrics of the evaluation before training, or {}. It remains the one to beat.
+        """
+        if self.best is None or self.best[1] == 0 or not self.flags.save_best:
+            return
+        if dist.broadcast_object((self.folder / BEST).is_dir()):
+            return
+        logger().info(
+            f"evaluation: {self.folder / BEST} does not hold the models of step {self.best[1]}, the best so far; the "
+            "run looks for the best from here on"
+        )
+        score = before.get("eval/score", math.nan)
+        self.best = (score, 0) if math.isfinite(score) else None
 
     def _answer_all(self) -> list[Answered]:
         """Answer the held-out prompts; returns those of all ranks, in order."""

@@ -53,12 +53,14 @@ class PPOReport:
         self.bar = Progress("PPO", ppo.plan.ppo_steps, ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
-        """Evaluate the untrained actor, unless the run resumes after that."""
+        """Evaluate the untrained actor, or, if the run resumes after that, look for the best models so far."""
         state = self.ppo.state
         if state.evaluated is None:
             state.evaluated = self._evaluate(0)
             if state.evaluated:
                 self.writer.write(0, state.evaluated)
+        elif self.evaluation is not None:
+            self.evaluation.require_best_models(state.evaluated)
         self.bar.measure_from_here()
 
     def finish(self, step: int) -> None:

@@ -90,8 +90,8 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     """Print message and traceback if this rank fails first. The loss of another rank needs no traceback."""
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
     code = RANK_LOST if rank_lost else exit_code(problem)
-    is_elsewhere = rank_lost and not record.lost_ranks()
-    cause = (watchdog.cause_of_lost_connection() if is_elsewhere else None) or "another rank is gone"
+    if rank_lost and not record.lost_ranks():
+        watchdog.wait_for_cause_of_lost_connection()
     first = record.record(code)
     trace = "".join(traceback.format_exception(problem)).rstrip()
     is_reported = first.rank != ranks.rank() or first.hung
@@ -100,7 +100,7 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
         return first.code
     message = f"rank {ranks.rank()} failed in {phases.where(' at')}:\n{trace}"
     if rank_lost:
-        message = f"rank {ranks.rank()}: {cause} ({phases.where()}): the run ends; {HOW_TO_RESUME}"
+        message = f"rank {ranks.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
         message = (
             f"rank {ranks.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "

@@ -1,7 +1,7 @@
 """The numbers of a rank and the address of rank 0, from the environment that its launcher made.
 
-`deepspeed` and `torchrun` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Slurm's `srun` sets variables
-of its own, from which the same ones are derived. Everything else reads them through `common/ranks.py`.
+`deepspeed` and `torchrun` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Slurm's `srun` sets its
+own variables, from which the same ones are derived. Everything else reads them through `common/ranks.py`.
 """
 
 from __future__ import annotations

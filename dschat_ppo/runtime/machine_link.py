@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -76,7 +77,7 @@ class MachineLink:
 
     def left(self) -> list[int]:
         """Machines whose first rank has ended, after it passed on a failure if there was one."""
-        return [machine for machine, count in self._counts.items() if count >= _LEFT and machine != ranks.machine()]
+        return [machine for machine, count in self._counts.items() if count >= _LEFT]
 
     def describe(self, machine: int) -> str:
         """ "machine beta (ranks 2, 3)"."""
@@ -94,19 +95,20 @@ class MachineLink:
 
     def _run(self) -> None:
         try:
-            store = _open_store()
+            store, line = _open_store(), _open_line()
             store.set(f"name/{ranks.machine()}", socket.gethostname())
             keys = [f"name/{machine}" for machine in range(ranks.machines())]
             store.wait(keys)
             self._names = [name.decode() for name in store.multi_get(keys)]
             for machine in range(ranks.machines()):
                 store.add(f"count/{machine}", 0)  # every key exists from here on
-            while not self._leaves:
+            while not self._leaves and not _is_closed(line):
                 self._exchange(store)
                 self._wake.wait(POLL_SECONDS)
                 self._wake.clear()
-            self._say_goodbye(store)
-        except RuntimeError:  # torch's errors of the store: rank 0 has ended, or the network is down; see `silent`
+            if not _is_closed(line):
+                self._say_goodbye(store)
+        except (RuntimeError, OSError):  # of the store: rank 0 has ended, or the network is down; see `silent`
             pass
         finally:
             self._ended.set()
@@ -156,8 +158,20 @@ class MachineLink:
             time.sleep(POLL_SECONDS / 5)
 
 
+def _open_line() -> socket.socket:
+    """A connection to the store of rank 0 that carries nothing; it closes when rank 0 ends. A call of a store whose
+    rank 0 has ended would print a stack trace of C++."""
+    return socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+
+
+def _is_closed(line: socket.socket) -> bool:
+    events = select.poll()
+    events.register(line, select.POLLIN)
+    return bool(events.poll(0))
+
+
 def _open_store() -> Any:
-    """A connection of its own to the store of rank 0: a call may block for as long as the network is cut."""
+    """A separate connection to the store of rank 0: a call may block for as long as the network is cut."""
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore  # not at the top: flags are parsed without torch

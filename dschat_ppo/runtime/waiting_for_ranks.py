@@ -16,6 +16,7 @@ from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 JOIN_SECONDS = 1800.0  # machines that are started by hand
 _TRY_SECONDS = 20.0
+_PROBE_SECONDS = 3.0  # for rank 0 to accept a connection
 _POLL_SECONDS = 0.1
 _LOG_SECONDS = 20.0
 _DOING = "waited for the other machines"
@@ -23,6 +24,8 @@ _DOING = "waited for the other machines"
 
 def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCPStore:
     """The store of rank 0. Rank 0 opens it; the others wait until it is open.
+
+    They probe it by a plain connection: torch, which tries to connect again and again, would print stack traces of C++.
 
     Args:
         address: of the machine of rank 0.
@@ -35,10 +38,12 @@ def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCP
         DistNetworkError: rank 0 cannot open it.
         StopRequested: a stop was requested meanwhile.
     """
-    deadline = time.monotonic() + JOIN_SECONDS
+    began = logged = time.monotonic()
     while True:
         raise_if_stop_requested(_DOING)
         try:
+            if not is_master:
+                socket.create_connection((address, port), _PROBE_SECONDS).close()
             store = TCPStore(
                 address,
                 port,
@@ -47,22 +52,26 @@ def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCP
                 wait_for_workers=False,  # ranks of another launch would be counted
                 multi_tenant=True,
             )
-        except DistNetworkError as problem:
-            if "EADDRINUSE" in str(problem):
+        except (OSError, DistNetworkError) as problem:
+            if is_master and "EADDRINUSE" in str(problem):
                 raise
             if is_master:
                 raise UserError(
                     f"rank 0 on {socket.gethostname()} cannot reach itself at MASTER_ADDR {address}, port {port}: give "
                     "--master_addr an address of this machine"
                 ) from problem
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - began > JOIN_SECONDS:
+                reason = f" ({problem.strerror or problem})" if isinstance(problem, OSError) else ""
                 raise UserError(
-                    f"rank {ranks.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}, port {port}: "
-                    "start the other machines, check that --master_addr is the address of the first one, and that no "
-                    "firewall closes the port"
+                    f"rank {ranks.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}, port "
+                    f"{port}{reason}: start the other machines, check that --master_addr is the address of the first "
+                    "one, and that no firewall closes the port"
                 ) from problem
-            if ranks.local_rank() == 0:
+            if now - logged >= _LOG_SECONDS and ranks.local_rank() == 0:
+                logged = now
                 print_line(f"rank {ranks.rank()} waits for rank 0 at {address}, port {port}")
+            time.sleep(_POLL_SECONDS)
         else:
             store.set_timeout(timeout)
             return store

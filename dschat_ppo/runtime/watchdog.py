@@ -37,7 +37,7 @@ _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have writt
 _REARM_SECONDS = 1.0
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
-_CAUSE_SECONDS = ANSWER_SECONDS + 1.0  # to learn which machine broke a connection
+_CAUSE_SECONDS = 2 * (ANSWER_SECONDS + 1.0)  # to learn which machine broke a connection
 _SILENT_SHARE, _SILENT_SECONDS = 0.6, 60.0  # of the limit, but no more than this before it
 _FAILED_SHARE = 0.2  # of the limit, for `FAILED_SECONDS`
 
@@ -151,8 +151,11 @@ class _Watchdog:
             cause = f"rank {failure.rank} on {self.link.describe(failure.machine)} failed with exit code {failure.code}"
         else:
             seconds = max(_SILENT_SHARE * self.limit, self.limit - _SILENT_SECONDS)
+            what = f"has not answered for {seconds:.0f} s"
+            if self.record.is_disconnected():  # the run ends in any case: only the machine is to be named
+                seconds, what = ANSWER_SECONDS, "has ended or does not answer"
             for machine in self.link.silent(seconds)[:1]:
-                cause = f"{self.link.describe(machine)} has not answered for {seconds:.0f} s"
+                cause = f"{self.link.describe(machine)} {what}"
                 failure = Failure(machine, machine * ranks.local_world_size(), RANK_LOST)
         if failure is None:
             return None
@@ -164,22 +167,19 @@ class _Watchdog:
             write_to_log(text)
         return first
 
-    def cause_of_lost_connection(self) -> str | None:
-        """For a rank whose connection to another one broke: the machine that does not answer; None: not known.
+    def wait_for_cause(self) -> None:
+        """For a rank whose connection to another one broke: wait until the first rank of this machine has recorded the
+        failure of another machine, or `_CAUSE_SECONDS`.
 
-        Waits until a failure of another machine has been recorded here, or `_CAUSE_SECONDS`. If a stop was requested
-        and the other machine has ended without a failure, that is recorded.
+        If a stop was requested and the other machine has ended without a failure, that is recorded.
         """
+        self.record.mark_disconnected()
         end = time.monotonic() + _CAUSE_SECONDS
-        if self.link is None:  # the first rank of this machine reports first, and its connection may break later
-            end += _CAUSE_SECONDS
         while time.monotonic() < end and self.record.read() is None:
             if self.link is not None and self.link.failure is None and stop_requests.flag_is_set():
                 for machine in self.link.left():
                     self.record.record(DONE, rank=machine * ranks.local_world_size())
             time.sleep(0.1)
-        silent = self.link.silent(ANSWER_SECONDS) if self.link is not None and self.record.read() is None else []
-        return f"{self.link.describe(silent[0])} has ended or does not answer" if self.link and silent else None
 
     def _has_lasted(self, name: str, is_true: bool, seconds: float) -> bool:
         """Whether the named condition has been true for this long."""
@@ -249,10 +249,10 @@ def start(seconds: float) -> None:
     _WATCHDOGS[-1].set_limit(seconds)
 
 
-def cause_of_lost_connection() -> str | None:
-    """See `_Watchdog.cause_of_lost_connection`; None at once on a single machine."""
-    several = bool(_WATCHDOGS) and ranks.machines() > 1
-    return _WATCHDOGS[-1].cause_of_lost_connection() if several else None
+def wait_for_cause_of_lost_connection() -> None:
+    """See `_Watchdog.wait_for_cause`; returns at once on a single machine."""
+    if _WATCHDOGS and ranks.machines() > 1:
+        _WATCHDOGS[-1].wait_for_cause()
 
 
 def end_process(text: str, code: int) -> NoReturn:

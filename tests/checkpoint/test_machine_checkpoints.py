@@ -1,12 +1,16 @@
 """The newest checkpoint of which every machine has its part on its own disk."""
 
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
 
+from dschat_ppo.checkpoint import machine_checkpoints
 from dschat_ppo.checkpoint.machine_checkpoints import HeldByMachine, HeldCheckpoint, choose, newest_on_all_machines
+from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 
 OUTPUT = Path("out")
@@ -106,3 +110,72 @@ def test_parts_whose_checksums_differ_are_passed_over_and_a_run_does_not_start_w
             assert newest_on_all_machines(tmp_path) == left
     with pytest.raises(UserError, match=r"--local_checkpoints: .*step_000004 on rank 0's machine: .*--over"):
         newest_on_all_machines(tmp_path)
+
+
+def test_of_several_checkpoints_that_lack_parts_the_newest_is_named():
+    machines = [machine("a", (0, 1), "step_000002", "step_000004"), machine("b", (2, 3))]
+    assert "of checkpoint step_000004 is missing" in refusal(*machines)
+
+
+def test_a_damaged_part_is_named_rather_than_an_older_one():
+    broken = machine("b", (2, 3), "step_000002", faults=("out/checkpoints/step_000004: shared.pt is missing",))
+    found = refusal(machine("a", (0, 1), "step_000004"), broken)
+    assert "step_000004 is missing: out/checkpoints/step_000004: shared.pt is missing" in found
+
+
+@pytest.fixture
+def beside_alpha(monkeypatch):
+    """Let rank 1 of two machines of one rank meet rank 0, whose disk holds what the function is called with."""
+
+    def meet(*names: str, faults: tuple[str, ...] = ()) -> None:
+        for name, value in {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        alpha = HeldByMachine("alpha", (0,), tuple(HeldCheckpoint(name, "now", (0, 1), 2) for name in names), faults)
+
+        def gather(mine):
+            if not isinstance(mine, HeldByMachine):
+                return [None, mine]  # whether the files are damaged
+            parts = tuple(replace(part, saved_at="now", ranks=(0, 1), world_size=2) for part in mine.parts)
+            return [alpha, replace(mine, parts=parts)]
+
+        monkeypatch.setattr(dist, "gather_objects", gather)
+
+    return meet
+
+
+def test_a_named_checkpoint_is_used_or_nothing(tmp_path, beside_alpha):
+    for step in (2, 4):
+        save_checkpoint(tmp_path, step)
+    beside_alpha("step_000002", "step_000004")
+    assert newest_on_all_machines(tmp_path) == "step_000004"
+    place = str(tmp_path / "checkpoints/step_000002")
+    beside_alpha(place)
+    assert newest_on_all_machines(tmp_path, place) == place
+    (tmp_path / "checkpoints/step_000002/shared.pt").write_bytes(bytes(200))
+    with pytest.raises(UserError, match=f"^--resume {place}: {place} on rank 1's machine: .*shared.pt"):
+        newest_on_all_machines(tmp_path, place)
+
+
+def test_a_machine_tells_its_own_ranks_and_intact_parts(tmp_path, monkeypatch):
+    for step in (2, 4):
+        save_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints/step_000004/shared.pt").unlink()
+    for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    held = machine_checkpoints._held(tmp_path, None, ())
+    assert (held.host, held.ranks) == (os.uname().nodename, (2, 3))
+    assert [part.name for part in held.parts] == ["step_000002"]
+    assert len(held.faults) == 1 and "step_000004: shared.pt" in held.faults[0]
+    assert machine_checkpoints._held(tmp_path, None, {"step_000002"}).parts == ()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert machine_checkpoints._held(tmp_path, None, ()) is None
+
+
+def test_faults_and_newer_parts_are_warnings(tmp_path, beside_alpha, said):
+    save_checkpoint(tmp_path, 2)
+    beside_alpha("step_000002", "step_000004", faults=("out/step_000006: cut",))
+    assert newest_on_all_machines(tmp_path) == "step_000002"
+    assert said == [
+        "machine alpha (rank 0): checkpoint out/step_000006: cut",
+        "machine alpha (rank 0): checkpoint step_000004 is not on all machines; step_000002 is used",
+    ]

@@ -69,6 +69,32 @@ def test_a_tracker_that_cannot_begin_closes_those_begun_before_it(monkeypatch, t
     assert closed == [False], "trackers that begin stay open"
 
 
+def test_a_tracker_that_cannot_be_closed_does_not_hide_why_the_run_ends(monkeypatch, tmp_path, said):
+    closed = []
+
+    class Begun:
+        failures = (OSError,)
+
+        def __init__(self, tracking, start):
+            pass
+
+        def close(self, succeeded):
+            closed.append(succeeded)
+            if len(closed) == 1:
+                raise OSError("the network is down")
+
+    def refuse(tracking, start):
+        raise UserError("there is no server")
+
+    monkeypatch.setattr(open_trackers, "_TRACKERS", {"mlflow": Begun, "trackio": Begun, "wandb": refuse})
+    with pytest.raises(UserError, match="^there is no server$"):
+        open_trackers.open_trackers(
+            replace(tracking_in(tmp_path, "mlflow"), libraries=("mlflow", "trackio", "wandb")), Start()
+        )
+    assert closed == [False, False]
+    assert said == ["Begun cannot be closed: the network is down"]
+
+
 def test_the_libraries_that_the_flags_name_are_opened(tmp_path):
     [tracker] = open_trackers.open_trackers(tracking_in(tmp_path, "tensorboard"), Start())
     assert isinstance(tracker, TensorBoardTracker)

@@ -336,6 +336,41 @@ def test_evaluation_that_is_turned_on_in_a_resumed_run_starts_after_the_next_ste
     assert [what for what in did if what in WHOLE] == WHOLE[2:]
 
 
+@pytest.mark.parametrize(
+    ("words", "folder", "best"),
+    [
+        ("", "run", (3.0, 2)),
+        ("", "other", (2.0, 3)),
+        ("--save_best False", "other", (3.0, 2)),  # the run that was saved
+    ],
+)
+def test_best_models_that_another_output_folder_does_not_hold_are_looked_for_again(
+    assets, tmp_path, said, words, folder, best
+):
+    """Scores are 1 before training, and 3 and 2 after PPO steps 2 and 3."""
+    words = f"--eval_data_path unused --eval_interval 2 {words}"
+    before = PlainRun(assets, tmp_path / "run", words)
+    with pytest.raises(StopRequested):
+        before.run(StopAt(before, (2, 0)))
+    before.save(tmp_path / "saved")
+    after, checkpointer, _ = started(assets, tmp_path / folder, words, tmp_path / "saved")
+    size = (tmp_path / "run/metrics.jsonl").stat().st_size if folder == "run" else 0
+    result = after.run(checkpointer, (size, 3))
+    assert (result["best_eval_score"], result["best_step"]) == best
+    assert after.saved_best == ([best] if best == (2.0, 3) else [])
+    told = [line for line in said if line.endswith("the run looks for the best from here on")]
+    assert len(told) == (best == (2.0, 3)) and all("does not hold the models of step 2" in line for line in told)
+
+
+def test_models_that_are_worse_than_the_untrained_ones_are_not_the_best_in_another_folder(assets, tmp_path):
+    words = "--eval_data_path unused --eval_interval 1 --enable_test_mode --test_stop_step 1"
+    run, checkpointer, _ = started(assets, tmp_path / "run", words)
+    run.evaluation.best = (3.0, 2)
+    run.ppo.state.evaluated = {"eval/score": 1.0}
+    run.run(checkpointer)  # its score is 0.5
+    assert run.evaluation.best == (1.0, 0) and run.saved_best == []
+
+
 def test_evaluation_is_made_before_the_first_step_and_after_it_too_if_due(assets, tmp_path):
     run, checkpointer, did = started(
         assets, tmp_path / "run", "--eval_data_path unused --eval_interval 1 --enable_test_mode --test_stop_step 1"

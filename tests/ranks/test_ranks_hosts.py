@@ -35,6 +35,18 @@ def sft(assets, output, *more: object, pause: float = PAUSE) -> list[object]:
     return [pause, "sft", *flags.split(), "--output_dir", output, *more]
 
 
+def ppo(assets, output, *more: object, pause: str = "0") -> list[object]:
+    flags = (
+        f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --data_split 0,0,1 "
+        f"--data_path {assets}/prompts.jsonl --max_prompt_seq_len 32 --max_answer_seq_len 6 --ppo_epochs 2 "
+        "--per_device_generation_batch_size 2 --per_device_training_batch_size 1 --actor_zero_stage 3 --dtype fp32 "
+        "--critic_zero_stage 2 --actor_dropout 0.1 --actor_learning_rate 0.003 --critic_learning_rate 0.003 "
+        "--num_warmup_steps 0 --enable_test_mode --test_stop_step 3 --save_steps 1 --save_minutes 0 "
+        f"--eval_interval 0 --collective_timeout {TIMEOUT}"
+    )
+    return [pause, "ppo", *flags.split(), "--output_dir", output, *more]
+
+
 def trajectory(folder) -> list[dict]:
     """The metrics that do not measure the machine."""
     lines = metrics_of(folder)
@@ -118,6 +130,38 @@ def test_shared_folder_and_a_machine_that_loses_power(hosts, assets, alone, tmp_
     assert ended(machines) == [0, 0]
     assert "resuming from" in machines[0].out
     assert trajectory(tmp_path / "out") == trajectory(alone)
+
+
+@pytest.fixture(scope="module")
+def ppo_alone(hosts, assets, tmp_path_factory):
+    """As `alone`, of step 3."""
+    output = tmp_path_factory.mktemp("ppo_alone")
+    assert ended(hosts.fork(1, 4, ppo(assets, output))) == [0]
+    return output
+
+
+@pytest.mark.parametrize(
+    ("local", "killed"), [(True, [(1, "rollout"), (0, "train")]), (False, [(0, "rollout"), (1, "train")])]
+)
+def test_ppo_in_which_machines_lose_power(hosts, assets, ppo_alone, tmp_path, local, killed):
+    output = hosts.disk / "ppo" if local else tmp_path / "ppo"
+    words = ppo(assets, output, *["--local_checkpoints"] * local)
+    for number, phase in killed:
+        held = [hosts.disk_of(number) / "tmp" / f"held_{rank}" for rank in (2 * number, 2 * number + 1)]
+        machines = hosts.fork(2, 2, [f"{number}:{phase}:3", *words[1:]])
+        wait_until(lambda: all(file.exists() for file in held), 200, lambda: machines[0].err + machines[1].err)  # noqa: B023
+        machines[number].send(signal.SIGKILL)
+        other, cut = machines[1 - number], time.monotonic()
+        assert ended([other], 2 * TIMEOUT) == [5]
+        assert time.monotonic() - cut < TIMEOUT
+        name = ("alpha (ranks 0, 1)", "beta (ranks 2, 3)")[number]
+        assert f"machine {name} has ended or does not answer" in message_of(other)
+        for file in held:
+            file.unlink()
+    machines = hosts.fork(2, 2, words)
+    assert ended(machines) == [0, 0]
+    assert "/checkpoints/step_000002: 2 steps are done" in machines[0].out
+    assert trajectory(hosts.disk_of(0) / "ppo" if local else output) == trajectory(ppo_alone)
 
 
 def test_folders_that_are_shared_or_not_as_the_flag_says(hosts, assets, tmp_path):

@@ -1,8 +1,10 @@
 """What machines tell each other: failures, stop requests, and that they are alive. Two links share one store."""
 
 import os
+import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -73,11 +75,13 @@ def pair(monkeypatch, tmp_path):
     """Two machines, and the connection of the second one to the store."""
     store = HashStore()
     cable = BrokenStore(store)
-    found = []
+    found, lines = [], [socket.socketpair() for _ in range(2)]
+    cable.far_end = lines[1][1]  # of the connection that closes with rank 0
     for number, connection in enumerate((store, cable)):
         monkeypatch.setattr(machine_link, "_open_store", lambda connection=connection: connection)
+        monkeypatch.setattr(machine_link, "_open_line", lambda number=number: lines[number][0])
         found.append(Machine(number, tmp_path / str(number), monkeypatch))
-        time.sleep(0.1)  # its thread has its own store
+        wait_for(lambda number=number: store.check([f"name/{number}"]))  # its thread has its own store
     wait_for(lambda: all(machine.link._names for machine in found))
     yield *found, cable
     for machine in found:
@@ -151,3 +155,66 @@ def test_the_first_machine_does_not_wait_for_one_that_is_silent(pair, monkeypatc
     began = time.monotonic()
     alpha.leave()
     assert time.monotonic() - began < 1.0
+
+
+def test_a_machine_whose_rank_0_has_ended_calls_no_store(pair):
+    """Such a call would print a stack trace of C++."""
+    _, beta, cable = pair
+    calls, ask = [], cable.store.add
+    cable.store = SimpleNamespace(**{name: getattr(cable.store, name) for name in ("check", "get", "multi_get")})
+    cable.store.add = lambda *words: (calls.append(words), ask(*words))[1]
+    wait_for(lambda: calls)
+    cable.far_end.close()
+    beta.link._thread.join(5)
+    assert not beta.link._thread.is_alive()
+    before = len(calls)
+    beta.leave()
+    assert len(calls) == before and calls[-1][1] < machine_link._LEFT, "it says no goodbye"
+    wait_for(lambda: beta.silent(0.3) == [0])
+
+
+def test_the_first_failure_counts(pair):
+    alpha, beta, _ = pair
+    beta.record.record(3, rank=3)
+    wait_for(lambda: alpha.link.failure is not None)
+    alpha.record.record(4, rank=1)
+    time.sleep(0.3)
+    assert beta.link.failure is None and alpha.link.failure == Failure(machine=1, rank=3, code=3)
+
+
+def test_a_machine_that_ends_in_order_has_left(pair):
+    alpha, beta, _ = pair
+    assert alpha.link.left() == [] == beta.ask(beta.link.left)
+    beta.leave()
+    wait_for(lambda: alpha.link.left() == [1])
+    assert beta.ask(beta.link.left) == []
+
+
+def test_the_first_machine_waits_until_each_other_one_has_asked_again(pair, monkeypatch):
+    """One exchange may have begun before the failure was passed on."""
+    alpha, _, cable = pair
+    ask, asked = cable.store.add, []
+
+    def slow_add(key, amount):
+        if key == "count/1":
+            time.sleep(0.4)
+            asked.append(time.monotonic())
+        return ask(key, amount)
+
+    cable.store = SimpleNamespace(**{name: getattr(cable.store, name) for name in ("check", "get", "multi_get")})
+    cable.store.add = slow_add
+    wait_for(lambda: asked)
+    began = time.monotonic()
+    alpha.leave()
+    assert len([when for when in asked if when > began]) >= 2
+
+
+def test_a_machine_has_a_number_until_its_name_is_known(pair):
+    alpha, _, _ = pair
+    alpha.link._names = []
+    assert alpha.link.describe(1) == "machine 1 (ranks 2, 3)"
+
+
+def test_a_machine_of_one_rank(pair, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert pair[0].link.describe(1) == f"machine {os.uname().nodename} (rank 1)"

@@ -14,6 +14,8 @@ import runpy
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TextIO
 
 from dschat_ppo.runtime.processes import signal_when_parent_ends
 
@@ -68,7 +70,7 @@ def run_script(script: str, words: list[str]) -> None:
         os._exit(code)
 
 
-def run_launch(launch: dict) -> None:
+def run_launch(launch: dict) -> NoReturn:
     """Start the ranks and wait for them; the first that fails ends the others. Ends the process with its exit code.
 
     A process of its own, so that the ranks of each launch have a parent that they share with no other launch.
@@ -80,19 +82,27 @@ def run_launch(launch: dict) -> None:
         ranks.append(os.fork())
         if ranks[-1] == 0:
             run_rank(rank, launch)
+    end_with(ranks, signal.SIGKILL)
+
+
+def end_with(ranks: list[int], number: int) -> NoReturn:
+    """Wait for these processes; the first that fails ends the others by a signal. Ends the process with its code."""
     failed = 0
-    for _ in range(launch["ranks"]):
+    while ranks:
         ended, status = os.wait()
+        if ended not in ranks:
+            continue  # a process that a rank left behind
         ranks.remove(ended)
         code = os.waitstatus_to_exitcode(status)
         if code and not failed:
             failed = code
             for rank in ranks:
-                os.kill(rank, signal.SIGKILL)
+                os.kill(rank, number)
     os._exit(failed % 256)
 
 
-def main() -> None:
+def import_libraries() -> TextIO:
+    """Import what the ranks need, and return the file for answers."""
     signal_when_parent_ends(signal.SIGKILL)  # the tests are interrupted
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -100,11 +110,22 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the ranks share these pages
+    return answers
+
+
+def fork_for_each_line(run: Callable[[dict], NoReturn]) -> Iterator[int]:
+    """For each line of input, the process that was forked to run its JSON."""
     for line in sys.stdin:
-        launch = os.fork()
-        if launch == 0:
-            run_launch(json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(launch, 0)[1]), file=answers, flush=True)
+        process = os.fork()
+        if process == 0:
+            run(json.loads(line))
+        yield process
+
+
+def main() -> None:
+    answers = import_libraries()
+    for process in fork_for_each_line(run_launch):
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

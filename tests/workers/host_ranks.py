@@ -10,18 +10,14 @@ The process starts the ranks. A signal to its group reaches all of them, as Ctrl
 """
 
 import ctypes
-import gc
-import importlib
-import json
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 from dschat_ppo.runtime import first_failure
 from dschat_ppo.runtime.processes import signal_when_parent_ends
-from workers.fork_ranks import IMPORTED, redirect, run_script
+from workers.fork_ranks import end_with, fork_for_each_line, import_libraries, redirect, run_script
 
 NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
 PRIVATE, RECURSIVE, BIND = 1 << 18, 1 << 14, 1 << 12
@@ -70,18 +66,7 @@ def run_ranks(machine: dict) -> None:
         ranks.append(os.fork())
         if ranks[-1] == 0:
             run_rank(machine, environment)
-    failed = 0
-    while ranks:
-        ended, status = os.wait()
-        if ended not in ranks:
-            continue  # a process that a rank left behind
-        ranks.remove(ended)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed = code
-            for rank in ranks:
-                os.kill(rank, signal.SIGTERM)
-    os._exit(failed % 256)
+    end_with(ranks, signal.SIGTERM)
 
 
 def run_machine(machine: dict) -> None:
@@ -101,18 +86,9 @@ def run_machine(machine: dict) -> None:
 
 
 def main() -> None:
-    signal_when_parent_ends(signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    answers = import_libraries()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the machines
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            run_machine(json.loads(line))
+    for process in fork_for_each_line(run_machine):
         print(process, file=answers, flush=True)
 
 

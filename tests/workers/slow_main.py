@@ -1,34 +1,64 @@
-"""main.py of a step, with a pause after each optimizer step, so that a test can interfere between two of them.
+"""main.py of a step that pauses, so that a test can interfere at a known place.
 
-slow_main.py SECONDS STEP [flags of the step]
+slow_main.py PAUSE STEP [flags of the step]
+
+    PAUSE: seconds after each optimizer step; or MACHINE:PHASE:STEP, such as 1:rollout:2, for the ranks of one machine
+        to stop within that phase of that training step until they are killed, each with a file `held_RANK` in $TMPDIR
 """
 
+import os
 import sys
 import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.common import phases, ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.runtime.launch import leave, run_step
 from dschat_ppo.supervised import sft
 from workers.quick import be_quick
 
-SECONDS, STEP, *WORDS = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+PAUSE, STEP, *WORDS = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
 TRAIN = {"sft": sft.train_sft, "ppo": train_ppo.train_ppo}
+EVENT = 3  # of the phase: within the second decode step, or between two parts of an update
 
 
 class SlowManager(CheckpointManager):
     def save_if_due(self) -> None:
-        time.sleep(float(SECONDS))
+        time.sleep(float(PAUSE))
         super().save_if_due()
+
+
+class Hold:
+    """Stops at an event of a phase; a `Marker` of `phases`."""
+
+    def __init__(self, phase: str, step: str):
+        self.phase, self.place, self.seen = phase, f"phase '{phase}', step {step}", 0
+
+    def block(self, name: str) -> nullcontext:
+        if name == self.phase:  # it begins
+            self.decode_step()
+        return nullcontext()
+
+    def decode_step(self) -> None:
+        self.seen += phases.where() == self.place
+        if self.seen == EVENT:
+            Path(os.environ["TMPDIR"], f"held_{ranks.rank()}").touch()
+            time.sleep(1000)
 
 
 def train(config) -> None:
     be_quick()
     from dschat_ppo.session import session
 
-    session.CheckpointManager = SlowManager
-    TRAIN[STEP](config)
+    with ExitStack() as stack:
+        if ":" not in PAUSE:
+            session.CheckpointManager = SlowManager
+        elif int(PAUSE.split(":")[0]) == ranks.machine():
+            stack.enter_context(phases.blocks_marked_by(Hold(*PAUSE.split(":")[1:])))
+        TRAIN[STEP](config)
 
 
 leave(run_step(lambda argv: parse(STEP, argv), train, WORDS))
