@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fault_outcomes import write_docs
-from measure import markdown
+from measure import markdown, publish
 
 MARKS = ("<!-- reward server -->", "<!-- /reward server -->")
 CLIENTS, TEXTS = 50, 8
@@ -174,11 +173,7 @@ def main() -> None:
             server.process.wait(120)
     rows = [[record["attack"], record["outcome"], f"{record['peak_mib']} MiB"] for record in records]
     table = markdown(["clients", "outcome", "peak memory over idle"], rows)
-    print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, table, MARKS)
+    publish(records, table, MARKS, arguments.json, arguments.docs)
 
 
 if __name__ == "__main__":
