@@ -22,6 +22,7 @@ MISSING = missing_isolation()
 needs_files = pytest.mark.skipif("files" in MISSING, reason="this machine does not permit private mounts")
 needs_processes = pytest.mark.skipif("processes" in MISSING, reason="this machine does not count processes")
 needs_filter = pytest.mark.skipif("calls" in MISSING, reason="this machine does not filter system calls")
+HAS_NAMESPACES = not {"files", "processes"} <= set(MISSING)
 everywhere = pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
 
 
@@ -104,7 +105,7 @@ def test_no_signal_reaches_the_run(namespaces):
     tests += [refusal("os.kill(-1, 0)"), refusal(f"os.killpg({os.getpgid(0)}, 0)")]
     tests += ["import os; assert os.getppid() == 0 or os.kill(os.getppid(), 0)"] if namespaces else []
     assert passed(*tests, namespaces=namespaces)[: len(parents)] == [True] * len(parents)
-    if namespaces:
+    if namespaces and HAS_NAMESPACES:
         assert passed("import os; assert os.getppid() == 0") == [True]
 
 
@@ -200,7 +201,8 @@ def test_a_crash_leaves_no_core_dump(namespaces, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o711)
     crash(namespaces, tmp_path)
-    assert passed("import resource; assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)") == [True]
+    if HAS_NAMESPACES:  # otherwise the filter refuses to tell a limit, because it also sets those of other processes
+        assert passed("import resource; assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)") == [True]
     assert list(tmp_path.rglob("*")) == []
 
 
