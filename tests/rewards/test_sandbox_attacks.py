@@ -2,8 +2,10 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -243,6 +245,24 @@ def test_a_daemon_does_not_outlive_its_program(namespaces, tmp_path, monkeypatch
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert marked_processes(mark) == []
+
+
+@pytest.mark.parametrize(("mode", "leaves"), [(0o711, True), (0o700, False)], ids=["open", "private"])
+def test_root_stays_root_where_no_other_user_reaches_the_temporary_folder(monkeypatch, mode, leaves):
+    """Otherwise the program could not write into its own folder."""
+    parent, changed = Path(tempfile.mkdtemp()), list[int]()
+    parent.chmod(mode)
+    (parent / "own").mkdir()
+    monkeypatch.setattr(sandbox_child.sys, "path", ["/usr/bin"])
+    for name in ("chown", "setgroups", "setresgid", "setresuid"):
+        monkeypatch.setattr(sandbox_child.os, name, lambda *words: changed.append(len(words)))
+    monkeypatch.setattr(sandbox_child, "prctl", lambda *words: None)
+    try:
+        assert sandbox_child.leave_root(str(parent / "own")) is leaves
+    finally:
+        monkeypatch.undo()
+        shutil.rmtree(parent)
+    assert bool(changed) is leaves
 
 
 THREADS = """
