@@ -103,7 +103,7 @@ def _marked_spans(
     marks: list[list[Span]] = []
 
     def render_marked() -> str:
-        texts[:], marks[:] = render_jinja_template(
+        found: Any = render_jinja_template(
             conversations=[plain],
             tools=tools or None,
             chat_template=template,
@@ -111,6 +111,7 @@ def _marked_spans(
             add_generation_prompt=True,
             **tokens,
         )
+        texts[:], marks[:] = found
         return texts[0]
 
     with reading("the chat template rejects these messages"):
