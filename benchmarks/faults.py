@@ -29,13 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import power_loss
-import torch
 from fault_kinds import STEPS, Fault, Service, kills, mount, others, unmount
 from fault_outcomes import MARKS, Outcome, finished, left_over, resumed_at, same_outputs, saved_steps, table
-from measure import write_docs
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-from dschat_ppo.tools.toy import make_tokenizer
+from measure import publish
+from models import save_tiny_models
 
 ROOT = Path(__file__).parent.parent
 FLAGS = (
@@ -56,16 +53,10 @@ Found = tuple[str, dict[str, Any], tuple[str, str]]  # the table, its sums, the 
 
 def make_models(folder: Path) -> None:
     """A small actor, a small reward model, forty prompts and 64 answers."""
-    tokenizer = make_tokenizer(["a few words to merge"])
-    shape = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, num_labels=1, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    save_tiny_models(
+        folder, ("actor", "reward"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
     )  # fmt: skip
-    torch.manual_seed(0)
-    for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
-        kind(shape).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
     prompts = [{"prompt": f"word {number} of {number * 7 % 40}"} for number in range(40)]
     answers = [{"prompt": f"{number} or", "response": f" {number * 7} of {number}"} for number in range(64)]
     for name, rows in (("prompts", prompts), ("answers", answers)):
@@ -184,12 +175,7 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(work.resolve())
     text, found, marks = meet_cuts(bench, chosen) if chosen.power else meet_faults(bench, chosen)
-    print(text)
-    print(json.dumps(found))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if chosen.docs:
-        write_docs(chosen.docs, text, marks)
+    publish(found, text, marks, chosen.json, chosen.docs)
     return 0 if found["survived"] == found["injected"] else 1
 
 

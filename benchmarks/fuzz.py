@@ -1,6 +1,6 @@
 """Fuzzing: a thousand mutated files, flags and requests; each must end with a result or one line that says what to do.
 
-    python benchmarks/fuzz.py [--seed S] [--cases N] [--seconds N] [--case N] [--work DIR] [--json F] [--docs F.md]
+    python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--only WORD] [--seconds N] [--json F] [--docs F.md]
 
 Each case (`fuzz_cases.py`) mutates something valid and gives it to a real entry point: a step until it would load its
 models, the chat, the preview of data, the export, the report, a server. `--seed` and its number determine a case;
@@ -30,6 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,8 @@ _IMPORTED = (
     "datasets", "deepspeed", "peft", "pyarrow.parquet", "transformers.models.llama.modeling_llama",
     "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference",
     "dschat_ppo.tools.chat_model", "dschat_ppo.tools.chat_server", "dschat_ppo.tools.chat_terminal",
-    "dschat_ppo.tools.data_report", "dschat_ppo.tools.export", "dschat_ppo.tools.serve_reward",
+    "dschat_ppo.tools.data_report", "dschat_ppo.tools.evaluate_run", "dschat_ppo.tools.export",
+    "dschat_ppo.tools.replay", "dschat_ppo.tools.serve_reward",
 )  # fmt: skip
 
 
@@ -170,11 +172,12 @@ class Fuzz:
         tempfile.tempdir = None
         for name in _IMPORTED:
             importlib.import_module(name)
-        from fuzz_material import make_material, train_run
+        from fuzz_material import make_bundles, make_material, train_run
 
-        for name, body in (("make", lambda: make_material(self.material)), ("train", lambda: train_run(self.material))):
+        for make in (make_material, train_run, make_bundles):
+            name = make.__name__
             (work / name).mkdir()
-            ended = fork(work / name, body).wait()
+            ended = fork(work / name, partial(make, self.material)).wait()
             if ended.code != 0:
                 raise RuntimeError(f"the valid files cannot be made ({name}, {ended.code}):\n{ended.out}{ended.err}")
         gc.collect()
@@ -201,8 +204,11 @@ class Fuzz:
         return Verdict(number, kind_of(number), outcome, why, what, ended.code, ended.err)
 
     def run(self, numbers: Iterable[int], jobs: int) -> Iterator[Verdict]:
-        """Run cases, `jobs` at a time, in any order of their ends."""
-        waiting, running = iter(numbers), dict[int, Process]()
+        """Run cases, `jobs` at a time, in any order of their ends.
+
+        A case that exceeds the limit of wall time is started once more: other load on the machine may be the reason.
+        """
+        waiting, running, late = iter(numbers), dict[int, Process](), set[int]()
         while True:
             while len(running) < jobs and (number := next(waiting, None)) is not None:
                 running[number] = self.start(number)
@@ -211,6 +217,11 @@ class Fuzz:
             for number, process in list(running.items()):
                 if (ended := process.ended()) is not None:
                     del running[number]
+                    if ended.code is None and number not in late:
+                        late.add(number)
+                        shutil.rmtree(process.folder)
+                        running[number] = self.start(number)
+                        continue
                     yield self.judged(number, process.folder, ended)
             time.sleep(0.02)
 
@@ -233,6 +244,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, help="start no case after this time")
     parser.add_argument("--case", type=int, help="run only the case with this number, and print what it prints")
+    parser.add_argument("--only", default="", help="only cases whose kind holds this")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: 2)")
     parser.add_argument("--work", type=Path, help="an empty folder, kept at the end with the files of failed cases")
     parser.add_argument("--json", type=Path, help="write {seed, cases, seconds, outcomes, failures} there")
@@ -242,10 +254,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run the cases; 1 if one fails."""
+    from fuzz_cases import kind_of
+    from measure import publish
+
     chosen = arguments()
     work = (chosen.work or Path(tempfile.mkdtemp(prefix="fuzz_"))).resolve()
     fuzz, started, verdicts = Fuzz(work, chosen.seed), time.monotonic(), []
     numbers = range(chosen.first, chosen.first + chosen.cases) if chosen.case is None else [chosen.case]
+    numbers = [number for number in numbers if chosen.only in kind_of(number)]
     in_time = (n for n in numbers if chosen.seconds is None or time.monotonic() - started < chosen.seconds)
     for verdict in fuzz.run(in_time, chosen.jobs):
         verdicts.append(verdict)
@@ -254,17 +270,11 @@ def main() -> int:
         if verdict.outcome == "failed" or chosen.case is not None:
             ended = f"{verdict.outcome} {verdict.why} (exit code {verdict.code})"
             print(f"case {verdict.case} ({verdict.kind}): {ended}\n{verdict.what}{verdict.err[-3000:]}", flush=True)
-    print(table(verdicts))
     seconds = time.monotonic() - started
     counts = Counter(verdict.outcome for verdict in verdicts)
-    if chosen.json:
-        found = {"seed": chosen.seed, "cases": len(verdicts), "seconds": round(seconds), "outcomes": counts}
-        failures = [asdict(verdict) for verdict in verdicts if verdict.outcome == "failed"]
-        chosen.json.write_text(json.dumps({**found, "failures": failures}, indent=2) + "\n", encoding="utf-8")
-    if chosen.docs:
-        from fault_outcomes import write_docs
-
-        write_docs(chosen.docs, table(verdicts), MARKS)
+    found = {"seed": chosen.seed, "cases": len(verdicts), "seconds": round(seconds), "outcomes": counts}
+    failures = [asdict(verdict) for verdict in verdicts if verdict.outcome == "failed"]
+    publish({**found, "failures": failures}, table(verdicts), MARKS, chosen.json, chosen.docs)
     if chosen.work is None and not counts["failed"]:
         shutil.rmtree(work)
     return int(counts["failed"] > 0 or not verdicts)

@@ -6,23 +6,22 @@ notes what it does, and returns the exit code, or ends the process with it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import yaml
+from fuzz_flags import flags_of, random_flag
 from fuzz_material import SCRIPTS, note, run_script, step_words
-from fuzz_mutations import STRANGE_WORDS, copy_of, json_bytes, mutate_bytes, mutate_file, mutate_json
+from fuzz_mutations import STRANGE_WORDS, copy_of, json_bytes, mutate_bytes, mutate_file, mutate_json, mutate_some
 from fuzz_requests import ask_chat, ask_reward_server, score_remotely
+from fuzz_tools import evaluate, replay
 
 Case = Callable[[random.Random, Path, Path], int]
-# Flags whose legal values compile operators for minutes or write outside of the case's folder.
-_LEFT_OUT = {"offload", "offload_optimizer", "offload_reference_model", "output_dir", "data_output_path", "config"}
 
 
 def run_step_until_models(step: str, words: Sequence[str]) -> int:
@@ -49,7 +48,7 @@ def model_in_step(rng: random.Random, material: Path, own: Path) -> int:
     flag = rng.choice(flags)
     source = "reward" if flag.startswith("--critic") else rng.choice(("model", "model", "adapter"))
     folder = copy_of(material / source, own / source)
-    _mutate_some(rng, folder)
+    note(mutate_some(rng, folder))
     return run_step_until_models(step, [*step_words(material, step, own / "trained"), flag, str(folder)])
 
 
@@ -59,16 +58,11 @@ def model_in_chat(rng: random.Random, material: Path, own: Path) -> int:
 
     source = rng.choice(("model", "model", "adapter"))
     folder = copy_of(material / source, own / source)
-    _mutate_some(rng, folder)
+    note(mutate_some(rng, folder))
     (own / "input").write_text("Hello there\n")
     with (own / "input").open() as file:
         os.dup2(file.fileno(), 0)
     return main(["--model", str(folder), "--max_tokens", "3", "--dtype", "fp32"])
-
-
-def _mutate_some(rng: random.Random, folder: Path) -> None:
-    for path in rng.sample(sorted(folder.iterdir()), rng.choice((1, 1, 1, 2))):
-        note(mutate_file(rng, path))
 
 
 def template(rng: random.Random, material: Path, own: Path) -> int:
@@ -117,50 +111,16 @@ def data_preview(rng: random.Random, material: Path, own: Path) -> int:
 
 def flags(rng: random.Random, material: Path, own: Path) -> int:
     """Random values of a step's flags, misspelt names, repeated flags."""
+    from dschat_ppo.config.steps import STEPS
+
     step = rng.choice(list(SCRIPTS))
     words = step_words(material, step, own / "trained")
+    known = flags_of(get_type_hints(STEPS[step].config).values())
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
-        words += _random_flag(rng, step)
+        words += random_flag(rng, known)
     if rng.random() < 0.05:
         del words[rng.randrange(len(words))]
     return run_step_until_models(step, words)
-
-
-def _random_flag(rng: random.Random, step: str) -> list[str]:
-    """A flag of the step's parser, most often with a value that it takes."""
-    from dschat_ppo.config.flag_parser import values_of
-    from dschat_ppo.config.steps import STEPS
-
-    found = [
-        (field.name, values_of(get_type_hints(kind)[field.name]))
-        for kind in get_type_hints(STEPS[step].config).values() for field in dataclasses.fields(kind)
-        if field.name not in _LEFT_OUT
-    ]  # fmt: skip
-    name, how = rng.choice(found)
-    if rng.random() < 0.08:
-        place = rng.randrange(len(name))
-        misspelt = (name[:place] + name[place + 1 :], name.upper(), f"no_{name}", f"{name}s", name.replace("_", "-"))
-        name = rng.choice(misspelt)
-    values = [_random_word(rng, how) for _ in range(rng.choice((0, 1, 2, 5)) if how.get("nargs") == "*" else 1)]
-    if how.get("nargs") == "?" and rng.random() < 0.3:
-        values = []
-    if len(values) == 1 and rng.random() < 0.3:
-        return [f"--{name}={values[0]}"]
-    return [f"--{name}", *values]
-
-
-def _random_word(rng: random.Random, how: dict[str, Any]) -> str:
-    if rng.random() < 0.15:
-        return rng.choice(STRANGE_WORDS)
-    if "choices" in how:
-        return str(rng.choice(how["choices"]))
-    if how.get("nargs") == "?":
-        return rng.choice(("true", "false", "True", "0", "y"))
-    if how["type"] is int:
-        return str(rng.choice((0, 1, 2, 3, 7, 8, 64, 1000, -1, 2**31 - 1)))
-    if how["type"] is float:
-        return rng.choice(("0", "0.1", "0.5", "1", "1.0", "2", "-1", "1e-6", "1e30", "100"))
-    return rng.choice(STRANGE_WORDS)
 
 
 def settings_file(rng: random.Random, material: Path, own: Path) -> int:
@@ -213,6 +173,8 @@ def _seal(rng: random.Random, checkpoint: Path) -> None:
     """Make the manifest describe the files as they are, with a changed value of its own at times."""
     from dschat_ppo.checkpoint import manifest
 
+    if not (checkpoint / manifest.FILE_NAME).is_file():  # a pipe or a device
+        return
     try:
         content = json.loads((checkpoint / manifest.FILE_NAME).read_bytes())
         content.pop("sha256", None)
@@ -277,7 +239,7 @@ def _ppo_outputs(rng: random.Random, run: Path) -> None:
         (run / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-# Kind -> (case, how many of each 25 cases).
+# Kind -> (case, how many of each 30 cases).
 KINDS: dict[str, tuple[Case, int]] = {
     "model folder in a step": (model_in_step, 4),
     "model folder in the chat": (model_in_chat, 3),
@@ -289,6 +251,8 @@ KINDS: dict[str, tuple[Case, int]] = {
     "checkpoint in the export": (checkpoint_export, 1),
     "output folder in a resumed run": (checkpoint_resume, 1),
     "output folder in the report": (report, 2),
+    "evaluation": (evaluate, 3),
+    "repro bundle in the replay": (replay, 2),
     "request to the reward server": (ask_reward_server, 1),
     "request to the chat server": (ask_chat, 1),
     "reply to the remote reward": (score_remotely, 1),
@@ -296,6 +260,6 @@ KINDS: dict[str, tuple[Case, int]] = {
 
 
 def kind_of(number: int) -> str:
-    """The kind of a case: each 25 cases have the same kinds."""
+    """The kind of a case: each 30 cases have the same kinds."""
     names = [name for name, (_, share) in KINDS.items() for _ in range(share)]
-    return names[number * 7 % len(names)]  # 7 and 25 have no common divisor, so that few cases have many kinds
+    return names[number * 7 % len(names)]  # 7 and 30 have no common divisor, so that few cases have many kinds

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {
@@ -13,10 +15,11 @@ SCRIPTS = {
     "dpo": "training/step2_dpo/main.py", "ppo": "training/step3_ppo/main.py",
 }  # fmt: skip
 SHAPE = {
-    "vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 96, "num_labels": 1, "bos_token_id": None,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 96,
 }  # fmt: skip
 _ROWS = 12
+BUNDLES = ("bundle of step 1", "bundle of step 3")
 
 
 def make_material(folder: Path) -> None:
@@ -50,22 +53,16 @@ def step_words(material: Path, step: str, output: Path) -> list[str]:
 
 
 def _make_models(folder: Path) -> None:
-    import torch
+    from models import save_tiny_models
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from dschat_ppo.tools.toy import CHAT_TEMPLATE, make_tokenizer
+    from dschat_ppo.tools.toy import CHAT_TEMPLATE
 
-    tokenizer = make_tokenizer(["a few words to merge"])
-    tokenizer.chat_template = CHAT_TEMPLATE
-    shape = LlamaConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    torch.manual_seed(0)
-    for name, kind in (("model", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
-        kind(shape).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_tiny_models(folder, ("model", "reward"), CHAT_TEMPLATE, **SHAPE)
     base, config = LlamaForCausalLM.from_pretrained(folder / "model"), LoraConfig(r=2, target_modules="all-linear")
     get_peft_model(base, config).save_pretrained(folder / "adapter")
-    tokenizer.save_pretrained(folder / "adapter")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "adapter")
 
 
 def _make_data(folder: Path) -> None:
@@ -90,6 +87,49 @@ def _make_data(folder: Path) -> None:
     table = "".join(f'"{row["prompt"]}","{row["response"]}"\n' for row in rows["answers"])
     (folder / "answers.csv").write_text(f"prompt,response\n{table}")
     (folder / "texts.txt").write_text("\n".join(words) + "\n")
+
+
+def make_bundles(folder: Path) -> None:
+    """Repro bundles of step 1 with weights that are not finite, and of the rows of a step 3."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from dschat_ppo.config.cli import parse
+    from dschat_ppo.data.collators import SFTBatch
+    from dschat_ppo.models.policy_model import PolicyModel
+    from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+    from dschat_ppo.types import ScoredRollout
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = PolicyModel(LlamaForCausalLM.from_pretrained(folder / "model"))
+    with torch.no_grad():
+        model.backbone.embed_tokens.weight[40, 3] = float("nan")
+    ids, mask = torch.tensor([[11, 12, 13], [14, 40, 15]]), torch.tensor([[False, True, True], [False, False, True]])
+    batches = FailureContext([SFTBatch(ids, mask), SFTBatch(ids, mask)], {"total": 7.0}, _Engine(model))
+    places, numbers = mask[:, 1:], torch.zeros(2, 2)
+    scored = ScoredRollout(
+        prompt_ids=ids[:, :1], prompt_mask=~mask[:, :1], response_ids=ids[:, 1:], response_mask=places,
+        finish_reason=torch.zeros(2, dtype=torch.int8), rollout_logprobs=numbers, entropies=None,
+        source_scores=torch.zeros(2, 1), scores=torch.zeros(2), groups=torch.arange(2),
+        old_logprobs=numbers, ref_logprobs=numbers, kl=numbers, values=numbers / 0, baselines=None,
+    )  # fmt: skip
+    rows = FailureContext([scored], {"shaping": {}}, model=str(folder / "reward"))
+    faults = ({"kind": "loss", "micro_batch": 1, "numbers": []}, {"kind": "values", "rows": [0, 1]})
+    steps = zip(("sft", "ppo"), ("model", "critic"), (batches, rows), faults, BUNDLES, strict=True)
+    for step, role, context, fault, name in steps:
+        config = parse(step, step_words(folder, step, folder / "bundles" / step))
+        written = ReproBundles(step, config, tokenizer).write(7, 0, context, {"role": role, "fault": fault})
+        Path(written).rename(folder / name)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """Stands for a DeepSpeed engine."""
+
+    module: Any
+
+    def fp16_enabled(self) -> bool:
+        return False
 
 
 def note(text: str) -> None:

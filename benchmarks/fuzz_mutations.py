@@ -60,7 +60,8 @@ def mutate_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     if kind == "nest":
         return content[:place] + rng.choice((b"[", b'{"a":', b"{")) * _DEPTH + content[place:], f"nested at {place}"
     if kind == "long":
-        return content[:place] + b"a" * 300_000 + content[place:], f"300 kB inserted at {place}"
+        size = rng.choice((300_000, 3_000_000))
+        return content[:place] + b"a" * size + content[place:], f"{size} bytes inserted at {place}"
     if kind == "start":
         start = rng.choice(_STARTS)
         return start + content, f"starts with {start[:4]!r}"
@@ -160,6 +161,12 @@ def mutate_file(rng: random.Random, path: Path) -> str:
     elif kind == "device":
         path.symlink_to("/dev/zero")
     return f"{path.name}: {kind}"
+
+
+def mutate_some(rng: random.Random, folder: Path) -> str:
+    """Change one or two files of a folder; returns what was done."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    return ", ".join(mutate_file(rng, path) for path in rng.sample(files, rng.choice((1, 1, 1, 2))))
 
 
 def copy_of(source: Path, place: Path) -> Path:

@@ -12,11 +12,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
 )
 
+from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.types import PromptBatch
 
 
@@ -45,6 +48,29 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_key_value_heads=32, **_SHARED,
     ),
 }  # fmt: skip
+
+
+def save_tiny_models(
+    folder: Path, names: tuple[str, str], chat_template: str | None = None, **shape: int | float
+) -> None:
+    """Save a tiny language model and a tiny reward model into `folder`, with the toy task's tokenizer.
+
+    Args:
+        folder: gets a folder for each.
+        names: of the two folders.
+        chat_template: of the tokenizer.
+        shape: settings of the `LlamaConfig` besides the vocabulary.
+    """
+    tokenizer = make_tokenizer(["a few words to merge"])
+    tokenizer.chat_template = chat_template
+    config = LlamaConfig(
+        vocab_size=320, num_labels=1, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **shape,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for name, kind in zip(names, (LlamaForCausalLM, LlamaForSequenceClassification), strict=True):
+        kind(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
 
 def language_model(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.messages import Message
+from dschat_ppo.data.template_limits import GROUP_BYTES, check_size, in_groups
 from dschat_ppo.data.templates import (
     encode_answer,
     finished,
@@ -49,30 +50,35 @@ class _Texts:
         self._add_special_tokens = add_special_tokens
         self._with_offsets = with_offsets
         self._slots: dict[str, int] = {}
+        self.size = 0  # bytes of all texts
         self._ids: list[list[int] | UserError] = []
         self._offsets: list[list[Span]] = []
 
     def add(self, text: str) -> None:
-        """To be encoded by `encode`."""
-        self._slots.setdefault(text, len(self._slots))
+        """To be encoded by `encode`.
+
+        Raises:
+            UserError: it is too long.
+        """
+        if text not in self._slots:
+            self.size += check_size(text)
+            self._slots[text] = len(self._slots)
 
     def encode(self) -> None:
-        """Encode all texts in one call. If the tokenizer rejects it, one by one."""
-        texts = list(self._slots)
-        if not texts:
-            return
-        try:
-            with reading("the tokenizer rejects this text"):
-                found = self._tokenizer(
-                    texts, add_special_tokens=self._add_special_tokens, return_attention_mask=False,
-                    return_token_type_ids=False, return_offsets_mapping=self._with_offsets, verbose=False,
-                )  # fmt: skip
-        except UserError:
-            self._ids = [self._encode_one(text) for text in texts]
-            return
-        self._ids = found["input_ids"]
-        if self._with_offsets:
-            self._offsets = found["offset_mapping"]
+        """Encode all texts, in few calls. If the tokenizer rejects one, one by one."""
+        for texts in in_groups(self._slots):
+            try:
+                with reading("the tokenizer rejects this text"):
+                    found = self._tokenizer(
+                        texts, add_special_tokens=self._add_special_tokens, return_attention_mask=False,
+                        return_token_type_ids=False, return_offsets_mapping=self._with_offsets, verbose=False,
+                    )  # fmt: skip
+            except UserError:
+                self._ids, self._offsets = [self._encode_one(text) for text in self._slots], []
+                return
+            self._ids += found["input_ids"]
+            if self._with_offsets:
+                self._offsets += found["offset_mapping"]
 
     def _encode_one(self, text: str) -> list[int] | UserError:
         try:
@@ -116,8 +122,8 @@ class _Rendered:
 
 
 def encode_examples(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], all_turns: bool
-) -> list[EncodedExample | UserError]:
+    tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example], all_turns: bool
+) -> Iterator[EncodedExample | UserError]:
     """Encode examples in few calls of the tokenizer. The ids equal those of `encode_prompt` and `encode_answer`.
 
     Args:
@@ -125,55 +131,87 @@ def encode_examples(
         examples: to encode.
         all_turns: also find the earlier answers in prompts that are chat messages; otherwise `prompt_spans` is empty.
 
-    Returns:
+    Yields:
         For each example its ids, or the reason why it cannot be encoded (without the row's name). Examples with equal
-        texts share their lists.
+        texts share their lists. Texts of `GROUP_BYTES` are encoded together, so use or drop the ids before you ask for
+        more: a batch of long rows needs gigabytes.
     """
-    prompts = {added: _Texts(tokenizer, added) for added in (True, False)}  # text prompts, by whether BOS is added
-    plain = prompts[False]  # and answers
-    traced = _Texts(tokenizer, False, with_offsets=tokenizer.is_fast)
-    rendered: list[_Rendered | UserError | None] = []
     special = _special_tokens(tokenizer)
+    group = _Group(tokenizer, all_turns, special)
     for example in examples:
-        try:
-            if isinstance(example.prompt, str):
-                prompts[not starts_with_bos(tokenizer, example.prompt)].add(example.prompt)
-                anchor = text_anchor(tokenizer, example.prompt)
-                for text in (anchor, *(anchor + text_answer(tokenizer, answer) for answer in example.answers)):
-                    plain.add(text)
-                rendered.append(None)
-                continue
-            texts = _render(tokenizer, example, all_turns, special)
-            (traced if texts.spans else plain).add(texts.opening)
-            for turn, _ in texts.turns:
-                plain.add(texts.tail + turn)
-            rendered.append(texts)
-        except UserError as problem:
-            rendered.append(problem)
-    for encoded in (*prompts.values(), traced):
-        encoded.encode()
+        group.add(example)
+        if group.size > GROUP_BYTES:
+            yield from group.encoded()
+            group = _Group(tokenizer, all_turns, special)
+    yield from group.encoded()
 
-    def text_answer_ids(prompt: str, answer: str | Message) -> list[int]:
-        anchor = text_anchor(tokenizer, prompt)
-        known, ids = plain.ids(anchor), plain.ids(anchor + text_answer(tokenizer, answer))
+
+class _Group:
+    """Examples that are encoded together; see `encode_examples`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, all_turns: bool, special: re.Pattern[str] | None):
+        self._tokenizer, self._all_turns, self._special = tokenizer, all_turns, special
+        # text prompts, by whether BOS is added
+        self._prompts = {added: _Texts(tokenizer, added) for added in (True, False)}
+        self._plain = self._prompts[False]  # and answers
+        self._traced = _Texts(tokenizer, False, with_offsets=tokenizer.is_fast)
+        self._rendered: list[tuple[Example, _Rendered | UserError | None]] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of all texts."""
+        return self._prompts[True].size + self._plain.size + self._traced.size
+
+    def add(self, example: Example) -> None:
+        """Render an example."""
+        try:
+            self._rendered.append((example, self._add_texts(example)))
+        except UserError as problem:
+            self._rendered.append((example, problem))
+
+    def _add_texts(self, example: Example) -> _Rendered | None:
+        """Add the texts of an example; None if its prompt is text.
+
+        Raises:
+            UserError: it cannot be rendered, or a text is too long.
+        """
+        if isinstance(example.prompt, str):
+            self._prompts[not starts_with_bos(self._tokenizer, example.prompt)].add(example.prompt)
+            anchor = text_anchor(self._tokenizer, example.prompt)
+            for text in (anchor, *(anchor + text_answer(self._tokenizer, answer) for answer in example.answers)):
+                self._plain.add(text)
+            return None
+        texts = _render(self._tokenizer, example, self._all_turns, self._special)
+        (self._traced if texts.spans else self._plain).add(texts.opening)
+        for turn, _ in texts.turns:
+            self._plain.add(texts.tail + turn)
+        return texts
+
+    def encoded(self) -> Iterator[EncodedExample | UserError]:
+        """The ids of each example, or its problem."""
+        for texts in (*self._prompts.values(), self._traced):
+            texts.encode()
+        for example, rendered in self._rendered:
+            try:
+                yield rendered if isinstance(rendered, UserError) else self._ids(example, rendered)
+            except UserError as problem:
+                yield problem
+
+    def _ids(self, example: Example, rendered: _Rendered | None) -> EncodedExample:
+        tokenizer, plain = self._tokenizer, self._plain
+        if rendered is not None:
+            return _assemble(tokenizer, example, rendered, self._traced if rendered.spans else plain, plain)
+        assert isinstance(example.prompt, str)
+        prompt = self._prompts[not starts_with_bos(tokenizer, example.prompt)].ids(example.prompt)
+        answers = [self._text_answer_ids(example.prompt, answer) for answer in example.answers]
+        return EncodedExample(without_eos(tokenizer, prompt), answers, [])
+
+    def _text_answer_ids(self, prompt: str, answer: str | Message) -> list[int]:
+        anchor = text_anchor(self._tokenizer, prompt)
+        known, ids = self._plain.ids(anchor), self._plain.ids(anchor + text_answer(self._tokenizer, answer))
         if ids[: len(known)] != known:
-            return encode_answer(tokenizer, prompt, answer)
-        return finished(ids[len(known) :], int(tokenizer.eos_token_id))
-
-    def result(example: Example, texts: _Rendered | UserError | None) -> EncodedExample | UserError:
-        if isinstance(texts, UserError):
-            return texts
-        try:
-            if texts is not None:
-                return _assemble(tokenizer, example, texts, traced if texts.spans else plain, plain)
-            assert isinstance(example.prompt, str)
-            prompt = prompts[not starts_with_bos(tokenizer, example.prompt)].ids(example.prompt)
-            answers = [text_answer_ids(example.prompt, answer) for answer in example.answers]
-            return EncodedExample(without_eos(tokenizer, prompt), answers, [])
-        except UserError as problem:
-            return problem
-
-    return [result(example, texts) for example, texts in zip(examples, rendered, strict=True)]
+            return encode_answer(self._tokenizer, prompt, answer)
+        return finished(ids[len(known) :], int(self._tokenizer.eos_token_id))
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features, Json
 from datasets.features.features import generate_from_arrow_type
+from datasets.utils.json import ujson_loads
 
 from dschat_ppo.data.bad_lines import BATCH_BYTES, BadLines
 from dschat_ppo.data.json_stream import json_values, reason
@@ -107,11 +109,24 @@ class JsonColumns:
         return arrays
 
 
+_LONG_NUMBER = re.compile("[0-9]{19}")
 _KINDS = {list: "a list", dict: "an object"} | dict.fromkeys((str, bool, int, float), "text or a number")
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """JSON text.
+
+    Raises:
+        OverflowError: it holds an integer of more than 64 bits, which `datasets` cannot read again.
+        ValueError: it holds NaN or infinity.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if _LONG_NUMBER.search(text):
+        try:
+            ujson_loads(text)
+        except ValueError as problem:
+            raise OverflowError(str(problem)) from None
+    return text
 
 
 def _plain_array(values: list[Any]) -> pa.Array | None:

@@ -1,10 +1,14 @@
-"""Limits for chat templates: they come with model folders, and Jinja's sandbox bounds neither time nor memory."""
+"""Limits for chat templates, which come with model folders, and for what tokenizers get.
+
+Jinja's sandbox bounds neither time nor memory, and the tokenizers library aborts the process if memory runs out.
+"""
 
 from __future__ import annotations
 
+import json
 import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,21 +18,26 @@ from dschat_ppo.errors import UserError, reading
 
 SECONDS = 5.0  # of processor time; an ordinary rendering takes less than a millisecond
 BYTES = 2**30
-MOST_CHARACTERS = 2**24  # of a rendered conversation
+OWN_CHARACTERS = 2**18  # that a template may add to a conversation; those of published models add fewer than 20,000
+REPEATS = 16  # times that a template may write the conversation's JSON, which `tojson(indent=4)` makes longer
+MOST_BYTES = 2**24  # of a text to encode; the tokenizer needs up to 300 times as many
+GROUP_BYTES = 2**22  # of texts that are encoded together
+_QUOTED = 60  # characters of a template in a message
 _PAGES = Path("/proc/self/statm")
 _HAS_PAGES = _PAGES.exists()
 _EXCEEDED: dict[tuple[str, ...], str] = {}  # texts of a tokenizer's templates -> message
 
 
-def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[], object]) -> str:
+def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[], object], given: object) -> str:
     """The text of `render`, with its processor time, memory and length bounded.
 
-    A template that exceeded a limit is not rendered again, so a data set does not wait for each of its rows. Signals
-    reach the main thread only: in other threads, which serve a chat, time and memory are not bounded.
+    A template that needs too much time or memory is not rendered again, so a data set does not wait for each of its
+    rows. Signals reach the main thread only: in other threads time and memory are not bounded.
 
     Args:
         template: Jinja text, or several by name, of which transformers chooses one.
         render: renders one conversation by it.
+        given: the conversation, messages and tools; the permitted length depends on it.
 
     Raises:
         UserError: a limit is exceeded, or the template computes a power or is nested too deeply.
@@ -48,14 +57,61 @@ def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[
     except MemoryError:
         exceeded = f"{BYTES >> 30} GiB of memory"
     else:
-        if len(text) <= MOST_CHARACTERS:
-            return text
-        exceeded = f"{MOST_CHARACTERS:,} characters"
+        if len(text) > OWN_CHARACTERS:
+            _check_length(texts[0], text, given)
+        return text
     _EXCEEDED[texts] = (
         f"the chat template needs more than {exceeded} for one conversation; repair it, or take another one with "
         "--chat_template"
     )
     raise UserError(_EXCEEDED[texts])
+
+
+def _check_length(template: str, text: str, given: object) -> None:
+    """Check a long rendering: the tokenizer needs some 250 bytes of memory for each of its characters.
+
+    Raises:
+        UserError: most of it is not from the conversation.
+    """
+    own = len(json.dumps(given, ensure_ascii=False, default=str))
+    if len(text) > OWN_CHARACTERS + REPEATS * own:
+        start = " ".join(template.split())[:_QUOTED]
+        raise UserError(
+            f"the chat template, which starts with {start!r}, renders {len(text):,} characters for a conversation of "
+            f"{own:,}; repair it, or take another one with --chat_template"
+        )
+
+
+def check_size(text: str) -> int:
+    """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII.
+
+    Raises:
+        UserError: the text has more than `MOST_BYTES`.
+    """
+    size = len(text) if text.isascii() else 4 * len(text)
+    if size > MOST_BYTES and len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        raise UserError(
+            f"a text of {len(text):,} characters is too long for the tokenizer, which takes {MOST_BYTES >> 20} MiB at "
+            "once; split it"
+        )
+    return size
+
+
+def in_groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in the same order, in lists to encode together.
+
+    Raises:
+        UserError: see `check_size`.
+    """
+    group, size = list[str](), 0
+    for text in texts:
+        group.append(text)
+        size += check_size(text)
+        if size > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.template_limits import rendered_within_limits
+from dschat_ppo.data.template_limits import check_size, rendered_within_limits
 from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
 
@@ -336,14 +336,16 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: 
     plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
     apply = partial(tokenizer.apply_chat_template, plain, tools=tools or None, tokenize=False)
     with reading("the chat template rejects these messages"):
-        return rendered_within_limits(tokenizer.chat_template, partial(apply, add_generation_prompt=open_answer))
+        rendered = partial(apply, add_generation_prompt=open_answer)
+        return rendered_within_limits(tokenizer.chat_template, rendered, (plain, tools))
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text.
 
     Raises:
-        UserError: the tokenizer rejects it.
+        UserError: the tokenizer rejects it, or it is too long to be encoded at once.
     """
+    check_size(text)
     with reading("the tokenizer rejects this text"):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -133,7 +133,7 @@ def tokenise_batch(
         except UserError as problem:
             note(index, problem)
 
-    encoded = encode_examples(settings.tokenizer, [example for _, example in examples], settings.all_turns)
+    encoded = encode_examples(settings.tokenizer, (example for _, example in examples), settings.all_turns)
     names = ["index", *token_features(settings.use), *(name for name in NOTES if name not in ("number", "problem"))]
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for (index, example), ids in zip(examples, encoded, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dschat_ppo.data.template_limits import rendered_within_limits
 from dschat_ppo.data.templates import Messages, Tools, TurnEnd, ids_of, render, turn_end
 from dschat_ppo.data.tool_calls import check_rendered, has_calls
 from dschat_ppo.errors import UserError, reading
@@ -97,9 +98,12 @@ def _marked_spans(
     if not _MARKED.search(template):
         return []
     plain = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    with reading("the chat template rejects these messages"):
-        tokens: dict[str, Any] = tokenizer.special_tokens_map
-        rendered: Any = render_jinja_template(
+    tokens: dict[str, Any] = tokenizer.special_tokens_map
+    texts: list[str] = []
+    marks: list[list[Span]] = []
+
+    def render_marked() -> str:
+        found: Any = render_jinja_template(
             conversations=[plain],
             tools=tools or None,
             chat_template=template,
@@ -107,7 +111,11 @@ def _marked_spans(
             add_generation_prompt=True,
             **tokens,
         )
-    texts, marks = rendered
+        texts[:], marks[:] = found
+        return texts[0]
+
+    with reading("the chat template rejects these messages"):
+        rendered_within_limits(template, render_marked, (plain, tools))
     return [(start, stop) for start, stop in marks[0] if start < stop] if texts[0] == opening else []
 
 

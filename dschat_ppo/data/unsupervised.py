@@ -16,6 +16,7 @@ from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.data.template_limits import in_groups
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
@@ -78,8 +79,9 @@ def _cut_into_blocks(
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
-    for ids in tokenizer([text or "" for text in batch["text"]], add_special_tokens=False)["input_ids"]:
-        joined += [*ids, tokenizer.eos_token_id]
+    for texts in in_groups(text or "" for text in batch["text"]):
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            joined += [*ids, tokenizer.eos_token_id]
     blocks = [joined[start : start + length] for start in range(0, len(joined), length)]
     blocks = [block for block in blocks if len(block) > 1]
     return {

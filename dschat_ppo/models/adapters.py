@@ -33,6 +33,7 @@ NOT_CALLED = {
     "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",), "jamba": ("dt_proj",),
 }  # fmt: skip
 _MAX_NAMES = 8  # of layers, in a message
+_MOST_RANK = 2**16  # its matrices are allocated before training, so memory would run out
 _HOW_TO_MERGE = "docs/lora.md"
 
 
@@ -222,6 +223,8 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
     """Add peft's layers of `config`, which is that of an adapter in `folder` or of a new one (None)."""
     from peft import inject_adapter_in_model
 
+    if (rank := max([config.r, *(config.rank_pattern or {}).values()])) > _MOST_RANK:
+        raise UserError(f"{folder or 'LoRA'}: rank {rank} is above {_MOST_RANK:,}; lower it")
     seed = torch.initial_seed() ^ crc32(name.encode())
     earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
     active = next((layer.active_adapters for layer in layers.values()), [name])

@@ -190,6 +190,9 @@ def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any], list[Tensor]]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; a run keeps its newest repro bundles, --max_nonfinite_skips + 1")
+    for name in (WHAT, BATCH, CONFIG):
+        if not (folder / name).is_file():  # reading a pipe would wait forever
+            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file)")
     try:
         what = json.loads((folder / WHAT).read_text(encoding="utf-8"))
         tensors = load_file(folder / BATCH)

@@ -23,8 +23,8 @@ WEAKER = {
     "network": "only Python keeps programs from the network, and programs can circumvent that",
     "files": "programs can write every file that the user of this run can write, and see its processes",
     "processes": "programs may not start processes, so correct ones that do fail, and threads are limited by their "
-    "memory alone (the run belongs to root and other users cannot read Python's files, or the machine does not permit "
-    "namespaces)",
+    "memory alone (the run belongs to root and other users cannot read Python's files or reach TMPDIR, or the machine "
+    "does not permit namespaces)",
     "calls": "the kernel does not filter system calls, so where a namespace is missing only Python refuses processes, "
     "and shared memory is not limited",
 }

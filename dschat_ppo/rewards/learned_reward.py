@@ -136,24 +136,24 @@ class RetokenizedModelReward:
             RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
-        sequences, answers, problem = list[list[int]](), list[list[int]](), None
-        found = encode_examples(self.tokenizer, [self._example(*row) for row in rows], all_turns=False)
+        sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
+        found = encode_examples(self.tokenizer, (self._example(*row) for row in rows), all_turns=False)
         for encoded, prompt, ended in zip(found, request.prompts, rollout.ended.tolist(), strict=True):
             if isinstance(encoded, UserError):
                 problem = f"--reward_model_name_or_path: {encoded} (prompt: {prompt[:60]!r})"
                 break
             (answer,) = encoded.answers
             answers.append(answer if ended else answer[:-1])
-            sequences.append(encoded.prompt + answers[-1])
+            sequence = encoded.prompt + answers[-1]
+            too_long += len(sequence) > self.max_length
+            sequences.append(sequence[-self.max_length :])
         raise_on_any_rank(problem)  # otherwise the other ranks would wait in the forward passes
-        too_long = sum(len(sequence) > self.max_length for sequence in sequences)
         if too_long:
             print_line(
                 f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the reward model's "
                 f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
             )
-        cut = [sequence[-self.max_length :] for sequence in sequences]
-        input_ids, lengths = right_padded(cut, filler_id(self.tokenizer))
+        input_ids, lengths = right_padded(sequences, filler_id(self.tokenizer))
         input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
         return scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
 

@@ -86,20 +86,21 @@ def prctl(option: int, value: int) -> None:
     checked(libc.prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3))
 
 
-def others_can_read(path: str) -> bool:
-    """Whether any user can enter every folder above `path` and read it."""
+def others_may(rights: int, path: str) -> bool:
+    """Whether any user has these rights (4: read, 1: enter) for `path` and every folder above it."""
     while path != "/":
-        mode = os.stat(path).st_mode
-        if not mode & 0o001 or not mode & 0o004:
+        if os.stat(path).st_mode & rights != rights:
             return False
         path = os.path.dirname(path)
     return True
 
 
 def leave_root(folder: str) -> bool:
-    """Switch to a random user id that owns only `folder`, if other users can read Python's files."""
+    """Switch to a random user id that owns only `folder`, if other users can read Python's files and reach `folder`."""
     places = [place for place in sys.path if os.path.isdir(place)]
-    if not places or not all(others_can_read(os.path.realpath(place)) for place in places):
+    if not places or not all(others_may(5, os.path.realpath(place)) for place in places):
+        return False
+    if not others_may(1, os.path.dirname(os.path.realpath(folder))):  # a private TMPDIR
         return False
     number = 2**30 + secrets.randbelow(2**30)
     try:

@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser
@@ -75,6 +76,7 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     from dschat_ppo.tools.chat_model import load_models
     from dschat_ppo.tools.chat_server import serve
     from dschat_ppo.tools.chat_terminal import Terminal
+    from dschat_ppo.tools.encoding_process import EncodingProcess
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
@@ -82,7 +84,10 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     if words.system and not all(model.has_template for model in models):
         raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
     if words.web:
-        serve(models, settings, words.system, words.port)
+        with EncodingProcess([model.prompt_ids for model in models]) as encode:
+            for number, model in enumerate(models):
+                model.encode = partial(encode, number)
+            serve(models, settings, words.system, words.port)
         return
     styled = sys.stdin.isatty() and sys.stdout.isatty()
     if styled:

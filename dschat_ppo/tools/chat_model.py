@@ -28,6 +28,7 @@ from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.rollout.token_stream import TextStream, stream_tokens
+from dschat_ppo.tools.encoding_process import Encoder
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of a conversation is dropped
@@ -120,6 +121,7 @@ class ChatModel:
         self.positions = None if known is None else int(known) - first_position(self.model.config)
         self.ends = end_ids(self.tokenizer, self.model)
         self.lock = threading.Lock()  # whoever holds it may call `answer`
+        self.encode: Encoder = self.prompt_ids  # a server replaces it by an `EncodingProcess`
 
     @property
     def has_template(self) -> bool:
@@ -153,7 +155,7 @@ class ChatModel:
         system = [message for message in messages[:1] if message["role"] == "system"]
         turns, dropped = messages[len(system) :], 0
         while True:
-            ids = self.prompt_ids(system + turns)
+            ids = self.encode(system + turns)
             if not ids:
                 raise UserError(f"{self.name}: the message has no tokens; write something")
             if self.positions is None:

@@ -26,7 +26,7 @@ from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.engine.skip_update import set_random_state
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.attention_choice import check_attention
 from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="number format (default: that of the run)")
     words = parser.parse_args(argv)
     try:
-        bad = replay(words.folder, words.dtype)
+        with reading(f"{words.folder}: cannot be replayed"):  # every value in its files decides what is computed
+            bad = replay(words.folder, words.dtype)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -33,13 +33,13 @@ import torch
 
 from dschat_ppo.common.logging import print_line, quiet_libraries
 from dschat_ppo.data.collators import right_padded
-from dschat_ppo.data.templates import encode_finished
+from dschat_ppo.data.templates import encode_finished, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import DTYPES, check_vocabulary, load_config, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
-from dschat_ppo.rewards.learned_reward import scores_in_batches
+from dschat_ppo.rewards.learned_reward import SEPARATOR, scores_in_batches
 from dschat_ppo.runtime.exit_codes import USER_ERROR
 from dschat_ppo.tools.http_requests import BodyBudget, LimitedServer, RejectedError, limit_request, received_body
 
@@ -58,12 +58,18 @@ class Scorer:
         max_batch_tokens: most tokens of a forward pass.
 
     Raises:
-        UserError: the folder does not hold such a model.
+        UserError: the folder does not hold such a model, or it holds a process reward model.
     """
 
     def __init__(self, folder: str, dtype: str, max_batch_tokens: int):
         config = load_config(folder, "--model")
+        if SEPARATOR in config.to_dict():
+            raise UserError(
+                f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but this server "
+                "scores whole texts; give it to --reward_model_name_or_path of step 3, with --process_reward"
+            )
         self.tokenizer = load_tokenizer(folder, "--model")
+        turn_end(self.tokenizer)  # renders the chat template once, here in the main thread, where its limits hold
         check_vocabulary(self.tokenizer, config, "--model", folder)
         self.max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.max_batch_tokens = max_batch_tokens

@@ -18,6 +18,7 @@ import faults  # noqa: E402
 import faulty_main  # noqa: E402
 import long_run  # noqa: E402
 import power_loss  # noqa: E402
+from measure import write_docs  # noqa: E402
 
 LOG = """checkpoint step_000001: copied in 0.0 s, being written
 checkpoint step_000001: saved, 0.9 MiB
@@ -106,7 +107,7 @@ def test_the_table_goes_between_the_marks(tmp_path):
     file = tmp_path / "docs.md"
     file.write_text(f"before\n{faults.MARKS[0]}\nold\n{faults.MARKS[1]}\nafter\n")
     text = faults.table([faults.Outcome("SIGKILL", 5, True, 0, 0, True, 1.0)])
-    faults.write_docs(file, text, faults.MARKS)
+    write_docs(file, text, faults.MARKS)
     assert text.splitlines()[-1] == "| SIGKILL | 5 | 0 | 0 | yes |"
     assert file.read_text() == f"before\n{faults.MARKS[0]}\n\n{text}\n\n{faults.MARKS[1]}\nafter\n"
 

@@ -1,10 +1,12 @@
 """Batched encoding equals encoding one by one, and both equal the rendered conversation, on many tokenizers."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from tiny_tokenizers import KINDS, tokenizer_of
 
+from dschat_ppo.data import encode, template_limits
 from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import Example
@@ -149,12 +151,45 @@ def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     text_anchor(tokenizer, "a prompt")
     counting = Counting(tokenizer, monkeypatch)
     chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
-    encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False)
+    list(encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False))
     assert counting.calls == 1
     assert counting.renderings == 3 * 8
     assert counting.characters < 8 * (1000 + 150)
-    encode_examples(tokenizer, [Example(f"{number} lamp", ["hall", "lamp"]) for number in range(8)], False)
+    list(encode_examples(tokenizer, [Example(f"{number} lamp", ["hall", "lamp"]) for number in range(8)], False))
     assert counting.calls == 3
+
+
+@pytest.mark.parametrize("all_turns", [False, True])
+def test_long_rows_are_encoded_a_few_at_a_time(monkeypatch, all_turns):
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    talk = [{"role": "user", "content": "lamp"}, {"role": "assistant", "content": "hall"}]
+    given = [Example(f"{number} " * 2000, [" hall", f"{number}" * 3000]) for number in range(1, 10)]
+    given += [Example([*talk, {"role": "user", "content": f"{number} " * 2000}], ["hall"]) for number in range(1, 10)]
+    given[4] = Example("half a pair: \ud83d", ["lamp"])
+    whole = list(encode_examples(tokenizer, given, all_turns))
+    assert sum(isinstance(each, UserError) for each in whole) == 1
+    for module in (encode, template_limits):
+        monkeypatch.setattr(module, "GROUP_BYTES", 10_000)
+    asked, lengths, call = list[int](), list[int](), tokenizer._encode_plus
+
+    def spy(text, *words, **settings):
+        lengths.append(sum(map(len, [text] if isinstance(text, str) else text)))
+        return call(text, *words, **settings)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", lambda self, *words, **settings: spy(*words, **settings))
+    in_parts = encode_examples(tokenizer, (asked.append(place) or each for place, each in enumerate(given)), all_turns)
+    assert isinstance(next(in_parts), EncodedExample) and asked == [0, 1]
+    assert str(whole[1:]) == str(list(in_parts)) and len(asked) == 18
+    assert max(lengths) < 10_000 + 5000
+    assert max(map(sum, pairwise(lengths))) > 10_000
+
+
+def test_a_row_of_200_000_characters_is_encoded():
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    ask = [{"role": "user", "content": "one lamp " * 22_222}]
+    (found,) = encode_examples(tokenizer, [Example(ask, ["yes " * 50_000])], False)
+    assert found.prompt == encode_prompt(tokenizer, ask) and len(found.prompt) > 50_000
+    assert tokenizer.decode(found.answers[0]) == "yes " * 50_000 + "<|im_end|>"
 
 
 def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
@@ -180,15 +215,15 @@ def test_a_row_that_cannot_be_encoded_does_not_disturb_the_others():
         Example("Where?", ["\ud83d"]),
         Example([{"role": "user", "content": "\ud83d"}], ["lamp"]),
     ]
-    found = encode_examples(tokenizer, [good[0], *bad, good[1]], False)
+    found = list(encode_examples(tokenizer, [good[0], *bad, good[1]], False))
     assert [type(each) for each in found] == [EncodedExample, *[UserError] * 4, EncodedExample]
-    assert found[:: len(found) - 1] == encode_examples(tokenizer, good, False)
+    assert found[:: len(found) - 1] == list(encode_examples(tokenizer, good, False))
     assert "no form for the role 'tool'" in str(found[1])
     assert all("the tokenizer rejects this text" in str(each) for each in found[2:5])
 
 
 def test_nothing_to_encode():
-    assert encode_examples(chat_tokenizer("bytes", "chatml"), [], True) == []
+    assert list(encode_examples(chat_tokenizer("bytes", "chatml"), [], True)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

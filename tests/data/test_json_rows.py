@@ -120,6 +120,15 @@ def test_numbers_that_json_does_not_have_are_bad_where_they_cannot_be_stored(tmp
         read(tmp_path, b'{"p": 1}\n{"p": 99999999999999999999999}\n')
 
 
+@pytest.mark.parametrize("number", [-(2**63) - 1, 2**64])
+@pytest.mark.parametrize("wrap", [lambda number: number, lambda number: [1, "a", {"b": number}]], ids=["alone", "deep"])
+def test_integers_beyond_64_bits_are_bad_in_columns_that_are_stored_as_json(tmp_path, number, wrap):
+    content = lines({"p": "text" if wrap(0) == 0 else ["text"]}, {"p": wrap(number)}, {"p": wrap(-(2**63))})
+    with pytest.raises(UserError, match="row 2 holds a number of more than 64 bits"):
+        read(tmp_path, content)
+    assert [row["p"] for row in values_of(read(tmp_path, content, "skip").train)][1:] == [wrap(-(2**63))]
+
+
 def test_the_quoted_line_is_cut_at_200_characters(tmp_path):
     with pytest.raises(UserError) as problem:
         read(tmp_path, b'{"p": "' + b"x" * 1000)

@@ -77,7 +77,7 @@ def test_a_long_row_is_shown_by_its_start_and_end():
 
 def test_the_first_row_of_each_data_set_is_logged(said):
     tokenizer = chat_tokenizer("letters", "zephyr")
-    encoded = encode_examples(tokenizer, [Example(letter, ["x"]) for letter in "abcd"], True)
+    encoded = list(encode_examples(tokenizer, [Example(letter, ["x"]) for letter in "abcd"], True))
     rows = Dataset.from_dict(
         {"prompt_ids": [e.prompt for e in encoded], "answers": [e.answers for e in encoded], "source": [1, 1, 0, 0]}
     )

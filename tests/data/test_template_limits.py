@@ -1,5 +1,6 @@
 """Hostile chat templates end within seconds, and limits leave ordinary renderings and the process as they were."""
 
+import json
 import mmap
 import multiprocessing
 import resource
@@ -11,8 +12,9 @@ import pytest
 
 from dschat_ppo.data import template_limits
 from dschat_ppo.data.chat_templates import has_power, template_of_file
-from dschat_ppo.data.template_limits import rendered_within_limits
-from dschat_ppo.data.templates import render
+from dschat_ppo.data.template_limits import check_size, in_groups, rendered_within_limits
+from dschat_ppo.data.templates import ids_of, render
+from dschat_ppo.data.turns import turn_spans
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
@@ -23,7 +25,6 @@ DOUBLING = (
     "{{ n.text }}{{ messages }}"
 )
 HUGE = "{{ 'x' * 9999999999 }}{{ messages }}"
-LONG = "{{ 'x' * 20000000 }}{{ messages }}"
 SQUARES = (
     "{% set n = namespace(x=99999) %}{% for a in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
     "{{ n.x }}{{ messages }}"
@@ -39,10 +40,9 @@ def tokenizer(monkeypatch):
 
 @pytest.mark.parametrize(
     "template, limit",
-    [(ENDLESS, "0.5 s"), (DOUBLING, "1 GiB of memory"), (HUGE, "1 GiB of memory"), (LONG, "16,777,216 characters"),
-     (SQUARES, "0.5 s")],
-    ids=["endless", "doubling", "huge", "long", "squares"],
-)  # fmt: skip
+    [(ENDLESS, "0.5 s"), (DOUBLING, "1 GiB of memory"), (HUGE, "1 GiB of memory"), (SQUARES, "0.5 s")],
+    ids=["endless", "doubling", "huge", "squares"],
+)
 def test_a_hostile_template_ends_within_seconds(tokenizer, template, limit):
     tokenizer.chat_template = template
     limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
@@ -55,11 +55,57 @@ def test_a_hostile_template_ends_within_seconds(tokenizer, template, limit):
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+def test_a_template_that_adds_megabytes_is_refused(tokenizer):
+    own = len(json.dumps([MESSAGES, None]))
+    most = 2**18 + 16 * own
+    tokenizer.chat_template = "{{ messages[0].content }}" + "x" * (most - 5)
+    assert len(render(tokenizer, MESSAGES, open_answer=True)) == most
+    tokenizer.chat_template += "y"
+    expected = (
+        rf"^the chat template, which starts with '{{{{ messages\[0\].content }}}}x*', renders {most + 1:,} characters "
+        f"for a conversation of {own}; repair it"
+    )
+    with pytest.raises(UserError, match=expected) as problem:
+        render(tokenizer, MESSAGES, open_answer=True)
+    assert len(str(problem.value)) < 300
+    messages = [{"role": "user", "content": "long " * 2000}]  # other conversations are rendered still
+    assert len(render(tokenizer, messages, open_answer=True)) == most - 4 + 10_000
+
+
+def test_a_template_may_write_a_long_conversation_several_times(tokenizer):
+    tokenizer.chat_template = "{{ messages[0].content * 15 }}"
+    assert len(render(tokenizer, [{"role": "user", "content": "x" * 200_000}], open_answer=True)) == 3_000_000
+
+
+def test_marks_of_answers_are_rendered_within_the_limits(tokenizer):
+    talk = [*MESSAGES, {"role": "assistant", "content": "hi"}, *MESSAGES]
+    tokenizer.chat_template = "{% generation %}{% endgeneration %}" + "{{ messages }}" + "x" * 2**19
+    with pytest.raises(UserError, match="renders 524,"):
+        turn_spans(tokenizer, talk, "")
+
+
+def test_texts_are_grouped_by_their_bytes(monkeypatch):
+    monkeypatch.setattr(template_limits, "GROUP_BYTES", 10)
+    assert list(in_groups([])) == []
+    assert list(in_groups(["", "abcdefghij", "k", "lm"])) == [["", "abcdefghij", "k"], ["lm"]]
+    assert list(in_groups(["é" * 3, "é" * 3])) == [["ééé"], ["ééé"]]  # up to four bytes each
+
+
+def test_a_text_of_more_than_16_mib_is_refused():
+    assert check_size("a" * 2**24) == 2**24
+    assert check_size("é" * 2**23) == 2**25  # an estimate; it has 2**24 bytes
+    for text in ("a" * (2**24 + 1), "é" * 2**23 + "a"):
+        with pytest.raises(UserError, match=f"^a text of {len(text):,} characters is too long for the tokenizer"):
+            check_size(text)
+    with pytest.raises(UserError, match="too long for the tokenizer"):
+        ids_of(make_tokenizer(["a"]), "a" * (2**24 + 1), add_special_tokens=False)
+
+
 def _render_beside(mebibytes: int, template: str) -> str:
     """In a forked worker that has mapped this much memory since the fork."""
     mapped = mmap.mmap(-1, mebibytes << 20)
     try:
-        return rendered_within_limits(template, lambda: len(bytes(64 << 20)))
+        return rendered_within_limits(template, lambda: len(bytes(64 << 20)), [])
     finally:
         mapped.close()
 
@@ -124,7 +170,7 @@ def test_an_error_in_the_template_keeps_its_message(tokenizer):
 def test_without_a_proc_file_system_time_is_bounded_still(tokenizer, monkeypatch):
     monkeypatch.setattr(template_limits, "_HAS_PAGES", False)
     with pytest.raises(UserError, match="more than 0.5 s"):
-        rendered_within_limits("", lambda: [None for _ in iter(int, 1)])
+        rendered_within_limits("", lambda: [None for _ in iter(int, 1)], [])
 
 
 @pytest.mark.parametrize("start", ["{{ " + "[" * 100_000, "{{ " + "(" * 150 + "messages" + ")" * 150 + " }}"])

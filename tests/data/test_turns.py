@@ -163,7 +163,7 @@ def test_an_answer_that_cannot_be_found_is_refused(template):
 
 def test_without_all_turns_there_are_no_spans():
     tokenizer = chat_tokenizer("bytes", "chatml")
-    both = [encode_examples(tokenizer, [Example(TALK, ["lamp"])], all_turns)[0] for all_turns in (False, True)]
+    both = [next(encode_examples(tokenizer, [Example(TALK, ["lamp"])], all_turns)) for all_turns in (False, True)]
     assert both[0].prompt_spans == []
     assert (both[0].prompt, both[0].answers) == (both[1].prompt, both[1].answers)
 

@@ -4,6 +4,8 @@ import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from test_prepare import TOKENIZER, flags_for, write_jsonl
 
+from dschat_ppo.data import template_limits, unsupervised
+from dschat_ppo.data.template_limits import in_groups
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.errors import UserError
 
@@ -21,6 +23,17 @@ def test_texts_are_joined_by_eos_and_cut_into_blocks(tmp_path):
     expected = [joined[start : start + 4] for start in range(0, len(joined), 4)]
     assert blocks == [block for block in expected if len(block) > 1]
     assert all(len(row["prompt_ids"]) == 1 and len(row["answers"]) == 1 and row["margin"] == 0 for row in rows)
+
+
+def test_long_texts_are_encoded_a_few_at_a_time(tmp_path, monkeypatch):
+    rows = [{"text": f"{number} a b " * 100} for number in range(5)]
+    whole = read_blocks(tmp_path, rows, 64)[:]
+    monkeypatch.setattr(template_limits, "GROUP_BYTES", 500)
+    given = []
+    monkeypatch.setattr(unsupervised, "in_groups", lambda texts: (given.append(g) or g for g in in_groups(texts)))
+    (tmp_path / "again").mkdir()
+    assert read_blocks(tmp_path / "again", rows, 64)[:] == whole
+    assert [len(group) for group in given] == [1] * 5
 
 
 def test_a_last_block_of_one_token_is_dropped(tmp_path):

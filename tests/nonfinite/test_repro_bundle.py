@@ -1,6 +1,7 @@
 """Repro bundles: written, read back, bounded in number, refused if damaged."""
 
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -54,6 +55,16 @@ def test_damaged_bundles_and_newer_formats_are_refused(tmp_path, damage):
     else:
         (folder / damage).write_bytes((folder / damage).read_bytes()[:-9])
     with pytest.raises(UserError, match="newer version" if damage == "newer" else "is not a complete repro bundle"):
+        read_bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["what.json", "batch.safetensors", "config.yaml"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, name):
+    folder = tmp_path / "nonfinite/step_000001_rank_0"
+    ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=rf"is not a complete repro bundle \({name} is missing or not a file\)"):
         read_bundle(folder)
 
 

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from dschat_ppo.data import template_limits
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools import chat_server
 from dschat_ppo.tools.chat import PORT, main, read_arguments
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
@@ -55,3 +58,27 @@ def test_a_chat_through_pipes(assets):
     lines = done.stdout.splitlines()
     assert lines[0] == "lm:" and "uniform_lm:" in lines and lines[-1] == "forgotten: Where is"
     assert done.stdout.count("[cut after 4 tokens (/set max_tokens N)]") == 2
+
+
+def test_the_page_limits_the_chat_template(assets, tmp_path, monkeypatch):
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+    (tmp_path / "endless.jinja").write_text(template)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    found = []
+
+    def serve(models, settings, system, port):
+        """Ask as a thread of the server does."""
+
+        def ask():
+            with pytest.raises(UserError, match="the chat template needs more than 0.5 s") as problem:
+                next(models[0].answer([{"role": "user", "content": "Hello"}], settings, 0))
+            found.append(problem.value)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(60)
+
+    monkeypatch.setattr(chat_server, "serve", serve)
+    words = ["--model", str(assets / "lm"), "--dtype", "fp32", "--web"]
+    assert main([*words, "--chat_template", str(tmp_path / "endless.jinja")]) == 0
+    assert len(found) == 1

@@ -363,6 +363,19 @@ def test_adaptive_coefficients_are_restored(assets, tmp_path):
 # The rest
 
 
+@pytest.mark.parametrize(
+    "change", [{"fault": None}, {"constants": {}}, {"records": ["X"]}, {"format": "1"}, {"model": 3}]
+)
+def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys, change):
+    step, role, kind, records, constants, words, _ = CASES["sft"]
+    context = FailureContext(records, constants, engine_of(kind))
+    file = Path(bundle(assets, tmp_path, step, role, context, words)) / "what.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert main([str(file.parent)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file.parent}: cannot be replayed: ") and said.count("\n") == 1
+
+
 def test_a_folder_that_is_not_a_bundle_is_a_user_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "is not a complete repro bundle" in capsys.readouterr().err

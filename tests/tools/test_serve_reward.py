@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from dschat_ppo.data import template_limits
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
@@ -49,6 +51,26 @@ def address(scorer):
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_a_process_reward_model_is_refused(assets, tmp_path, capsys):
+    folder = shutil.copytree(assets / "reward", tmp_path / "prm")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "step_separator": "\n"}))
+    assert serve_reward.main(["--model", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --model {folder}: is a process reward model") and said.count("\n") == 1
+    assert "--process_reward" in said
+
+
+def test_a_hostile_template_of_the_model_does_not_hold_the_server(assets, tmp_path, monkeypatch):
+    folder = shutil.copytree(assets / "reward", tmp_path / "hostile")
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+    (folder / "chat_template.jinja").write_text(endless)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    hostile, plain = (Scorer(str(place), "fp32", 60) for place in (folder, assets / "reward"))
+    with RewardServer(("127.0.0.1", 0), hostile, MOST_BYTES, MOST_ROWS) as server:
+        assert server.batcher(["a text"]) == plain(["a text"])  # in the thread of the model
 
 
 @torch.no_grad()

@@ -1,0 +1,95 @@
+"""The remote reward over HTTPS: services with certificates that are trusted, unknown, or of another host."""
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.rewards.remote_reward import RemoteReward
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+
+
+def openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Path:
+    """A folder with an authority, `ca.pem`, and what it signed: `here.pem` for 127.0.0.1 and `other.pem`."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new_key = ["-newkey", "rsa:2048", "-nodes", "-keyout"]
+    authority = ["-days", "2", "-subj", "/CN=authority of the test", "-addext", "keyUsage=critical,keyCertSign"]
+    openssl(folder, "req", "-x509", *new_key, "ca.key", "-out", "ca.pem", *authority)
+    for name, host in (("here", "IP:127.0.0.1"), ("other", "DNS:elsewhere.invalid")):
+        openssl(folder, "req", *new_key, f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        (folder / "names").write_text(f"subjectAltName={host}\n")
+        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
+        openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
+    return folder
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):  # noqa: N802
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+        body = json.dumps({"rewards": [len(text) for text in query]}).encode()
+        self.server.answered += 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def serve(certificates):
+    running = []
+
+    def start(name: str) -> HTTPServer:
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.answered = 0
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(server: HTTPServer) -> list[float]:
+    reward = RemoteReward([f"https://127.0.0.1:{server.server_port}/get_reward"], 20.0, 0, 8)
+    return reward(RewardRequest(["p", "two"], ["r", ""], [{}, {}]), None).tolist()
+
+
+def test_a_certificate_of_a_trusted_authority_is_accepted(serve, certificates, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+    assert ask(serve("here")) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "trusted", "cause"),
+    [("here", False, "unable to get local issuer certificate"), ("other", True, "IP address mismatch")],
+    ids=["unknown authority", "another host"],
+)
+def test_other_certificates_are_refused_in_one_line(serve, certificates, monkeypatch, name, trusted, cause):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+    server = serve(name)
+    with pytest.raises(RewardServiceError, match=f"no reply in 1 attempts; the last: .*{cause}") as problem:
+        ask(server)
+    assert "\n" not in str(problem.value) and len(str(problem.value)) < 400
+    assert server.answered == 0  # no text went to it
