@@ -18,7 +18,7 @@ def processor_time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block after `seconds` of this process's time in user mode.
 
     The interruption happens between two bytecodes or inside a match of `re`, which asks for signals. Signals reach the
-    main thread only; in other threads nothing is limited. The limit of a block around this one applies again afterwards,
+    main thread only; in other threads nothing is limited. The limit of a surrounding block applies again afterwards,
     without the time of this one.
 
     Raises:
