@@ -18,7 +18,8 @@ def processor_time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block after `seconds` of this process's time in user mode.
 
     The interruption happens between two bytecodes or inside a match of `re`, which asks for signals. Signals reach the
-    main thread only; in other threads nothing is limited.
+    main thread only; in other threads nothing is limited. The limit of a block around this one holds again afterwards,
+    without the time of this one.
 
     Raises:
         TimeIsUp: inside the block.
@@ -27,12 +28,13 @@ def processor_time_limit(seconds: float) -> Iterator[None]:
         yield
         return
     handler = signal.signal(signal.SIGVTALRM, _interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    before = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *before)  # of a block around this one
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
