@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
         return None
     size = sum(len(machine.ranks) for machine in held)
     problem = ""
-    newest = sorted({part.name for machine in held for part in machine.parts}, reverse=True)
+    newest = sorted({part.name for machine in held for part in machine.parts}, key=_position, reverse=True)
     for name in newest:
         parts = [next((part for part in machine.parts if part.name == name), None) for machine in held]
         fault = _fault(name, held, parts, size)
@@ -93,6 +94,12 @@ def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
         machine = next(machine for machine in held if machine.faults)
         problem = f"{machine.title}: {machine.faults[-1]}"
     raise UserError(f"--output_dir {output} --local_checkpoints: {problem}; {_WAY_OUT}")
+
+
+def _position(name: str) -> list[int]:
+    """[step] or [step, update] of a checkpoint's name, by which checkpoints are ordered: names of a million steps and
+    more have more digits."""
+    return [int(number) for number in re.findall(r"\d+", Path(name).name)]
 
 
 def _fault(name: str, held: Sequence[HeldByMachine], parts: Sequence[HeldCheckpoint | None], size: int) -> str | None:
@@ -142,5 +149,5 @@ def _log_faults(held: Sequence[HeldByMachine], name: str) -> None:
         for fault in machine.faults:
             logger().warning(f"{machine.title}: checkpoint {fault}")
         for part in machine.parts:
-            if part.name > name:
+            if _position(part.name) > _position(name):
                 logger().warning(f"{machine.title}: checkpoint {part.name} is not on all machines; {name} is used")

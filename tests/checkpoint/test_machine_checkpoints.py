@@ -36,6 +36,16 @@ def test_the_newest_that_all_have():
     assert choose(machines, OUTPUT) == "step_000004"
 
 
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [("step_999999", "step_1000000"), ("step_000004", "step_000004_update_0002"),
+     ("step_000004_update_9999", "step_000004_update_10000"), ("step_000004_update_0002", "step_000005")],
+)  # fmt: skip
+def test_the_newest_is_that_of_the_most_steps_and_updates(older, newer):
+    machines = [machine("a", (0, 1), older, newer), machine("b", (2, 3), older, newer)]
+    assert choose(machines, OUTPUT) == newer
+
+
 def test_power_was_lost_before_the_last_machine_committed():
     machines = [machine("a", (0, 1), "step_000002", "step_000004"), machine("b", (2, 3), "step_000002")]
     assert choose(machines, OUTPUT) == "step_000002"
