@@ -41,6 +41,7 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("data", "saved_at"), lambda value: isinstance(value, str)),
     "files": _are_files,
     "best": lambda value: isinstance(value, bool),
+    "ranks": lambda value: value is None or (isinstance(value, list) and value != [] and all(map(_is_count, value))),
 }
 
 
