@@ -17,8 +17,12 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 
 KERNELS = ("attn_implementation", "experts_implementation")
-# Left out, with a note. transformers reads some of them with an underscore too.
-IGNORED = (*KERNELS, "auto_map", "custom_generate", "custom_pipelines", "kernel_config", "use_kernels")
+# Left out, with a note. transformers reads some of them with an underscore too. A fusion replaces modules of the whole
+# process; a model with a `distributed_config` that is not an object of transformers cannot be saved.
+IGNORED = (
+    *KERNELS, "auto_map", "custom_generate", "custom_pipelines", "distributed_config", "fusion_config", "kernel_config",
+    "use_kernels",
+)  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--dtype` chooses the dtype of a run
 
 

@@ -107,6 +107,15 @@ def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
     assert not hasattr(config.text_config, "auto_map")
 
 
+@pytest.mark.parametrize(
+    "settings", [{"distributed_config": {"tp_size": 2}}, {"fusion_config": {"patch_embeddings": True}}]
+)
+def test_settings_that_change_how_a_model_is_built_and_saved_are_ignored(assets, tmp_path, settings):
+    model = load_causal_lm(str(changed(assets, tmp_path / "lm", settings)), "fp32", None)
+    model.save_pretrained(tmp_path / "saved")
+    assert not settings.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
+
+
 @pytest.mark.parametrize("method", ["gptq", "mxfp4", "bitsandbytes", "xyz"])
 def test_quantised_weights_are_refused(assets, tmp_path, method):
     folder = changed(assets, tmp_path / "lm", {"quantization_config": {"quant_method": method}})
