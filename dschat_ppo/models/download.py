@@ -14,6 +14,7 @@ from dschat_ppo.models.model_files import wants_settings_only
 
 ANSWER_SECONDS = 5.0  # how long the hub may take
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEMPLATES = "additional_chat_templates/*.jinja"  # besides the default one, such as `tool_use`
 # In order of preference. Repositories hold weights twice: as safetensors and pickled, or in the layout of their authors
 # (`consolidated.safetensors`, `original/`).
 WEIGHTS = (
@@ -26,10 +27,11 @@ WEIGHTS = (
 
 
 def wanted_files(files: list[str], weights: bool = True) -> list[str]:
-    """Those of a repository's files that a model needs: top-level settings, and weights of one format. Without
-    `weights`, only those of an adapter, which are small and say what it adds."""
+    """Those of a repository's files that a model needs: top-level settings, all chat templates, and weights of one
+    format. Without `weights`, only those of an adapter, which are small and say what it adds."""
     top = [name for name in files if "/" not in name]
     settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
+    settings += fnmatch.filter(files, TEMPLATES)
     for patterns in WEIGHTS if weights or "adapter_config.json" in top else ():
         found = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
         if found:

@@ -47,6 +47,11 @@ def test_weights_are_wanted_in_one_format(weights, others):
     assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(settings + weights)
 
 
+def test_chat_templates_beside_the_default_one_are_wanted():
+    templates = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    assert wanted_files([*templates, "examples/other.jinja", "additional_chat_templates/README.md"]) == templates
+
+
 def test_a_repository_without_weights_still_has_its_settings():
     assert wanted_files(["config.json", "README.md"]) == ["config.json"]
 
