@@ -106,13 +106,14 @@ def test_ranks_that_do_not_start_are_named(capfd, monkeypatch):
     assert set(capfd.readouterr().out.splitlines()) == {"waiting for ranks 2, 3 of 4"}
 
 
-def test_ranks_of_an_earlier_start_of_torchrun_do_not_count(monkeypatch):
+def test_ranks_of_an_earlier_start_of_torchrun_do_not_count(monkeypatch, capfd):
     store = HashStore()
     for rank in range(3):
         start(store, monkeypatch, rank, 2)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(UserError, match=r"^ranks 0, 1, 3 of 4 did not start"):
         wait_for_all_ranks(store)
+    assert capfd.readouterr().out == "", "rank 0 alone prints"
 
 
 @pytest.mark.parametrize("others", [[2, 2, 2], [2, 2, 1]])
