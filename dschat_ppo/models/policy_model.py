@@ -133,7 +133,8 @@ class PolicyModel(nn.Module):
         rows = lay_out(input_ids, lengths, self.packed, self.shares)
         if rows is not None:
             places = rows.places[row, column]  # (N,)
-            with read_tokens_only(self.backbone, self.reads_few, rows.each_once(places)):
+            read = rows.each_once(places) if self.reads_few else places
+            with read_tokens_only(self.backbone, self.reads_few, read):
                 packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
             states = packed[places]  # (N, H)
         else:
