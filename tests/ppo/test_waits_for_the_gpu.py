@@ -20,7 +20,8 @@ from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings, texts_of
 from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
-# Per forward pass, all before any layer: the longest row, transformers' check of positions, the number of wanted tokens.
+# Per forward pass, all before any layer: the longest row, transformers' check of positions, and the number of wanted
+# tokens.
 OF_VALUES = Counter({"__int__": 1, "__bool__": 1, "index": 1})
 OF_LOGPROBS = Counter({"__int__": 1, "__bool__": 1, "nonzero": 1})
 
