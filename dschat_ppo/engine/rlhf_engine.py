@@ -113,7 +113,8 @@ class RLHFEngine:
         if self.critic is not None and folders.reward == folders.critic:
             critic = self.critic.module
             # the same model, already tested
-            reward.packed, reward.divided, reward.shares = critic.packed, critic.divided, critic.shares
+            reward.packed, reward.divided = critic.packed, critic.divided
+            reward.shares, reward.reads_few = critic.shares, critic.reads_few
         else:
             select_kernels(engine)
         return engine

@@ -65,7 +65,8 @@ class RoleModels:
         else:
             adapter = "a frozen copy of its first adapter" if is_adapter_folder(self._folders.actor) else "no adapter"
             logger().info(f"reference: the actor's frozen weights with {adapter}; no reference model is held")
-        return PolicyModel(lm, self.actor.fused, self.actor.packed, self.actor.divided, self.actor.shares)
+        actor = self.actor
+        return PolicyModel(lm, actor.fused, actor.packed, actor.divided, actor.shares, actor.reads_few)
 
     def critic(self, folder: str, ds_config: Config) -> ScalarModel:
         """The model of the critic."""

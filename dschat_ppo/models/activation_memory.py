@@ -26,21 +26,21 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     return list(lists[0]) if lists else []
 
 
+def mlp_of(layer: nn.Module) -> tuple[nn.Module | None, bool]:
+    """The MLP of a decoder layer, None if it has none, and whether it is a mixture of experts."""
+    mlp = next((child for name, child in layer.named_children() if name in MLP_NAMES), None)
+    if mlp is None or not any(mlp.children()):
+        return None, False
+    return mlp, any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules())
+
+
 def mlps_of(backbone: nn.Module) -> tuple[list[nn.Module], int]:
     """The MLP of each decoder layer that has one, and the number of layers whose MLP is a mixture of experts.
 
     Experts are not tiled: their router sees all tokens of a layer at once, and its loss needs that.
     """
-    found, experts = [], 0
-    for layer in decoder_layers(backbone):
-        mlp = next((child for name, child in layer.named_children() if name in MLP_NAMES), None)
-        if mlp is None or not any(mlp.children()):
-            continue
-        if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()):
-            experts += 1
-        else:
-            found.append(mlp)
-    return found, experts
+    found = [mlp_of(layer) for layer in decoder_layers(backbone)]
+    return [mlp for mlp, experts in found if mlp is not None and not experts], sum(experts for _, experts in found)
 
 
 def tile_mlps(backbone: PreTrainedModel) -> None:

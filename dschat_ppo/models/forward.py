@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.types import Model, Rollout, full_sequences, response_slots
+from dschat_ppo.types import Model, Rollout, full_sequences
 
 
 def vocabulary_size(model: Any) -> int:
@@ -80,24 +80,23 @@ def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Te
 
 
 def response_values(engine: Model, rows: Rollout) -> Tensor:
-    """The critic's value before each response token, (B, R) fp32; meaningless outside `response_mask`."""
-    before = (response_slots(rows) - 1).clamp_min(0)
-    return engine(*full_sequences(rows)).gather(1, before)
+    """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`."""
+    input_ids, lengths = full_sequences(rows)
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+    before = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True) - 1) & (slots < lengths.unsqueeze(1) - 1)
+    values = scores_at(engine, input_ids, lengths, before)
+    return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)
 
 
-def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor, last_only: bool = False) -> Tensor:
+def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """The reward model's score at each row's last real token, (B,) fp32.
 
     Args:
         engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
         input_ids: (B, T) int64, right-padded.
         lengths: (B,) int64, above 0.
-        last_only: apply the head to the last tokens alone, with the same scores up to rounding and less memory for many
-            short rows and a long one.
     """
-    if last_only:
-        return engine(input_ids, lengths, last_only=True)
-    return engine(input_ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+    return engine(input_ids, lengths, last_only=True)
 
 
 def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:

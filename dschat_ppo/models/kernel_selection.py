@@ -14,6 +14,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
 from dschat_ppo.models.backbone import hidden_window, unwrap
+from dschat_ppo.models.last_layer import last_mlp
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -29,7 +30,7 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set `fused`, `packed` and `shares` of the model inside, and `divided` where ranks share rows.
+    """Set `fused`, `packed`, `shares` and `reads_few` of the model inside, and `divided` where ranks share rows.
 
     On a GPU rows are packed where the attention computes all of them in one call: FlashAttention, in half precision, or
     flex attention. Segment by segment, each layer would launch kernels for each row.
@@ -64,6 +65,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         _select_shared(engine, module, ids)
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
+    elif not (was_training and _draws_noise(module)):
+        _select_read_tokens(engine, module, ids)
     engine.train(was_training)
     if reason is not None:
         logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
@@ -133,6 +136,19 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     module.shares = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
 
 
+def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+    """Run the last MLP only for the tokens whose states are read, if these then have the same numbers.
+
+    Dropout would draw other numbers for fewer tokens, so a model that trains with it runs all tokens.
+    """
+    if last_mlp(module.backbone) is None or (isinstance(module, PolicyModel) and not module.fused):
+        return
+    every = _outputs(engine, ids, first=TOKENS // 2)
+    module.reads_few = True
+    difference = (_outputs(engine, ids, first=TOKENS // 2) - every).abs().mean(dim=-1) / every.std(dim=-1)
+    module.reads_few = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
+
+
 def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
     """Whether training is random, in the same way for all rows that share a beginning."""
     text = module.config.get_text_config()
@@ -160,10 +176,12 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
         raise UserError(f"--sequence_parallel_size: {name} cannot be divided, because {reason}; use 1")
 
 
-def _outputs(engine: Model, ids: Tensor) -> Tensor:
-    """Outputs for rows of uneven lengths, without padding: log-probs and entropies (2, N), or values (N)."""
+def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:
+    """Outputs for rows of uneven lengths, without padding, from column `first` on: log-probs and entropies (2, N), or
+    values (N)."""
     lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
-    real = torch.arange(TOKENS, device=ids.device) < lengths.unsqueeze(1)
+    slots = torch.arange(TOKENS, device=ids.device)
+    real = (slots < lengths.unsqueeze(1)) & (slots >= first)
     if isinstance(unwrap(engine), ScalarModel):
-        return engine(ids, lengths)[real]
+        return engine(ids, lengths, wanted=real)
     return torch.stack(engine(ids, real))

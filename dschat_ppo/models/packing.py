@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import position_arguments, real_slots
+from dschat_ppo.models.last_layer import read_tokens_again
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
     Segments,
@@ -260,8 +261,15 @@ class DividedRows:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of `torch.utils.checkpoint`: the recomputation has the attention of the forward pass."""
-    return nullcontext(), _entered(_RUNNING[-1]) if _RUNNING else nullcontext()
+    """`context_fn` of `torch.utils.checkpoint`: the recomputation has the attention of the forward pass, and the tokens
+    of its last MLP."""
+    return nullcontext(), _as_before(_entered(_RUNNING[-1]) if _RUNNING else nullcontext(), read_tokens_again())
+
+
+@contextmanager
+def _as_before(attention: AbstractContextManager[None], tokens: AbstractContextManager[None]) -> Iterator[None]:
+    with attention, tokens:
+        yield
 
 
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}

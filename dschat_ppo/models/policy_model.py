@@ -19,7 +19,9 @@ from dschat_ppo.models.backbone import (
     real_slots,
     slot_arguments,
 )
+from dschat_ppo.models.last_layer import read_tokens_only
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
+from dschat_ppo.models.rms_norm import quicken_norms
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.shared_prompts import lay_out
 
@@ -37,17 +39,20 @@ class PolicyModel(nn.Module):
         packed: run rows end to end as one row, without padding; needs `fused`.
         divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
         shares: run the beginning that rows share once; needs `fused`.
+        reads_few: run the last MLP only for tokens whose states are read; needs `fused`.
     """
 
     def __init__(
         self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False,
-        shares: bool = False,
+        shares: bool = False, reads_few: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.lm: Any = lm
         self.packed = packed
         self.divided = divided
         self.shares = shares
+        self.reads_few = reads_few
+        quicken_norms(lm)
         self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
@@ -127,10 +132,16 @@ class PolicyModel(nn.Module):
         tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
         rows = lay_out(input_ids, lengths, self.packed, self.shares)
         if rows is not None:
-            packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
-            states = packed[rows.places[row, column]]  # (N, H)
+            places = rows.places[row, column]  # (N,)
+            read = rows.each_once(places) if self.reads_few else places
+            with read_tokens_only(self.backbone, self.reads_few, read):
+                packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
+            states = packed[places]  # (N, H)
         else:
-            with padded_attention(self.backbone, self.attention, self.packed):
+            with (
+                padded_attention(self.backbone, self.attention, self.packed),
+                read_tokens_only(self.backbone, self.reads_few, column, row),
+            ):
                 states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         return self._head_scores(states, tokens, temperature, entropy_grad)
 

@@ -10,7 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.last_layer import read_tokens_only
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
+from dschat_ppo.models.rms_norm import quicken_norms
 from dschat_ppo.models.shared_prompts import lay_out
 
 
@@ -23,14 +25,19 @@ class ScalarModel(nn.Module):
         classifier: with a head named `score`.
         packed: run rows end to end as one row, without padding.
         shares: run the beginning that rows share once.
+        reads_few: run the last MLP only for tokens whose states are read.
     """
 
-    def __init__(self, classifier: PreTrainedModel, packed: bool = False, shares: bool = False):
+    def __init__(
+        self, classifier: PreTrainedModel, packed: bool = False, shares: bool = False, reads_few: bool = False
+    ):  # fmt: skip
         super().__init__()
         self.classifier: Any = classifier
         self.packed = packed
         self.shares = shares
         self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+        self.reads_few = reads_few
+        quicken_norms(classifier)
         self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
 
@@ -72,19 +79,26 @@ class ScalarModel(nn.Module):
             if wanted is not None:
                 return values[wanted]
             return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
-        packed = lay_out(input_ids, lengths, self.packed, self.shares)
+        packed, width = lay_out(input_ids, lengths, self.packed, self.shares), input_ids.shape[1]
         if packed is not None:
-            states = packed_states(self.backbone, input_ids, lengths, packed, self.attention)
             places = packed.places
         else:
-            with padded_attention(self.backbone, self.attention, self.packed):
-                states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
-            places = torch.arange(len(states), device=states.device).view(input_ids.shape)
+            places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
         if wanted is not None:
-            return self._head(states[places[wanted]])
-        if last_only:
-            return self._head(states[places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)])
-        return self._head(states)[places]
+            places = places[wanted]
+        elif last_only:
+            places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+        few = self.reads_few and (wanted is not None or last_only)
+        if packed is not None:
+            with read_tokens_only(self.backbone, few, packed.each_once(places) if few else places):
+                states = packed_states(self.backbone, input_ids, lengths, packed, self.attention)
+        else:
+            with (
+                padded_attention(self.backbone, self.attention, self.packed),
+                read_tokens_only(self.backbone, few, places % width, places // width),
+            ):
+                states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
+        return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
 
     def _head(self, states: Tensor) -> Tensor:
         """(..., H) -> (...) fp32."""

@@ -36,6 +36,10 @@ class PackedRows:
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None
 
+    def each_once(self, places: Tensor) -> Tensor:
+        """Places (n,) of tokens of different rows, each of which several rows may share, without repetition."""
+        return places if self.seen is None else places.unique()
+
 
 @dataclass(frozen=True)
 class VarlenSegments:

@@ -151,6 +151,7 @@ class ReproBundles:
             "fused": getattr(module, "fused", True),
             "packed": getattr(module, "packed", False),
             "shares": getattr(module, "shares", False),
+            "reads_few": getattr(module, "reads_few", False),
             "records": [type(record).__name__ for record in context.records],
             "constants": context.constants,
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},

@@ -1,4 +1,4 @@
-"""RMSNorm by two kernels instead of eight, while generating on a GPU."""
+"""RMSNorm by two operations instead of eight, while generating."""
 
 from __future__ import annotations
 

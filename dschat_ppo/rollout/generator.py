@@ -90,8 +90,9 @@ def generate(
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
             stack.enter_context(prepacked(model, TYPICAL_ROWS))
-        if on_gpu and max_over_ranks is None:
+        if max_over_ranks is None:
             stack.enter_context(fused_norms(model))
+        if on_gpu and max_over_ranks is None:
             stack.enter_context(fused_rotary(model))
         if static and config.engine == "continuous":
             graphs = RolloutGraphs() if graphs is None and on_gpu else graphs

@@ -26,12 +26,10 @@ from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.types import Model, to_device
 
 
-def reward_loss(
-    model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags, packing: bool = False
-) -> Tensor:
+def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
     """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by `num_pairs` of the
-    whole optimizer step. With `packing`, rows may differ so much in length that padded states would not fit."""
-    chosen, rejected = last_token_scores(model, batch.input_ids, batch.lengths, last_only=packing).chunk(2)
+    whole optimizer step."""
+    chosen, rejected = last_token_scores(model, batch.input_ids, batch.lengths).chunk(2)
     real = batch.pair_mask
     margin = batch.margin if flags.use_margin else None
     loss = bradley_terry_loss(chosen, rejected, real, num_pairs, margin)
@@ -82,7 +80,7 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size,
-        partial(reward_loss, flags=config.reward, packing=config.fit.packing),
+        partial(reward_loss, flags=config.reward),
         real_rows, dict,
         ("loss", "accuracy", "margin"), describe=describe,
     )  # fmt: skip

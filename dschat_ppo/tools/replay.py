@@ -126,11 +126,13 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.trains_classifier
-    packed, shares = what["packed"], what.get("shares", False)  # bundles of earlier versions do not have the latter
+    packed = what["packed"]
+    shares, few = (what.get(name, False) for name in ("shares", "reads_few"))  # not in bundles of earlier versions
     if scalar:
         classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
-        return ScalarModel(classifier, packed, shares)
-    return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), what["fused"], packed, shares=shares)
+        return ScalarModel(classifier, packed, shares, few)
+    lm = load_causal_lm(path, dtype, None, resize=resize)
+    return PolicyModel(lm, what["fused"], packed, shares=shares, reads_few=few)
 
 
 def attention_of(config: Any, dtype: str, device: torch.device) -> str:

@@ -62,8 +62,8 @@ def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[
     scores = response_scores(policy, rows, 1.0, entropy_grad=True)
     found = [scores.logprobs, scores.entropy, answer_logprobs(policy, ids, answers)]
     values = response_values(critic, rows)
-    found += [values * rows.response_mask, last_token_scores(critic, ids, lengths)]
-    found.append(last_token_scores(critic, ids, lengths, last_only=True))
+    found += [values, last_token_scores(critic, ids, lengths)]
+    found.append(critic(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1))
     leaves = [*policy.parameters(), *critic.parameters()]
     grads = torch.autograd.grad(sum(part.double().sum() for part in found), leaves, allow_unused=True)
     return found + [gradient for gradient in grads if gradient is not None]

@@ -209,9 +209,9 @@ def test_values_and_last_scores_are_those_of_each_row_alone(name):
         before = torch.cat([v[start - 1 : -1] for v, (start, _) in zip(alone, rows_alone(rows), strict=True)])
         torch.testing.assert_close(response_values(model, rows)[rows.response_mask], before, rtol=0, atol=1e-5)
         ends = torch.stack([v[-1] for v in alone])
-        for last_only in (False, True):
-            found = last_token_scores(model, ids, lengths, last_only)
-            torch.testing.assert_close(found, ends, rtol=0, atol=1e-5)
+        torch.testing.assert_close(last_token_scores(model, ids, lengths), ends, rtol=0, atol=1e-5)
+        whole = model(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(whole, ends, rtol=0, atol=1e-5)
         wanted = (torch.arange(ids.shape[1]) % 3 == 1) & (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
         expected = torch.cat([v[mask[: len(v)]] for v, mask in zip(alone, wanted, strict=True)])
         torch.testing.assert_close(model(ids, lengths, wanted=wanted), expected, rtol=0, atol=1e-5)

@@ -20,10 +20,10 @@ from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings, texts_of
 from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
-# Per forward pass: the longest row, transformers' check of positions (both before any layer), and for log-probs the
-# number of wanted tokens, also before.
-OF_VALUES = Counter({"__int__": 1, "__bool__": 1})
-OF_LOGPROBS = OF_VALUES + Counter({"nonzero": 1})
+# Per forward pass, all before any layer: the longest row, transformers' check of positions, and the number of wanted
+# tokens.
+OF_VALUES = Counter({"__int__": 1, "__bool__": 1, "index": 1})
+OF_LOGPROBS = Counter({"__int__": 1, "__bool__": 1, "nonzero": 1})
 
 
 def policy() -> PolicyModel:
@@ -76,10 +76,13 @@ def test_a_micro_batch_of_the_actor_waits_only_before_its_layers(flags):
     assert metrics == pytest.approx(real.reduce(), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(("shares", "waits"), [(False, 4), (True, 5)])
-def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, waits):
+@pytest.mark.parametrize(
+    ("shares", "reads_few", "waits"), [(False, False, 4), (True, False, 5), (False, True, 4), (True, True, 6)]
+)
+def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, reads_few, waits):
     """The host finds the wanted tokens, reads lengths, and to share prompts the rows; it copies the layout, and in the
-    first layer the segments. The attention is replaced by its query."""
+    first layer the segments. Where rows share the tokens before a wanted one, it finds them once. The attention is
+    replaced by its query."""
     monkeypatch.setattr(segment_attention, "_VARLEN", lambda query, *_, **__: query)
     monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
     ids = torch.arange(20).repeat(4, 1)
@@ -87,7 +90,7 @@ def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, wait
     wanted = (torch.arange(20) >= 12) & (torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1))
     with pretended_gpu() as seen:
         engine, until_second = moved(policy()), []
-        engine.packed, engine.shares = True, shares
+        engine.packed, engine.shares, engine.reads_few = True, shares, reads_few
         engine.lm.model.layers[1].register_forward_pre_hook(lambda *_: until_second.append(seen.waits.total()))
         arguments = on_gpu(ids), on_gpu(wanted)
         seen.waits.clear()

@@ -1,0 +1,80 @@
+"""The MLP of the last decoder layer, only for the tokens whose last hidden states are read.
+
+Log-probs read the states of answers, and a reward model reads one state of each row. What the last MLP computes at
+other tokens reaches nothing: later operations (norms, the head) do not mix tokens. Its output there is 0 instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dschat_ppo.models.activation_memory import decoder_layers, mlp_of
+from dschat_ppo.models.backbone import forward_replaced
+
+LEAST_SAVING = 0.1  # share of the tokens that must be unread; copies cost about a tenth of an MLP
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The MLP of a running forward pass, and the tokens (n,) int64 whose states are read: their columns and rows."""
+
+    mlp: Any
+    columns: Tensor
+    rows: Tensor | int
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        whole = self.mlp.forward
+
+        def of_read_tokens(*values: Tensor) -> Tensor:
+            rows, width, _ = values[0].shape  # (B, T, H); T may be padded
+            places = self.rows * width + self.columns
+            if len(places) > (1 - LEAST_SAVING) * rows * width:
+                found: Tensor = whole(*values)
+                return found
+            flat = (x.reshape(rows * width, -1) for x in values)
+            found = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
+            return found.new_zeros(rows * width, found.shape[-1]).index_copy(0, places, found).view(rows, width, -1)
+
+        with forward_replaced(self.mlp, of_read_tokens):
+            _RUNNING.append(self)
+            try:
+                yield
+            finally:
+                _RUNNING.pop()
+
+
+_RUNNING: list[_Read] = []
+
+
+def last_mlp(backbone: nn.Module) -> nn.Module | None:
+    """The MLP of the last decoder layer; None if it has none, or a mixture of experts, whose router sees all tokens."""
+    layers = decoder_layers(backbone)
+    mlp, has_experts = mlp_of(layers[-1]) if layers else (None, False)
+    return None if has_experts else mlp
+
+
+def read_tokens_only(
+    backbone: nn.Module, enabled: bool, columns: Tensor, rows: Tensor | int = 0
+) -> AbstractContextManager[None]:
+    """Make forward passes of `backbone` run the last MLP for some tokens only.
+
+    Args:
+        backbone: of a Hugging Face decoder.
+        enabled: `select_kernels` found that this gives the same numbers.
+        columns: (n,) int64, of the tokens in the backbone's input; no token twice, because its gradient would count
+            twice.
+        rows: (n,) int64, likewise, or one for all tokens.
+    """
+    mlp = last_mlp(backbone) if enabled else None
+    return nullcontext() if mlp is None else _Read(mlp, columns, rows).entered()
+
+
+def read_tokens_again() -> AbstractContextManager[None]:
+    """The state of the running forward pass, for activation checkpointing, which runs layers again."""
+    return _RUNNING[-1].entered() if _RUNNING else nullcontext()
