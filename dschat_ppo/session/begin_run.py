@@ -12,14 +12,13 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, quiet_libraries, table
-from dschat_ppo.common.nearest_path import nearest_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import StopRequested, UserError, nearest_path
 from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
