@@ -7,6 +7,7 @@ usage="usage: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]"
 toy="${1:?$usage}" output="${2:?$usage}"
 shift 2
 
+echo "note: most SFT answers are wrong on purpose (digits reversed, 37+48=58 for 85): GRPO then learns the right order"
 launch "$top/training/step1_sft/main.py" \
     --model_name_or_path "$toy/model" \
     --data_path "$toy/data/sft.jsonl" \
