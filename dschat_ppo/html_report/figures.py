@@ -64,7 +64,7 @@ FIGURES = [
         ("reward/score_mean", "reward/total_mean"),
     ),
     Figure(
-        _REWARD, "Reward against KL",
+        _REWARD, "Reward versus KL",
         "Each point is one step, and the ring marks the last: a line that climbs steeply is good, and a line that "
         "runs to the right without rising spends KL without earning reward.",
         ("kl/ref_k1", "reward/score_mean"), kind="pair",
@@ -130,7 +130,7 @@ FIGURES = [
         ("policy/approx_kl", "policy/kl_k3", "policy/log_ratio_abs_mean", "policy/first_log_ratio_abs_mean"),
     ),
     Figure(
-        _POLICY, "Sampling against training",
+        _POLICY, "Sampling versus training",
         "The difference between the log-probs of generation and of training should be near 0: above 0.1 the two do "
         "not compute the same model.",
         ("rollout/logprob_diff_mean",), unit="nats",
@@ -201,8 +201,8 @@ FIGURES = [
     ),
     Figure(
         _OTHER, "Skipped updates",
-        "Updates that were skipped because of NaN, infinity or an fp16 overflow: anything but rare single points "
-        "needs a look at nonfinite/.",
+        "Updates that were skipped because of NaN, infinity or an fp16 overflow: rare single points are harmless; if "
+        "there are more, look at the files in nonfinite/.",
         ("optim/nonfinite_skipped", "optim/overflow/*"),
     ),
     Figure(

@@ -12,15 +12,17 @@ _MINUTE = 60
 
 
 def memory_table(plan: Plan) -> str:
-    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need."""
+    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need. A role
+    has no line if all its cells would be empty."""
     header = ["phase", "role", *PARTS, "device", "host"]
     rows = []
     for phase in plan.phases:
         for role in phase.roles:
             parts = [phase.total(role, part) for part in PARTS]
             total = phase.total(role)
-            rows.append([phase.name, role, *(_shown(each.device + each.host) for each in parts),
-                         _shown(total.device), _shown(total.host)])  # fmt: skip
+            sizes = [*(_shown(each.device + each.host) for each in parts), _shown(total.device), _shown(total.host)]
+            if any(sizes):
+                rows.append([phase.name, role, *sizes])
         needs = plan.needs(phase)
         rows.append([phase.name, "all", *(_shown(_both(phase, part)) for part in PARTS), _shown(needs.device),
                      _shown(needs.host)])  # fmt: skip
@@ -58,12 +60,14 @@ def full_text(plan: Plan, title: str) -> str:
     hardware, nodes = plan.hardware, -(-plan.ranks // plan.ranks_per_node)
     where = f"{plan.ranks} x {hardware.name}"
     where += f" of {plan.device_memory / GIB:.0f} GiB" if hardware.on_gpu else ""
-    lines = [f"{title} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory on each of {nodes} node(s)", ""]
-    lines += ["GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included"]
+    each_machine = f" on each of {nodes} machines" if nodes > 1 else ""
+    lines = [f"{title} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory{each_machine}", ""]
+    lines += ["GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included;"]
+    lines += ["a model that holds less than 0.005 GiB in a phase has no line there"]
     lines += [memory_table(plan), ""]
     lines += [f"It does not fit: {each}." for each in plan.shortages()] or ["It fits."]
     if plan.rows:
-        lines.append(f"A rank decodes {plan.rows} sequence(s) at a time.")
+        lines.append(f"A rank decodes {plan.rows} sequence{'s' if plan.rows > 1 else ''} at a time.")
     lines += ["", time_text(plan)]
     uncounted = [role.name for role in plan.roles if not role.parts.saved.counted]
     if uncounted:

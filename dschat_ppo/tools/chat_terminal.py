@@ -12,7 +12,7 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 HELP = """\
 /help              show these commands
-/reset             forget the conversation; the seed starts again
+/reset             forget the conversation, and draw the same random numbers again
 /undo              forget the last message and its answers
 /retry             answer the last message again, with other random numbers
 /system [TEXT]     set the system message of the whole conversation; without TEXT, remove it

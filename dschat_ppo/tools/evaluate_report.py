@@ -85,7 +85,13 @@ def notes(found: Evaluated) -> list[str]:
                 f"wins: share of prompts on which the model scores higher than {first} with the same decoding; a tie "
                 "counts half; in brackets Wilson's 95 % interval"
             )
-    if any(result.answers.decoding == "sampled" for result in found.results):
+    decodings = {result.answers.decoding for result in found.results}
+    if decodings == {"greedy", "sampled"}:
+        lines.append(
+            "greedy: only the single most likely answer to each prompt, so its score may differ much from that of "
+            "sampled answers"
+        )
+    if "sampled" in decodings:
         lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
     return lines + [f"{label}: {path}" for label, path in model_paths(found).items() if label != path]
 

@@ -156,7 +156,7 @@ def _print_plan(words: argparse.Namespace, config: Any) -> None:
         print("No setting of the planner fits: use more devices, a smaller model, or shorter rows.")
         return
     if not best.changes:
-        print("The flags as given are the fastest setting that fits, of those that the planner tries.")
+        print("These flags are the fastest setting that the planner has found.")
         return
     peak = best.plan.needs(best.plan.device_peak)
     size = peak.device if hardware.on_gpu else peak.host

@@ -300,7 +300,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max_rows", type=int, default=1024, help="requests with more texts are rejected (422)")
     parser.add_argument("--max_clients", type=int, default=128, help="further connections at once are refused (503)")
     parser.add_argument("--max_request_seconds", type=float, default=60.0, help="a request must arrive in this time")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="data type of the weights")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number format of the weights")
     arguments = parser.parse_args(argv)
     for name in ("max_batch_tokens", "max_request_bytes", "max_rows", "max_clients", "max_request_seconds"):
         if not 0 < vars(arguments)[name] < math.inf:

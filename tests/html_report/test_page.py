@@ -78,9 +78,9 @@ def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
     cut = write_run(tmp_path / "cut", ppo_lines(2), {"actor_model_name_or_path": "n", "seed": 1}, starts=starts)
     found = text_of(done, cut)
     assert "state finished not finished; last step 5 s before this report" in found
-    assert "starts - 2, resumed at step 2" in found
+    assert "times started - 2, resumed at step 2" in found
     assert "score 0.1 → 0.3 0.1 → 0.2" in found
-    assert "first to last line 10 s 5 s" in found
+    assert "duration 10 s 5 s" in found
     assert "flag done cut --actor_model_name_or_path m n" in found
     assert "--seed 1 1" not in found
     assert "library done cut torch - 2.7, then 2.8" in found

@@ -41,14 +41,14 @@ def test_a_metric_without_a_finite_value_has_no_line():
 
 def test_reward_against_kl_pairs_the_steps_that_have_both():
     run = run_of(**{"kl/ref_k1": [0.1, None, 0.3, 0.4], "reward/score_mean": [1.0, 2.0, 3.0]})
-    (panel,) = panels_of("Reward against KL", run)
+    (panel,) = panels_of("Reward versus KL", run)
     (line,) = panel["series"]
     assert (line["steps"], line["x"], line["y"]) == ([1, 3], [0.1, 0.3], [1, 3])
     assert (panel["across"], panel["up"]) == ("kl/ref_k1", "reward/score_mean")
 
 
 def test_reward_against_kl_needs_both_metrics():
-    assert "Reward against KL" not in [made.figure.title for made in drawings([run_of(**{"kl/ref_k1": [0.1]})])]
+    assert "Reward versus KL" not in [made.figure.title for made in drawings([run_of(**{"kl/ref_k1": [0.1]})])]
 
 
 def test_phases_are_stacked_largest_first_and_a_missing_one_is_0():

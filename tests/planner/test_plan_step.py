@@ -178,6 +178,14 @@ def test_flags_that_fit_and_are_fastest_are_kept():
     assert best is not None and best.changes == {} and best.words == []
 
 
+def test_a_role_that_holds_next_to_nothing_has_no_line():
+    for model, has_line in ((LLAMA_8B, True), (SMALL, False)):
+        lines = full_text(plan_ppo(f"{STAGE_3} --enable_ema", model), "Step 3").splitlines()
+        roles = [line.removeprefix("rollout").split()[0] for line in lines if line.strip()]
+        assert ("average" in roles) == has_line
+        assert roles.count("all") == 6, "one line for each phase"
+
+
 def test_the_table_and_the_json_have_the_same_sums():
     plan = plan_ppo(f"{STAGE_3} {CHECKPOINTING}")
     text, found = full_text(plan, "Step 3"), json_of(plan)

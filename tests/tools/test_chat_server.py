@@ -226,6 +226,7 @@ def test_it_listens_on_the_loopback_interface_alone(server):
 
 
 TYPE = "byId('message').value = {text}; byId('form').requestSubmit()"
+HINT_HEIGHT = "byId('hint').getBoundingClientRect().height"
 ANSWERS = "[...document.querySelectorAll('.answer .text')].map((each) => each.textContent)"
 
 
@@ -247,9 +248,11 @@ def test_the_page(server, tmp_path):
         browser.open(address)
         browser.wait("document.querySelectorAll('#settings input').length === 7")
         assert browser.evaluate("byId('names').textContent") == "models/A and models/B"
+        assert browser.evaluate(HINT_HEIGHT) > 10
         browser.evaluate("document.querySelector('input[name=temperature]').value = '0.5'")
         ask(browser, "hello<i>")
         browser.wait("!running && turns.length === 1")
+        assert browser.evaluate(HINT_HEIGHT) == 0, "the hint is for an empty page"
         assert browser.evaluate(ANSWERS) == [f"models/{name} heard 2: hello<i> <b>&" for name in "AB"]
         assert first.asked[0][0][0] == {"role": "system", "content": "be kind"}
         assert first.asked[0][1] == SamplingSettings(temperature=0.5)

@@ -126,14 +126,15 @@ def test_the_tables(found):
 
 def test_the_notes_explain_the_table_and_give_the_paths(found, assets, monkeypatch):
     monkeypatch.chdir(assets)
-    passing, at_k, wins, sampled, *paths = notes(found)
+    passing, at_k, wins, greedy, sampled, *paths = notes(found)
     assert passing == "pass@1: probability that one answer to a prompt scores at least 2.5 (--pass_score)"
     assert at_k.startswith("pass@k: probability that at least one of k sampled answers")
     assert "higher than lm" in wins and "a tie counts half" in wins
+    assert greedy.startswith("greedy: only the single most likely answer")
     assert sampled.startswith("sampled: ") and sampled.endswith("depend on --seed (1234)")
     assert paths == [], "the models are in the working directory, so their names are their paths"
     monkeypatch.chdir("/")
-    assert notes(found)[4:] == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
+    assert notes(found)[5:] == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
 
 
 def test_long_prompts_are_dropped_and_counted(assets, said):
