@@ -1,4 +1,4 @@
-"""Checkpoints of which each machine keeps a part on its own disk (`--local_checkpoints`): the one that all have."""
+"""`--local_checkpoints`: each machine keeps its part of a checkpoint on its own disk. Find the newest complete one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAY_OUT = "restore it from a copy, or start from scratch with --overwrite_outpu
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A machine's part of a checkpoint. `saved_at` is the same on all machines; `ranks`: of its files."""
+    """A machine's part of a checkpoint. `saved_at` is the same on all machines; `ranks` wrote its files."""
 
     name: str
     saved_at: str
@@ -29,8 +29,8 @@ class HeldCheckpoint:
 
 @dataclass(frozen=True)
 class HeldByMachine:
-    """What a machine has in its output folder: its name, its ranks, and its intact parts, oldest first. `faults`: of
-    the others."""
+    """The checkpoints in the output folder of a machine: its intact parts, oldest first, and the faults of the damaged
+    ones."""
 
     host: str
     ranks: tuple[int, ...]
@@ -44,10 +44,10 @@ class HeldByMachine:
 
 
 def newest_on_all_machines(output: Path, named: str | None = None) -> str | None:
-    """Name of the newest checkpoint of which every machine has its part, intact; None: no machine has any. Collective.
+    """Name of the newest checkpoint whose parts are intact on all machines; None: no machine has any. Collective.
 
     Args:
-        output: `--output_dir`, another folder on each machine.
+        output: `--output_dir`, on each machine a folder on its own disk.
         named: folder of a checkpoint, to use only that one; then its path is returned.
 
     Raises:
@@ -74,10 +74,10 @@ def newest_on_all_machines(output: Path, named: str | None = None) -> str | None
 
 
 def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
-    """The newest checkpoint of which each machine has its ranks' files; None: no machine has any.
+    """The newest checkpoint for which each machine has the files of its ranks; None: no machine has any.
 
     Raises:
-        UserError: there are parts, but no such checkpoint; the message names the machine that lacks its part.
+        UserError: there are parts, but no complete checkpoint; the message names the machine without its part.
     """
     if not any(machine.parts or machine.faults for machine in held):
         return None
@@ -103,7 +103,7 @@ def _position(name: str) -> list[int]:
 
 
 def _fault(name: str, held: Sequence[HeldByMachine], parts: Sequence[HeldCheckpoint | None], size: int) -> str | None:
-    """Why the parts are not a checkpoint of these machines; None: they are one."""
+    """Why the parts do not form a checkpoint of these machines; None: they do."""
     present = [part for part in parts if part is not None]
     if present[0].world_size != size:
         return (
@@ -125,7 +125,7 @@ def _fault(name: str, held: Sequence[HeldByMachine], parts: Sequence[HeldCheckpo
 
 
 def _held(output: Path, named: str | None, refused: Container[str]) -> HeldByMachine | None:
-    """What this machine has, by sizes and manifests; None on all but its first rank."""
+    """The parts on this machine, checked by size and manifest; None on all ranks but the first of the machine."""
     if dist.local_rank() != 0:
         return None
     folder = CheckpointFolder(output)

@@ -1,4 +1,4 @@
-"""The checkpoint manager: saves the state of a run when a checkpoint is due. Also restores it."""
+"""The checkpoint manager: saves the state of a run when a checkpoint is due, and restores it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def rank_file(rank: int) -> str:
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     """Restore the state in a checkpoint folder into a freshly built trainer. Collective.
 
-    With the ranks, ZeRO stages and dtype of the checkpoint the run continues bit for bit (on a GPU: with
-    `--deterministic`). With others it continues in the same order of data, with numbers that differ by rounding and
-    with other dropout.
+    With the ranks, ZeRO stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with
+    `--deterministic`). With different ones it reads the data in the same order, but its numbers differ by rounding, and
+    its dropout masks differ.
 
     Args:
         folder: an intact checkpoint.
@@ -58,7 +58,7 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         seed: of the run.
 
     Raises:
-        UserError: another layout needs the files of all ranks, and this machine has only its own ranks' files.
+        UserError: the layout has changed, which needs the files of all ranks, and this machine has only its own.
     """
     manifest = Manifest.read(folder)
     is_part = manifest.ranks is not None and len(manifest.ranks) < manifest.world_size
@@ -93,14 +93,14 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
 
 
 def package_versions() -> dict[str, str]:
-    """Package -> version, of the packages that compute."""
+    """Package -> version, of the packages that affect the numbers of a run."""
     return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
 
 
 @contextmanager
 def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
-    """Keep the learning rate, its schedule, betas, epsilon and weight decay with which the engine was built, where the
-    states that the block loads hold others (`--resume_force`)."""
+    """Keep the learning rate, its schedule, betas, epsilon and weight decay that the engine was built with, while
+    the block loads states with other values (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
     rates = list(scheduler.base_lrs)
     settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
@@ -190,10 +190,10 @@ class CheckpointManager:
         return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _save(self) -> None:
-        """Copy the state and start to write it, after the checkpoint before is committed. Collective.
+        """Commit the previous checkpoint, then copy the state and start to write it. Collective.
 
         Raises:
-            NonFiniteError: a weight is not finite; the checkpoint before remains the newest.
+            NonFiniteError: a weight is not finite; the previous checkpoint remains the newest.
         """
         if self._pending is not None:
             self._commit()

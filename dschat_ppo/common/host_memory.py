@@ -57,7 +57,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            tops, files = ["", "unified"], _V2  # beside hierarchies of version 1, that of version 2 is in a folder
+            tops, files = ["", "unified"], _V2  # with version 1 mounted too, the hierarchy of version 2 has a folder
         elif "memory" in controllers.split(","):
             tops, files = [controllers, "memory"], _V1
         else:

@@ -11,7 +11,7 @@ from dschat_ppo.errors import UserError, reading
 
 class PlanError(UserError):
     """The planner cannot count a model: the message names the setting of `config.json` that is missing or no number, or
-    what transformers says when it builds the model, or runs it without weights. A run goes on without a plan."""
+    what transformers says when it builds the model, or runs it without weights. A run continues without a plan."""
 
 
 class NeedsDataError(PlanError):

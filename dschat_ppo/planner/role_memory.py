@@ -122,7 +122,7 @@ def weights(role: Role) -> Memory:
 
 
 def gathered(role: Role) -> Memory:
-    """Whole weights of a model at stage 3 that stay beside its part, s P; 0 on one rank, where they are the part."""
+    """Gathered weights that a rank keeps at stage 3 in addition to its shard, s P; 0 on one rank."""
     return Memory.of(role.whole_weights if role.kept_whole and role.ranks > 1 else 0)
 
 

@@ -30,7 +30,7 @@ def hardware_here() -> tuple[Hardware, int]:
 def show_memory_plan(config: Any) -> None:
     """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved.
 
-    The run goes on without a plan if the planner does not understand the configuration of a model.
+    The run continues without a plan if the planner does not understand the configuration of a model.
 
     Raises:
         UserError: see `read_model_configs` and `plan_step`.

@@ -16,7 +16,7 @@ from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
-# Names whose metrics `reward/NAME_share` and, beside other sources, `reward/NAME_mean` and `_std` exist already.
+# Reserved names: `reward/NAME_share` and, with several sources, `reward/NAME_mean` and `_std` are other metrics.
 TAKEN_ALONE = ("equal_groups",)
 TAKEN = (*TAKEN_ALONE, "score", "total")
 WEAKER = {

@@ -1,7 +1,7 @@
-"""The numbers of a rank and the address of rank 0, from the environment that its launcher made.
+"""The number of this rank and the address of rank 0, from the environment variables that the launcher set.
 
 `deepspeed` and `torchrun` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Slurm's `srun` sets its
-own variables, from which the same ones are derived. Everything else reads them through `common/ranks.py`.
+own variables, and this module derives the others from them. All other code reads them through `common/ranks.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dschat_ppo.errors import UserError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # of deepspeed, of torchrun
-# Of a step, which only srun makes: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is one process.
+# Only srun sets all of these: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
-_FIRST_PORT, _PORTS = 15_000, 10_000  # below those that systems give to connections
+_FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Add what the launcher left out, and check the rest. A process without a launcher is left as it is: it becomes a
-    run of one rank.
+    """Add the variables that the launcher did not set, and check the others. Without a launcher it adds nothing: the
+    process is a run of one rank.
 
     Args:
         environment: changed in place.
@@ -81,7 +81,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_PORT" not in environment:
         job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
         number = int(job) * 16 + int(step) if job.isdigit() and step.isdigit() else 0
-        found["MASTER_PORT"] = str(_FIRST_PORT + number % _PORTS)  # two jobs on one machine take different ones
+        found["MASTER_PORT"] = str(_FIRST_PORT + number % _PORTS)  # so that two jobs on one machine use different ports
     return found
 
 

@@ -1,8 +1,8 @@
-"""What the machines of a run tell each other outside of collectives: that they are alive, failed, or are to stop.
+"""Messages between the machines of a run, outside of collectives: heartbeats, failures and stop requests.
 
-The first rank of each machine exchanges a few numbers once a second through the store of rank 0, in a thread. So each
-machine knows of the failures and stop requests of the others when a collective hangs, or none is in progress, and knows
-which machine does not answer when the network is cut.
+In a thread, the first rank of each machine exchanges a few numbers once a second through the store of rank 0. So each
+machine learns of failures and stop requests of the others even while a collective hangs or none is in progress. If the
+network fails, it knows which machine does not answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dschat_ppo.common import ranks
 from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 2.5 * POLL_SECONDS  # a machine that runs answers within it
-LEAVE_SECONDS = 4.0  # for the other machines to learn how this one ends
-_LEFT = 10**12  # added to a machine's count when it ends in order
+ANSWER_SECONDS = 2.5 * POLL_SECONDS  # a running machine answers within this time
+LEAVE_SECONDS = 4.0  # time for the other machines to learn how this one ends
+_LEFT = 10**12  # added to the count of a machine that ends normally
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class MachineLink:
 
     Args:
         record: of this machine: its failures and stop requests are passed on, and stop requests of others enter it.
-        may_pass_on_stop: whether a stop request of this machine is one of the user; a launcher also stops the ranks
-            that are left when one has failed.
+        may_pass_on_stop: whether a stop request on this machine comes from the user; a launcher also stops the other
+            ranks after one has failed.
     """
 
     def __init__(self, record: FirstFailureRecord, may_pass_on_stop: Callable[[], bool]):
@@ -65,7 +65,7 @@ class MachineLink:
         return self._failure
 
     def silent(self, seconds: float) -> list[int]:
-        """Machines that have not answered for this long and have not ended in order.
+        """Machines that have not answered for this long and have not ended normally.
 
         If this machine cannot exchange anything, that is the machine of rank 0, which holds the store.
         """
