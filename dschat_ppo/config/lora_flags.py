@@ -22,6 +22,8 @@ _TARGETS = (
     "linear layers of the decoder blocks, without routers"
 )
 _BOUND = "an update of AdamW moves each weight by about this rate"
+_MOST_RANK = 2**16
+_RANK_BOUND = "no weight matrix of a layer has a higher rank"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class LoraFlags:
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lora_dim")
+        require_at_most(self, "lora_dim", _MOST_RANK, _RANK_BOUND)
         require_positive(self, "lora_learning_rate")
         require_at_most(self, "lora_learning_rate", 1, _BOUND)
 
@@ -96,6 +99,7 @@ class PPOLoraFlags:
 
     def __post_init__(self) -> None:
         require_not_negative(self, "actor_lora_dim critic_lora_dim")
+        require_at_most(self, "actor_lora_dim critic_lora_dim", _MOST_RANK, _RANK_BOUND)
         rates = "actor_lora_learning_rate critic_lora_learning_rate"
         require_positive(self, rates)
         require_at_most(self, rates, 1, _BOUND)

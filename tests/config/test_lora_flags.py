@@ -30,7 +30,7 @@ def test_lora_is_off_by_default():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("lora_dim", ["-1"]),
+        ("lora_dim", ["-1", "65537"]),
         ("lora_alpha", ["0", "-1"]),
         ("lora_dropout", ["1", "-0.1"]),
         ("lora_learning_rate", ["0", "1.5"]),
