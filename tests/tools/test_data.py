@@ -279,6 +279,9 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "required: --data_path"),
+    ("", "required: --step 1, 2, dpo or 3 and --data_path (all flags: --help)"),
+    ("--data_path x.jsonl", "required: --step 1, 2, dpo or 3 (all flags: --help)"),
+    ("--step 1 --rows many", "--rows many: expected a whole number"),
     ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
