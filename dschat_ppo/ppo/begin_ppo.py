@@ -62,15 +62,18 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validation.validate_only
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
     models = [name for name in named if name is not None]
-    device, output = begin_run("ppo", config, config.run, models, validate_only)
-    logger().info(
-        f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
-    )
+
+    def check_rewards() -> None:
+        logger().info(
+            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
+        )
+        check_sources(config.rewards)
+        if config.validation.eval_reward_function:
+            evaluation_reward(config).close()  # fails here if it cannot be used
+
+    device, output = begin_run("ppo", config, config.run, models, validate_only, check_rewards)
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
-    check_sources(config.rewards)
-    if config.validation.eval_reward_function:
-        evaluation_reward(config).close()  # fails here if it cannot be used, before models are loaded
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)

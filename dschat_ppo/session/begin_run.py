@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,12 @@ _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds unti
 
 
 def begin_run(
-    step: str, config: Any, run: RunFlags, models: list[str], validate_only: bool = False
+    step: str,
+    config: Any,
+    run: RunFlags,
+    models: list[str],
+    validate_only: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[torch.device, Path]:
     """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
 
@@ -51,6 +56,8 @@ def begin_run(
         models: the models that it reads.
         validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
             the latter; it replaces what an earlier validation wrote.
+        check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
+            mistake in a flag is not reported as a setting that has changed.
 
     Returns:
         This rank's device and the output folder; with `validate_only`, the folder inside it.
@@ -68,6 +75,7 @@ def begin_run(
     quiet_libraries()
     if run.dry_run:
         check_sequence_parallel_size(config.memory, dist.world_size())
+        check()
         _log_notes(step, config)
         return dist.device(), folder
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
@@ -82,6 +90,7 @@ def begin_run(
         check_machine_folders(folder, config.safety.local_checkpoints)
         _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
     open_log(folder)
+    check()
     if validate_only:
         prepare_output_folder(folder, config, run)
     else:

@@ -153,3 +153,16 @@ def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, tot
     show_plan("batches", [("rows", "8")], *others, (warmup, total))
     out = capsys.readouterr().out
     assert "batches\n  rows  8" in out and ("never reaches its peak" in out) is warns
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_flags_of_the_step_are_checked_before_the_folder_is_compared(events, tmp_path, dry_run):
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path),
+                           "--dry_run", str(dry_run)])  # fmt: skip
+
+    def refuse():
+        raise UserError("--reward_function: no such file")
+
+    with pytest.raises(UserError, match="no such file"):
+        begin_run.begin_run("sft", config, config.run, [], check=refuse)
+    assert "check_earlier_outputs" not in events
