@@ -33,7 +33,7 @@ from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.rewards.build_rewards import check_routes, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
-from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan
+from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan, warn_of_little_data
 from dschat_ppo.session.session import Session, open_session
 
 
@@ -91,6 +91,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if not validate_only:
         show_batches(config, plan)
         show_memory_plan(config)
+        is_trial = config.schedule.max_steps > 0 or ppo.enable_test_mode
+        eval_rows = None if rows.eval is None or config.validation.eval_max_prompts else len(rows.eval)
+        warn_of_little_data(None if is_trial else plan.total_updates, eval_rows)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(

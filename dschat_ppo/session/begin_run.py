@@ -34,6 +34,7 @@ from dschat_ppo.session.output_folder import (
 from dschat_ppo.session.run_lock import RunLock
 from dschat_ppo.session.validation import VALIDATION
 
+FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds until it ends
 
 
@@ -183,7 +184,25 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
     logger().info(table(title, rows))
     for warmup, total in warmups:
         if warmup >= total:
+            compared = "longer than" if warmup > total else "as long as"
             logger().warning(
-                f"a warm-up of {warmup} steps is not below the {total} optimizer steps in all: the learning rate never "
-                "reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
+                f"warning: the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
+                "rate never reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
             )
+
+
+def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
+    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well.
+
+    Args:
+        steps: optimizer steps; None: a flag ends the run early, as in a trial.
+        eval_rows: rows of the evaluation; None: there is none, or a flag takes a few of them.
+    """
+    few = [f"{steps} optimizer step{'' if steps == 1 else 's'}"] if steps is not None and steps < FEW_STEPS else []
+    if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
+        few.append(f"{eval_rows} evaluation row{'' if eval_rows == 1 else 's'}")
+    if few:
+        logger().warning(
+            f"warning: this step has only {' and '.join(few)}, which is seldom enough to learn or to judge anything: "
+            "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
+        )

@@ -39,7 +39,7 @@ from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.planner.show_plan import show_memory_plan
-from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming
+from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming, warn_of_little_data
 from dschat_ppo.session.final_checkpoints import remove_checkpoints
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
@@ -113,6 +113,8 @@ def begin_supervised_run(
         if config.run.dry_run:
             show_batches(title.partition(":")[0], plan, fit, config.schedule)
         show_memory_plan(config)
+        is_trial = config.schedule.max_steps > 0
+        warn_of_little_data(None if is_trial else plan.total_steps, None if rows.eval is None else len(rows.eval))
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
