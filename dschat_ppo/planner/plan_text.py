@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dschat_ppo.errors import counted
 from dschat_ppo.planner.hardware import GIB
 from dschat_ppo.planner.phase import PARTS, Phase
 from dschat_ppo.planner.plan_step import Plan
@@ -58,12 +59,15 @@ def full_text(plan: Plan, title: str) -> str:
     hardware, nodes = plan.hardware, -(-plan.ranks // plan.ranks_per_node)
     where = f"{plan.ranks} x {hardware.name}"
     where += f" of {plan.device_memory / GIB:.0f} GiB" if hardware.on_gpu else ""
-    lines = [f"{title} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory on each of {nodes} node(s)", ""]
+    lines = [
+        f"{title} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory on each of {counted(nodes, 'node')}",
+        "",
+    ]
     lines += ["GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included"]
     lines += [memory_table(plan), ""]
     lines += [f"It does not fit: {each}." for each in plan.shortages()] or ["It fits."]
     if plan.rows:
-        lines.append(f"A rank decodes {plan.rows} sequence(s) at a time.")
+        lines.append(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
     lines += ["", time_text(plan)]
     uncounted = [role.name for role in plan.roles if not role.parts.saved.counted]
     if uncounted:

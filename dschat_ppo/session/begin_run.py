@@ -18,7 +18,7 @@ from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested, UserError, nearest_path
+from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
@@ -128,9 +128,8 @@ def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
     if run.dry_run:
         if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
-        ranks = dist.world_size()
         raise StopRequested(
-            f"dry run for {ranks} rank{'s' if ranks > 1 else ''}: flags, models and data are valid; no weight was "
+            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
             f"read, and nothing was written to {run.folder}"
         )
 
@@ -198,9 +197,9 @@ def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
         steps: optimizer steps; None: a flag ends the run early, as in a trial.
         eval_rows: rows of the evaluation; None: there is none, or a flag takes a few of them.
     """
-    few = [f"{steps} optimizer step{'' if steps == 1 else 's'}"] if steps is not None and steps < FEW_STEPS else []
+    few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
     if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
-        few.append(f"{eval_rows} evaluation row{'' if eval_rows == 1 else 's'}")
+        few.append(counted(eval_rows, "evaluation row"))
     if few:
         logger().warning(
             f"warning: this step has only {' and '.join(few)}, which is seldom enough to learn or to judge anything: "

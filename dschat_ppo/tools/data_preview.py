@@ -41,11 +41,11 @@ from dschat_ppo.data.row_readers import FILE_SHIFT, read_tables, unpack
 from dschat_ppo.data.sources import COMPRESSED
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
 from dschat_ppo.data.streaming import StreamedRows
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError, counted, reading
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.build_rewards import check_routes
 from dschat_ppo.tools.data_display import Piece, pieces_of
-from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted, counted
+from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 BAD = "cannot be used"
