@@ -164,7 +164,7 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
         else:
             held_out = 0 if rows.eval is None else len(rows.eval)
             epoch, verb = counted(len(rows.train), "row"), "is" if held_out == 1 else "are"
-            preview.summary.append(f"an epoch has {epoch}; {counted(held_out, 'row')} {verb} for evaluation")
+            preview.summary.append(f"an epoch has {epoch}; {counted(held_out, 'row')} {verb} held out")
     return preview
 
 
@@ -300,7 +300,7 @@ def _share_of(report: SetReport, wanted: Wanted) -> str:
     every = ",".join("1" if part == PARTS[use_of(wanted)] else "0" for part in range(3))
     return (
         f"this step uses {report.used} of {counted(report.rows, 'row')} (--data_split {wanted.config.data.data_split}),"
-        f" the others are not checked; {every} gives it all"
+        f" the others are not checked; --data_split {every} gives this step all rows"
     )
 
 
