@@ -202,6 +202,6 @@ def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
         few.append(counted(eval_rows, "evaluation row"))
     if few:
         logger().warning(
-            f"warning: this step has only {' and '.join(few)}, which is seldom enough to learn or to judge anything: "
+            f"warning: this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
             "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
         )
