@@ -26,7 +26,7 @@ from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
@@ -261,6 +261,6 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
         report_run(output)
     remove_checkpoints(output, [output], session.safety)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
-    steps = f"{result['optimizer_steps']} optimizer steps"
+    steps = counted(int(result["optimizer_steps"]), "optimizer step")
     show_end(run.name, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
     return result
