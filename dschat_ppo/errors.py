@@ -62,6 +62,11 @@ def in_one_line(problem: BaseException) -> str:
     return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
 
 
+def counted(count: int, what: str, several: str | None = None) -> str:
+    """A number and what it counts: "1 row", "2 rows"; `several` if the plural is not formed by an s."""
+    return f"{count} {what if count == 1 else several or f'{what}s'}"
+
+
 def nearest_path(path: str | Path) -> str:
     """`; did you mean PATH?`, with the existing path whose names are most similar; "" if none is similar."""
     found = _similar(Path(path))

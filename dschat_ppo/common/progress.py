@@ -37,13 +37,19 @@ class _Phase:
     done: int
     tokens: float = 0.0  # of this rank
 
+    def seconds_left(self, now: float) -> float | None:
+        """At the rate so far; None without a rate, or at the end."""
+        if not self.first < self.done < self.total:
+            return None
+        return max(now - self.start, 1e-9) * (self.total - self.done) / (self.done - self.first)
+
     def text(self, now: float) -> str:
         """Such as "rollout 40/64 answers, 2,310 tokens/s, 0:04 left"."""
         parts, seconds = [f"{self.name} {self.done}/{self.total} {self.unit}"], max(now - self.start, 1e-9)
         if self.tokens:
             parts.append(f"{self.tokens * world_size() / seconds:,.0f} tokens/s")
-        if self.first < self.done < self.total:
-            parts.append(f"{duration(seconds * (self.total - self.done) / (self.done - self.first))} left")
+        if (left := self.seconds_left(now)) is not None:
+            parts.append(f"{duration(left)} left")
         return ", ".join(parts)
 
 
@@ -131,9 +137,12 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """The time left, such as "1:24"; "" before the first step."""
+        """The time left, such as "1:24", at least that of the phase in progress; "" before the first step."""
         each = self.seconds_per_step
-        return "" if each is None else duration(each * (self.total - self.done))
+        if each is None:
+            return ""
+        of_phase = self.phase.seconds_left(self.clock()) if self.phase is not None else None
+        return duration(max(each * (self.total - self.done), of_phase or 0.0))
 
     def text(self) -> str:
         """The whole line."""

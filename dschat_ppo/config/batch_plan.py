@@ -9,6 +9,7 @@ from math import ceil, gcd
 from dschat_ppo.config.evaluation_flags import EvaluationFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import SupervisedFlags, require
+from dschat_ppo.errors import counted
 
 MOST_UPDATES = 10**9  # optimizer steps of a run: a year at thirty per second
 MOST_ROWS = 10**6  # rows that every rank holds in memory at a time
@@ -67,7 +68,7 @@ class SupervisedPlan:
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
         lines: list[tuple[str, str]] = []
-        steps, rows = self.steps_per_epoch, "rows" if self.packing is None else "packed rows"
+        steps, row = self.steps_per_epoch, "row" if self.packing is None else "packed row"
         if self.packing is not None:
             samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
             lines = [
@@ -81,7 +82,7 @@ class SupervisedPlan:
         return [
             *lines,
             *_sharing(self.world_size, self.shared),
-            ("global batch", _global_batch(self, self.per_device, rows)),
+            ("global batch", _global_batch(self, self.per_device, row)),
             (
                 "optimizer steps per epoch",
                 f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}",
@@ -96,10 +97,11 @@ class SupervisedPlan:
         return f"{product if self.epochs == int(self.epochs) else f'ceil({product})'} = {self.total_steps}"
 
 
-def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, rows: str) -> str:
-    """Such as "32 rows x 1 micro-batches x 2 ranks = 64"."""
-    apart = f"{plan.world_size // plan.shared} {'ranks' if plan.shared == 1 else 'groups'}"
-    return f"{micro_batch} {rows} x {plan.accumulation} micro-batches x {apart} = {plan.global_batch}"
+def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, row: str) -> str:
+    """Such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a row is called."""
+    apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
+    batches = counted(plan.accumulation, "micro-batch", "micro-batches")
+    return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
 
 
 def _sharing(world_size: int, shared: int) -> list[tuple[str, str]]:
@@ -224,12 +226,13 @@ class PPOPlan:
                 f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} answers = "
                 f"{self.rows_per_rank}",
             ),
-            ("rows per PPO step", f"{self.rows_per_rank} x {self.world_size} ranks = {self.rollout_rows}"),
+            ("rows per PPO step", f"{self.rows_per_rank} x {counted(self.world_size, 'rank')} = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
-            ("global batch", _global_batch(self, self.micro_batch, "rows")),
+            ("global batch", _global_batch(self, self.micro_batch, "row")),
             (
                 "updates per PPO step",
-                f"{self.rollout_rows} / {self.global_batch} x {self.ppo_epochs} = {self.updates_per_rollout}",
+                f"{self.rollout_rows} / {self.global_batch} x {counted(self.ppo_epochs, 'epoch')} = "
+                f"{self.updates_per_rollout}",
             ),
             ("PPO steps", f"{self.ppo_steps}" + (" (--max_steps)" if self.max_steps == self.ppo_steps else "")),
             (

@@ -159,6 +159,12 @@ NEEDED = {
     "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
     "prompt": "a prompt (prompt, messages, ...)",
 }
+NAMED_BY = {  # the flags that name the columns of what is needed, if these have other names
+    "sft": "--prompt_column and --response_column, or --messages_column",
+    "preference": "--prompt_column, --chosen_column and --rejected_column",
+    "unpaired": "--prompt_column, --response_column, --chosen_column and --rejected_column",
+    "prompt": "--prompt_column or --messages_column",
+}
 
 
 def _read_named(row: Row, reading: Reading, use: Use) -> list[Draft]:

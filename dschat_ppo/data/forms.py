@@ -17,7 +17,7 @@ from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_answer_lists import group_by_prompt
 from dschat_ppo.data.form_choice import Candidate, choose, try_kind
-from dschat_ppo.data.form_kinds import KINDS, NEEDED, Kind, kind_named
+from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, Kind, kind_named
 from dschat_ppo.data.form_rendering import rendering_of
 from dschat_ppo.data.form_rows import Reading, Rendering, read_row
 from dschat_ppo.errors import UserError
@@ -196,7 +196,8 @@ def _read(reading: Reading, uses: tuple[Use, ...], about: str, row: Row, use: Us
 
 def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
     if use not in uses:
-        raise UserError(f"{about}; this step needs {NEEDED[use]}")
+        flags = f"; name its columns with {NAMED_BY[use]}" if use in NAMED_BY else ""
+        raise UserError(f"{about}; this step needs {NEEDED[use]}{flags}")
 
 
 def _columns_by_flag(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[dict[str, str], str]:

@@ -19,7 +19,7 @@ from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import ORIGIN, Origins
 from dschat_ppo.data.token_table import TokenTable
 from dschat_ppo.data.tokenise import TokeniseSettings
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def usable_parts(
         name, order = f"{source.spec}{suffix}", table.rows_of(numbers)
         readable = order[table.fitted[order] != Fitted.UNUSABLE]
         fitted = table.fitted[readable]
-        logger().info(f"data: {name}: {len(readable)} rows; {describe_counts(fitted)}")
+        logger().info(f"data: {name}: {counted(len(readable), 'row')}; {describe_counts(fitted)}")
         if len(readable):
             logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[readable])}")
             if settings.use != "prompt":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dschat_ppo.errors import counted
 from dschat_ppo.planner.hardware import GIB
 from dschat_ppo.planner.phase import PARTS, Phase
 from dschat_ppo.planner.plan_step import Plan
@@ -67,7 +68,7 @@ def full_text(plan: Plan, title: str) -> str:
     lines += [memory_table(plan), ""]
     lines += [f"It does not fit: {each}." for each in plan.shortages()] or ["It fits."]
     if plan.rows:
-        lines.append(f"A rank decodes {plan.rows} sequence{'s' if plan.rows > 1 else ''} at a time.")
+        lines.append(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
     lines += ["", time_text(plan)]
     uncounted = [role.name for role in plan.roles if not role.parts.saved.counted]
     if uncounted:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.engine.ds_config import read_overlay, train_config
@@ -82,9 +83,14 @@ def _ppo_roles(
 
 
 def _adapter(dim: int, names: str | None, flags: AdapterFlags) -> AdapterSettings | None:
-    """The adapter that the flags ask for, whether or not this machine has what it needs (a GPU for QLoRA)."""
+    """The adapter that the flags ask for, whether or not this machine has a GPU for QLoRA.
+
+    Raises:
+        UserError: peft is not installed.
+    """
     if dim == 0:
         return None
+    require_extra("peft", "LoRA")  # which adds the layers that are counted
     return AdapterSettings(
         dim, flags.lora_alpha, 0.0, names, flags.use_rslora, flags.use_dora, flags.only_optimize_lora
     )

@@ -33,7 +33,7 @@ from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.rewards.build_rewards import check_routes, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
-from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan
+from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan, warn_of_little_data
 from dschat_ppo.session.session import Session, open_session
 
 
@@ -62,15 +62,18 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validation.validate_only
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
     models = [name for name in named if name is not None]
-    device, output = begin_run("ppo", config, config.run, models, validate_only)
-    logger().info(
-        f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
-    )
+
+    def check_rewards() -> None:
+        logger().info(
+            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
+        )
+        check_sources(config.rewards)
+        if config.validation.eval_reward_function:
+            evaluation_reward(config).close()  # fails here if it cannot be used
+
+    device, output = begin_run("ppo", config, config.run, models, validate_only, check_rewards)
     read_overlay(config.run.deepspeed_config)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
-    check_sources(config.rewards)
-    if config.validation.eval_reward_function:
-        evaluation_reward(config).close()  # fails here if it cannot be used, before models are loaded
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)
@@ -88,6 +91,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if not validate_only:
         show_batches(config, plan)
         show_memory_plan(config)
+        is_trial = config.schedule.max_steps > 0 or ppo.enable_test_mode
+        eval_rows = None if rows.eval is None or config.validation.eval_max_prompts else len(rows.eval)
+        warn_of_little_data(None if is_trial else plan.total_updates, eval_rows)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(

@@ -20,6 +20,7 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.errors import counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
@@ -163,7 +164,7 @@ def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool)
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
     saved = saved_models(output)
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
-    steps = f"{result['ppo_steps']} PPO steps, {result['optimizer_steps']} updates"
+    steps = f"{counted(result['ppo_steps'], 'PPO step')}, {counted(result['optimizer_steps'], 'update')}"
     show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat, resumed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -80,10 +81,13 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
         raise UserError(f"{given}: the weight must be finite, got {weight}")
     parts = place.split(":")
     if len(parts) == 1:
+        if place.endswith(".py"):
+            raise UserError(f"{given}: names no function; add it, as in {place}:FUNCTION")
         if place not in RULES:
+            near = difflib.get_close_matches(place, RULES, n=1)
             raise UserError(
-                f"{given}: there is no rule '{place}' ({', '.join(RULES)}); name your own function as path.py:name or "
-                "module.path:name"
+                f"{given}: there is no rule '{place}'{f'; did you mean {near[0]}?' if near else ''} "
+                f"({', '.join(RULES)}); name your own function as path.py:name or module.path:name"
             )
         parts = [RULES[place], place]
     elif len(parts) != 2 or not all(parts) or not parts[1].isidentifier():

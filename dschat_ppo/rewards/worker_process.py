@@ -37,6 +37,11 @@ from dschat_ppo.rewards.returned_values import CallLog, returned_rows
 LENGTH = struct.Struct(">Q")
 _POLL_MILLISECONDS = 1000
 _LONGEST_TEXT = 500  # characters of an exception's text
+_MOST_NAMES = 8  # of functions, in a message
+
+
+class NoSuchFunctionError(Exception):
+    """A module has no function of the name; the message lists those that it defines."""
 
 
 def main(argv: list[str]) -> None:
@@ -54,6 +59,9 @@ def main(argv: list[str]) -> None:
     try:
         function = load(where, name)
         loaded, file = describe(function, json.loads(settings)), file_of(function)
+    except NoSuchFunctionError as problem:
+        _send(replies, {"error": _one_line(str(problem))})
+        return
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
         _send(replies, {"error": cause_of(problem, os.path.abspath(where))})
         return
@@ -146,7 +154,8 @@ def load(where: str, name: str) -> Callable[..., Any]:
     A file is loaded as if it were run: its folder comes first in the search path.
 
     Raises:
-        TypeError, AttributeError: there is no such callable. Importing the module may raise anything.
+        NoSuchFunctionError: the module has nothing of that name.
+        TypeError: what has that name is no function. Importing the module may raise anything.
     """
     if where.endswith(".py"):
         path = Path(where)
@@ -158,6 +167,13 @@ def load(where: str, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items()
+               if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip
+        raise NoSuchFunctionError(
+            f"{Path(where).name} has no function '{name}'"
+            + (f"; it has: {', '.join(own[:_MOST_NAMES])}" if own else "")
+        )
     function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")

@@ -53,7 +53,9 @@ class CheckResult:
     def __str__(self) -> str:
         if self.unsupported:
             return self.unsupported
-        return f"log-probs within {self.logprob_difference:.1e}, greedy tokens within {self.greedy_shortfall:.1e}"
+        short = self.greedy_shortfall
+        tokens = f"within {short:.1e}" if short else "identical"
+        return f"log-probs within {self.logprob_difference:.1e}, greedy tokens {tokens}"
 
 
 def choose_engine(

@@ -201,7 +201,7 @@ def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
     start, is_logged = time.monotonic(), False
     while (found := obstacle()) is not None:
         waited = time.monotonic() - start
-        message = f"DeepSpeed's operator {folder.name} waits for {found}"
+        message = f"this rank waits for DeepSpeed's operator {folder.name}: {found}"
         if waited > LIMIT_SECONDS:
             raise UserError(f"{message}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
         if waited > _LOG_AFTER_SECONDS and not is_logged:
@@ -231,7 +231,7 @@ def _lock_holder(lock: Any) -> str | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        return f"process {lock.read().strip() or '(unknown)'}, which compiles it"
+        return f"process {lock.read().strip() or '(unknown)'} is compiling it"
     return None
 
 
@@ -252,7 +252,7 @@ def _unlocked_compiler(folder: Path) -> str | None:
             return f"the lock {lock}, whose owner cannot be found"
         others = processes_at(folder, lock)
         if others:
-            return f"process {min(others)}, which compiles there"
+            return f"process {min(others)} is compiling there"
         if owner is None:
             return None
         time.sleep(POLL_SECONDS * (1 - check))
@@ -289,7 +289,7 @@ def _announced(folder: Path) -> Iterator[None]:
         done.set()
         thread.join()
     if is_announced.is_set():
-        _print(f"DeepSpeed's operator {folder.name} is compiled, after {time.monotonic() - start:.0f} s")
+        _print(f"DeepSpeed's operator {folder.name}: compiled in {time.monotonic() - start:.0f} s")
 
 
 def _print(line: str) -> None:

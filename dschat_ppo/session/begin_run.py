@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
-from dschat_ppo.errors import StopRequested, UserError, nearest_path
+from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
@@ -34,11 +34,17 @@ from dschat_ppo.session.output_folder import (
 from dschat_ppo.session.run_lock import RunLock
 from dschat_ppo.session.validation import VALIDATION
 
+FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds until it ends
 
 
 def begin_run(
-    step: str, config: Any, run: RunFlags, models: list[str], validate_only: bool = False
+    step: str,
+    config: Any,
+    run: RunFlags,
+    models: list[str],
+    validate_only: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[torch.device, Path]:
     """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
 
@@ -51,6 +57,8 @@ def begin_run(
         models: the models that it reads.
         validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
             the latter; it replaces what an earlier validation wrote.
+        check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
+            mistake in a flag is not reported as a setting that has changed.
 
     Returns:
         This rank's device and the output folder; with `validate_only`, the folder inside it.
@@ -68,6 +76,7 @@ def begin_run(
     quiet_libraries()
     if run.dry_run:
         check_sequence_parallel_size(config.memory, dist.world_size())
+        check()
         _log_notes(step, config)
         return dist.device(), folder
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
@@ -82,6 +91,7 @@ def begin_run(
         check_machine_folders(folder, config.safety.local_checkpoints)
         _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
     open_log(folder)
+    check()
     if validate_only:
         prepare_output_folder(folder, config, run)
     else:
@@ -118,9 +128,8 @@ def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
     if run.dry_run:
         if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
-        ranks = dist.world_size()
         raise StopRequested(
-            f"dry run for {ranks} rank{'s' if ranks > 1 else ''}: flags, models and data are valid; no weight was "
+            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
             f"read, and nothing was written to {run.folder}"
         )
 
@@ -174,7 +183,25 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
     logger().info(table(title, rows))
     for warmup, total in warmups:
         if warmup >= total:
+            compared = "longer than" if warmup > total else "as long as"
             logger().warning(
-                f"a warm-up of {warmup} steps is not below the {total} optimizer steps in all: the learning rate never "
-                "reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
+                f"warning: the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
+                "rate never reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
             )
+
+
+def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
+    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well.
+
+    Args:
+        steps: optimizer steps; None: a flag ends the run early, as in a trial.
+        eval_rows: rows of the evaluation; None: there is none, or a flag takes a few of them.
+    """
+    few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
+    if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
+        few.append(counted(eval_rows, "evaluation row"))
+    if few:
+        logger().warning(
+            f"warning: this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
+            "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
+        )

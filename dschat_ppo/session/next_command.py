@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 import dschat_ppo
 from dschat_ppo.common import dist
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.config.data_flags import DataFlags
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU of this machine
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
@@ -52,6 +54,31 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     variables = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": devices}
     prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
     return prefix + shlex.join([*program, *map(shown_path, words)])
+
+
+def data_words(flags: DataFlags) -> list[str]:
+    """The flags of the data that differ from their defaults, as words of a command line; all steps have them."""
+    words: list[str] = []
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if value == field.default:
+            continue
+        if field.default_factory is not MISSING:
+            words += [f"--{field.name}", *value]
+        elif str(value).startswith("-"):  # argparse would take it for a flag
+            words.append(f"--{field.name}={value}")
+        else:
+            words += [f"--{field.name}", str(value)]
+    return words
+
+
+def new_folder_beside(folder: Path, name: str) -> str:
+    """`name` in the folder that holds `folder`, with a number behind it if that exists."""
+    found, number = folder.resolve().parent / name, 1
+    while found.exists():
+        number += 1
+        found = found.with_name(f"{name}_{number}")
+    return str(found)
 
 
 def _is_installed_command() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
             "--keep_final_checkpoint",
             None,
         )
-    if changes:
+    did_steps = outputs != [METRICS] or _has_steps(folder / METRICS)
+    if changes and did_steps:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
             ways_out = f"add --resume_force to continue from its last checkpoint, or start over: {ways_out}"
         elif force:
@@ -147,10 +149,18 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     if (folder / METRICS).exists():
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
-            f"--output_dir {folder}: an earlier run with these settings ended before its first checkpoint; starting "
-            f"over (its metrics are kept as {kept.name})"
+            f"--output_dir {folder}: an earlier run with {'other' if changes else 'these'} settings ended before its "
+            f"first {'step' if changes else 'checkpoint'}; starting over (its metrics are kept as {kept.name})"
         )
     return None, None
+
+
+def _has_steps(metrics: Path) -> bool:
+    """Whether `metrics.jsonl` has lines of training; True if it is not as a run writes it."""
+    try:
+        return any(json.loads(line)["step"] > 0 for line in metrics.read_bytes().splitlines())
+    except (ValueError, KeyError, TypeError):  # not JSON, without a step, not an object
+        return True
 
 
 def _done(folder: Path, config: Any, saved: dict[str, Any]) -> str:

@@ -119,7 +119,7 @@ def show_end(
         resumed: whether this start of the run resumed, and did only the last of the steps.
     """
     spent = duration(seconds)
-    rows = [("steps", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
+    rows = [("trained", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
     rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
     rows += [("" if number else "saved to", shown_path(folder)) for number, folder in enumerate(saved)]
     if os.environ.get(NO_NEXT) != "1":

@@ -63,7 +63,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
     title, all_turns = "step 1: supervised fine-tuning", config.sft.train_on == "all"
-    run = begin_supervised_run("sft", config, title, "sft", check_causal_lm, paths, all_turns)
+    run = begin_supervised_run("sft", config, "SFT", title, "sft", check_causal_lm, paths, all_turns)
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:
@@ -84,4 +84,4 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         config.health,
     )
     chat = tool_command("chat", ["--model", str(run.output)])
-    return train_and_save(trainer, run, "SFT", chat)
+    return train_and_save(trainer, run, chat)

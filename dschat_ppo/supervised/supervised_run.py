@@ -26,7 +26,7 @@ from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
@@ -39,7 +39,7 @@ from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.planner.show_plan import show_memory_plan
-from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming
+from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming, warn_of_little_data
 from dschat_ppo.session.final_checkpoints import remove_checkpoints
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
@@ -54,8 +54,9 @@ _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """A run of step 1 or 2 before its model is loaded from `folder`."""
+    """A run of step 1 or 2 before its model is loaded from `folder`. `name`: in lines about its progress."""
 
+    name: str
     device: torch.device
     folder: str
     tokenizer: PreTrainedTokenizerBase
@@ -74,6 +75,7 @@ class SupervisedRun:
 def begin_supervised_run(
     kind: Literal["sft", "reward"],
     config: SFTConfig | PreferenceConfig,
+    name: str,
     title: str,
     use: Use,
     check: Callable[[str, AdapterSettings | None], object],
@@ -86,6 +88,7 @@ def begin_supervised_run(
     Args:
         kind: the step.
         config: the resolved flags of the step.
+        name: what lines about batches and progress call the run.
         title: the first line of the log.
         use: of the data, see `prepare`.
         check: compares a model folder, and the adapter that will be added, with the model to train; raises `UserError`
@@ -111,8 +114,10 @@ def begin_supervised_run(
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
     if not fit.validate_only:
         if config.run.dry_run:
-            show_batches(title.partition(":")[0], plan, fit, config.schedule)
+            show_batches(name, plan, fit, config.schedule)
         show_memory_plan(config)
+        is_trial = config.schedule.max_steps > 0
+        warn_of_little_data(None if is_trial else plan.total_steps, None if rows.eval is None else len(rows.eval))
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     session = None if fit.validate_only else open_session(
         kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
@@ -123,7 +128,7 @@ def begin_supervised_run(
     kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
     settings = (config.console, config.run.dtype)
     return SupervisedRun(
-        device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
+        name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
     )
 
 
@@ -217,9 +222,7 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
     )
 
 
-def train_and_save(
-    trainer: SupervisedTrainer[Any], run: SupervisedRun, title: str, next_command: str
-) -> dict[str, Any]:
+def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
 
     Without a session, only evaluate.
@@ -227,7 +230,6 @@ def train_and_save(
     Args:
         trainer: of the model.
         run: what came before it.
-        title: of the step, for the log.
         next_command: what to run next.
 
     Returns:
@@ -238,7 +240,7 @@ def train_and_save(
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
-    show_batches(title, trainer.plan, trainer.fit, trainer.schedule)
+    show_batches(run.name, trainer.plan, trainer.fit, trainer.schedule)
     announce("train")
 
     def save(folder: Path) -> None:
@@ -248,7 +250,7 @@ def train_and_save(
 
     def train(writer: MetricsWriter, checkpointer: Checkpointer) -> None:
         trainer.health.begin(output)
-        trainer.run(writer, checkpointer, title, kept, run.console, session.trace)
+        trainer.run(writer, checkpointer, run.name, kept, run.console, session.trace)
 
     session.train(trainer, train)
     announce("save models")
@@ -259,6 +261,6 @@ def train_and_save(
         report_run(output)
     remove_checkpoints(output, [output], session.safety)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
-    steps = f"{result['optimizer_steps']} optimizer steps"
-    show_end(title, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
+    steps = counted(int(result["optimizer_steps"]), "optimizer step")
+    show_end(run.name, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
     return result

@@ -24,7 +24,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.session.next_command import step_command, tool_command
+from dschat_ppo.session.next_command import data_words, new_folder_beside, step_command, tool_command
 from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
 from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
 from dschat_ppo.supervised.objective import Objective
@@ -42,6 +42,11 @@ OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
     **dict.fromkeys(REFERENCE_FREE, reference_free_objective),
     "process": process_objective,
 }
+_NAMES = {  # in lines about batches and progress
+    "reward": "reward model", "process": "process reward model", "dpo": "DPO", "cdpo": "cDPO", "ipo": "IPO",
+    "robust_dpo": "robust DPO", "hinge": "hinge", "dpo_nll": "DPO with NLL", "kto": "KTO", "orpo": "ORPO",
+    "simpo": "SimPO", "cpo": "CPO",
+}  # fmt: skip
 _AIMS = {
     "reward": "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)",
     "process": "trains a reward model on labels of the steps of answers",
@@ -90,7 +95,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
             check_causal_lm(folder, adapter)
 
     title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run("reward", config, title, flags.data_use, check, scalar=is_classifier)
+    run = begin_supervised_run("reward", config, _NAMES[name], title, flags.data_use, check, scalar=is_classifier)
     if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
@@ -111,6 +116,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:
-        words = ["--actor_model_name_or_path", run.folder, "--critic_model_name_or_path", output, "--data_path"]
-        command = step_command("step3_ppo", [*words, *config.data.data_path, "--output_dir", "PPO"])
-    return train_and_save(trainer, run, "reward model" if name == "reward" else name, command)
+        words = ["--actor_model_name_or_path", run.folder, "--critic_model_name_or_path", output]
+        words += [*data_words(config.data), "--output_dir", new_folder_beside(run.output, "ppo")]
+        command = step_command("step3_ppo", words)
+    return train_and_save(trainer, run, command)

@@ -25,6 +25,7 @@ from typing import Any
 from dschat_ppo.common.logging import logger, quiet_hugging_face
 from dschat_ppo.config.cli import flag_help, parse
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 
@@ -41,14 +42,15 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
 
     Raises:
         UserError: a flag is unknown or out of range.
-        SystemExit: after `--help`, or an error in the command's own flags.
+        SystemExit: after `--help`.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m dschat_ppo.tools.data", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = flag_parser(
+        [], prog="python -m dschat_ppo.tools.data", description=__doc__,
         epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{flag_help(DataFlags)}",
     )  # fmt: skip
-    parser.add_argument("--step", choices=STEPS, required=True, help="the step, as a number or a name")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{parser.prog} --step STEP --data_path DATA [--tokenizer MODEL] [flags of the step]"
+    parser.add_argument("--step", choices=list(STEPS), help="the step, as a number or a name (required)")
     parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer")
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of each data set, for a quick look")
     parser.add_argument("--samples", type=int, default=3, help="samples of each data set (default: 3)")
@@ -58,6 +60,9 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, str | None
                         help="mark trained tokens by colour; auto: on a terminal (default: auto)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     words, others = parser.parse_known_args(argv)
+    if words.step is None:
+        data_path = "" if any(word.split("=")[0] == "--data_path" for word in others) else " and --data_path"
+        raise UserError(f"required: --step 1, 2, dpo or 3{data_path} (all flags: --help)")
     words.step = STEPS[words.step]
     for name, least in (("rows", 1), ("samples", 0), ("problems", 0)):
         value = vars(words)[name]

@@ -9,11 +9,6 @@ from dschat_ppo.data.sources import DataSource
 from dschat_ppo.tools.data_display import Piece
 
 
-def counted(count: int, what: str, several: str | None = None) -> str:
-    """A number and what it counts: "1 row", "2 rows"; `several` if the plural is not formed by an s."""
-    return f"{count} {what if count == 1 else several or f'{what}s'}"
-
-
 @dataclass(frozen=True)
 class Wanted:
     """What to show.

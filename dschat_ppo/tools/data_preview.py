@@ -41,11 +41,11 @@ from dschat_ppo.data.row_readers import FILE_SHIFT, read_tables, unpack
 from dschat_ppo.data.sources import COMPRESSED
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
 from dschat_ppo.data.streaming import StreamedRows
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError, counted, reading
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.build_rewards import check_routes
 from dschat_ppo.tools.data_display import Piece, pieces_of
-from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted, counted
+from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, Wanted
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 BAD = "cannot be used"
@@ -164,7 +164,7 @@ def look_at(tokenizer_name: str, wanted: Wanted) -> Preview:
         else:
             held_out = 0 if rows.eval is None else len(rows.eval)
             epoch, verb = counted(len(rows.train), "row"), "is" if held_out == 1 else "are"
-            preview.summary.append(f"an epoch has {epoch}; {counted(held_out, 'row')} {verb} for evaluation")
+            preview.summary.append(f"an epoch has {epoch}; {counted(held_out, 'row')} {verb} held out")
     return preview
 
 
@@ -300,7 +300,7 @@ def _share_of(report: SetReport, wanted: Wanted) -> str:
     every = ",".join("1" if part == PARTS[use_of(wanted)] else "0" for part in range(3))
     return (
         f"this step uses {report.used} of {counted(report.rows, 'row')} (--data_split {wanted.config.data.data_split}),"
-        f" the others are not checked; {every} gives it all"
+        f" the others are not checked; --data_split {every} gives this step all rows"
     )
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dschat_ppo.errors import counted
 from dschat_ppo.tools.data_display import indented, shortened, text_of, visible
-from dschat_ppo.tools.data_findings import Preview, Sample, SetReport, counted
+from dschat_ppo.tools.data_findings import Preview, Sample, SetReport
 
 LEGENDS = {
     "sft": "marked: the tokens that the loss covers",

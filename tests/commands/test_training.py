@@ -27,10 +27,10 @@ def dry_run(step: str, folder, *words: object) -> int:
 
 
 @pytest.mark.parametrize(("step", "title", "words"), [
-    ("sft", "step 1: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT]),
+    ("sft", "SFT: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT]),
     ("sft", "packed rows", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"]),
-    ("reward", "step 2: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
-    ("dpo", "step 2: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
+    ("reward", "reward model: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
+    ("dpo", "DPO: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
     ("ppo", "PPO: batches", ["--actor_model_name_or_path", "{a}/lm", "--critic_model_name_or_path", "{a}/reward",
                              "--data_path", "{a}/prompts.jsonl", *LENGTHS]),
 ])  # fmt: skip

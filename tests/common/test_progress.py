@@ -110,6 +110,19 @@ def test_a_phase_shows_its_rate_over_all_ranks_and_its_time_left(clock, monkeypa
         assert bar.text().endswith("| score 1/4 batches | 0:14 left in all")
 
 
+def test_the_whole_takes_at_least_as_long_as_the_phase_in_progress(clock):
+    with Progress("PPO", 2, clock=clock) as bar:
+        clock.now += 10.0
+        bar.advance()
+        report_phase(0, 4, "updates", name="train")
+        clock.now += 20.0
+        report_phase(1, 4, "updates", name="train")
+        assert bar.text().endswith("| train 1/4 updates, 1:00 left | 1:00 left in all"), "not the 0:10 of a step"
+        clock.now += 20.0
+        report_phase(3, 4, "updates", name="train")
+        assert bar.text().endswith("| train 3/4 updates, 0:13 left | 0:13 left in all")
+
+
 def test_a_phase_that_starts_again_measures_again(clock):
     with Progress("PPO", 3, clock=clock) as bar:
         for _ in range(2):

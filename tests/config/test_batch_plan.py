@@ -106,7 +106,7 @@ def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
     assert table["packed rows"] == "30 of 250 tokens, 80.0 % full"
     assert table["samples per optimizer step"] == "90 / 5 = 18.0 on average"
     assert table["tokens per optimizer step"] == "6000 / 5 = 1200.0 on average"
-    assert table["global batch"] == "3 packed rows x 1 micro-batches x 2 ranks = 6"
+    assert table["global batch"] == "3 packed rows x 1 micro-batch x 2 ranks = 6"
 
 
 @pytest.mark.parametrize(("tokens", "shown"), [(None, None), (1000, "1000 / 5 = 200.0 on average")])
@@ -130,7 +130,7 @@ def test_ppo_plan_by_hand():
     assert table["micro-batch per device"] == "up to 2048 tokens, padding included"  # 4 x (256 + 256)
     assert table["global batch"] == "4 rows x 2 micro-batches x 2 ranks = 16"
     assert table["rows per PPO step"] == "24 x 2 ranks = 48"
-    assert table["updates per PPO step"] == "48 / 16 x 2 = 6"
+    assert table["updates per PPO step"] == "48 / 16 x 2 epochs = 6"
     assert table["optimizer steps in all"] == "5 x 6 = 30"
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_share_rows_generate_their_own():
     assert table["groups of ranks that share their rows"] == "4 / 2 = 2"
     assert table["micro-batch per group"] == "up to 3072 tokens, padding included"  # 6 x (256 + 256)
     assert table["global batch"] == "6 rows x 2 micro-batches x 2 groups = 24"
-    assert table["updates per PPO step"] == "48 / 24 x 1 = 2"
+    assert table["updates per PPO step"] == "48 / 24 x 1 epoch = 2"
 
 
 def test_rows_of_a_group_must_be_a_whole_number_of_updates():

@@ -57,6 +57,13 @@ def test_a_use_that_the_form_does_not_serve_is_refused_with_the_columns(name):
     assert f"read as form {fixture.form}; this step needs a prompt and two answers" in str(caught.value)
 
 
+def test_a_column_that_is_missing_can_be_named_by_a_flag():
+    rows = [{"prompt": "a", "chosen": "b", "worse": "c"}]
+    with pytest.raises(UserError, match="this step needs .*; name its columns with .* and --rejected_column$"):
+        read(rows, "preference", apply_chat_template=False)
+    assert read(rows, "preference", apply_chat_template=False, rejected_column="worse")[0].answers == ["b", "c"]
+
+
 def test_transcripts_become_messages_if_the_chat_template_is_asked_for():
     rows = [{"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}]
     turns = [user("Where is the lamp?"), assistant("Which one?"), user("The red one.")]

@@ -145,7 +145,7 @@ def test_a_run_is_reproducible_from_its_seed(out):
 
 def test_batch_table_and_answers_of_both_ranks_are_printed(out):
     log = (out / "ppo.log").read_text()
-    assert "16 / 8 x 2 = 4" in log  # updates per PPO step: rows / global batch x epochs
+    assert "16 / 8 x 2 epochs = 4" in log  # updates per PPO step: rows / global batch x epochs
     for step in (1, 2, 3):
         _, block = log.split(f"PPO step {step}: 16 answers\n")
         lines = re.sub("\n {12}.*", "", block).splitlines()[:48]  # answers of several lines

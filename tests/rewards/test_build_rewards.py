@@ -76,7 +76,10 @@ def test_a_learned_reward_is_required_if_and_only_if_it_is_on():
     ("changes", "problem"),
     [
         ({"reward_function": ["exact"]}, "--reward_function exact: there is no rule"),
-        ({"reward_function": ["exact_match", f"{FILE}:absent"]}, "has no attribute 'absent'"),
+        (
+            {"reward_function": ["exact_match", f"{FILE}:absent"]},
+            "cannot be used: reward_functions.py has no function 'absent'; it has: ",
+        ),
         ({"reward_function": ["no.such.module:f"]}, "No module named"),
         ({"reward_function": ["exact_match?colour=red"]}, "no setting 'colour'"),
         ({"reward_function": ["length_penalty?most=long"]}, "most must be a number"),

@@ -185,6 +185,9 @@ def test_valid_specs(spec, expected):
     [
         ("no_such_rule", "no rule 'no_such_rule'"),
         ("math=no_such_rule", "no rule 'no_such_rule'"),
+        ("numric_match", "no rule 'numric_match'; did you mean numeric_match? (exact_match, "),
+        (FILE, f"names no function; add it, as in {FILE}:FUNCTION"),
+        (f"math={FILE}:0.5", f"names no function; add it, as in {FILE}:FUNCTION"),
         ("=exact_match", "expected a data source before '='"),
         ("a,=exact_match", "expected a data source before '='"),
         ("math=", "no rule ''"),

@@ -88,7 +88,7 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "problem"),
     [
-        ("absent", (), "has no attribute 'absent'"),
+        ("absent", (), "cannot be used: reward_functions.py has no function 'absent'; it has: "),
         ("not_callable", (), "not a function"),
         ("by_position", (), "positional only"),
         ("lengths", (("colour", "red"),), "no setting 'colour'"),

@@ -186,3 +186,8 @@ def test_a_result_passes_if_both_differences_are_within_the_tolerance():
     assert not CheckResult(0.0, 1e-2).passes(1e-3)
     assert not CheckResult(0.0, 0.0, "no").passes(1e-3)
     assert not CheckResult(float("nan"), 0.0).passes(1e-3)
+
+
+def test_a_result_names_a_difference_of_greedy_tokens_only_if_there_is_one():
+    assert str(CheckResult(2e-6, 0.0)) == "log-probs within 2.0e-06, greedy tokens identical"
+    assert str(CheckResult(2e-6, 1e-7)) == "log-probs within 2.0e-06, greedy tokens within 1.0e-07"

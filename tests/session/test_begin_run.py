@@ -7,7 +7,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run
-from dschat_ppo.session.begin_run import naming, show_plan
+from dschat_ppo.session.begin_run import naming, show_plan, warn_of_little_data
 
 
 @pytest.fixture
@@ -153,3 +153,28 @@ def test_a_warm_up_that_never_ends_is_reported_with_the_plan(capsys, warmup, tot
     show_plan("batches", [("rows", "8")], *others, (warmup, total))
     out = capsys.readouterr().out
     assert "batches\n  rows  8" in out and ("never reaches its peak" in out) is warns
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_flags_of_the_step_are_checked_before_the_folder_is_compared(events, tmp_path, dry_run):
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path),
+                           "--dry_run", str(dry_run)])  # fmt: skip
+
+    def refuse():
+        raise UserError("--reward_function: no such file")
+
+    with pytest.raises(UserError, match="no such file"):
+        begin_run.begin_run("sft", config, config.run, [], check=refuse)
+    assert "check_earlier_outputs" not in events
+
+
+@pytest.mark.parametrize(("steps", "eval_rows", "few"), [
+    (1, 1, "1 optimizer step and 1 evaluation row,"), (19, 8, "19 optimizer steps,"), (20, 7, "7 evaluation rows,"),
+    (20, 8, None), (19, None, "19 optimizer steps,"), (20, None, None), (None, 1, None), (None, None, None),
+])  # fmt: skip
+def test_few_steps_and_few_evaluation_rows_are_warned_of(said, steps, eval_rows, few):
+    warn_of_little_data(steps, eval_rows)
+    assert len(said) == (few is not None)
+    if few is not None:
+        assert said[0].startswith(f"warning: this step has only {few} usually too few")
+        assert "--data_split" in said[0] and "--num_train_epochs" in said[0]

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.session import next_command
-from dschat_ppo.session.next_command import step_command, tool_command
+from dschat_ppo.session.next_command import data_words, new_folder_beside, step_command, tool_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,3 +100,26 @@ def test_the_next_command_is_one_of_the_same_installation(machine, monkeypatch, 
     (tmp_path / "dschat-ppo").touch(mode=0o755)
     monkeypatch.setattr(sys, "argv", [started])
     assert step_command("step3_ppo", ["--output_dir", "PPO"]) == f"{start} --output_dir PPO"
+
+
+def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_default():
+    given = {
+        "data_path": ["a.jsonl", "b:0.5"], "data_split": "0,1,1", "apply_chat_template": False,
+        "input_template": "-{}\n",
+        "truncation": "right", "chosen_column": "better", "streaming": True, "streaming_rows": 8, "system_column": "",
+    }  # fmt: skip
+    flags = DataFlags(**given)
+    models = ["--actor_model_name_or_path", "sft", "--critic_model_name_or_path", "reward"]
+    read = parse("ppo", [*models, *data_words(flags), "--output_dir", "ppo"])
+    assert read.data == flags
+    assert data_words(DataFlags(data_path=["a.jsonl"])) == ["--data_path", "a.jsonl"]
+
+
+def test_the_next_output_folder_is_a_new_one_beside_that_of_this_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert new_folder_beside(Path("reward"), "ppo") == f"{tmp_path}/ppo"
+    (tmp_path / "out" / "reward").mkdir(parents=True)
+    (tmp_path / "out" / "ppo").mkdir()
+    assert new_folder_beside(Path("out/reward"), "ppo") == f"{tmp_path}/out/ppo_2"
+    monkeypatch.chdir("out/reward")
+    assert new_folder_beside(Path("."), "ppo") == f"{tmp_path}/out/ppo_2"

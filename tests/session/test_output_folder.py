@@ -85,6 +85,29 @@ def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_pa
     assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
 
 
+@pytest.mark.parametrize(("lines", "did_steps"), [
+    ("", False), ('{"step": 0, "eval/score": 1.0}\n', False), ('{"step": 0}\n{"step": 1}\n', True),
+    ('{"step": 0', True),
+])  # fmt: skip
+def test_a_run_that_did_no_step_does_not_block_one_with_other_settings(tmp_path, said, lines, did_steps):
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    problem, _ = earlier(tmp_path, "--seed", "5")
+    if did_steps:
+        assert problem is not None and "  --seed: 1234 -> 5" in problem
+    else:
+        assert problem is None and "with other settings ended before its first step; starting over" in said[0]
+        assert (tmp_path / "metrics.1.jsonl").read_text() == lines
+
+
+def test_a_model_blocks_a_run_with_other_settings_also_without_a_step(tmp_path):
+    write_config(config_of(tmp_path), tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "model.safetensors").touch()
+    problem, _ = earlier(tmp_path, "--seed", "5")
+    assert problem is not None and "  --seed: 1234 -> 5" in problem
+
+
 def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeypatch):
     write_config(config_of(tmp_path, "--keep_final_checkpoint", "True"), tmp_path)
     (tmp_path / "result.json").write_text("{}")

@@ -92,13 +92,13 @@ def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch):
 def test_folders_in_the_working_directory_are_relative_and_scripts_omit_the_next_command(said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DSCHAT_PPO_NO_NEXT", "1")
-    show_end("SFT", "1 optimizer steps", 1.0, {}, [tmp_path / "out/a"], "python -m x")
-    assert said == ["SFT: done\n  steps     1 optimizer steps in 0:01\n  saved to  out/a"]
+    show_end("SFT", "1 optimizer step", 1.0, {}, [tmp_path / "out/a"], "python -m x")
+    assert said == ["SFT: done\n  trained   1 optimizer step in 0:01\n  saved to  out/a"]
 
 
 def test_the_time_of_a_resumed_run_is_not_that_of_all_its_steps(said):
     show_end("SFT", "250 optimizer steps", 22.0, {}, [Path("/o")], "python -m x", resumed=True)
-    assert "  steps     250 optimizer steps, 0:22 since it resumed\n" in said[0]
+    assert "  trained   250 optimizer steps, 0:22 since it resumed\n" in said[0]
 
 
 def test_the_end_names_results_folders_and_the_next_command(said):
@@ -107,7 +107,7 @@ def test_the_end_names_results_folders_and_the_next_command(said):
     show_end("SFT", "250 optimizer steps", 83.4, changes, [Path("/o/a"), Path("/o/b")], "python -m x 'a b'")
     assert said == [
         "SFT: done\n"
-        "  steps            250 optimizer steps in 1:23\n"
+        "  trained          250 optimizer steps in 1:23\n"
         "  evaluation loss  6.505 -> 4.419\n"
         "  saved to         /o/a\n"
         "                   /o/b\n"

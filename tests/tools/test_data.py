@@ -173,7 +173,8 @@ def test_lines_are_listed_for_the_files_that_are_used(preview, tmp_path):
 def test_the_share_of_the_step_is_named(preview, assets):
     words = ("--step", 2, "--data_path", assets / "pairs.jsonl")
     _, shown, _ = preview(*words)
-    share = "this step uses 16 of 40 rows (--data_split 2,4,4), the others are not checked; 0,1,0 gives it all"
+    share = "this step uses 16 of 40 rows (--data_split 2,4,4), the others are not checked; "
+    share += "--data_split 0,1,0 gives this step all rows"
     assert f"  rows            40; {share}\n" in shown
     found = in_json(preview(*words, "--json"))["sets"][0]
     assert (found["rows"], found["used"], found["share"]) == (40, 16, share)
@@ -187,7 +188,7 @@ def test_one_is_singular(preview, tmp_path):
     words = ("--step", 1, "--data_path", path, "--eval_data_path", held_out, "--data_split", "1,1,0")
     _, shown, _ = preview(*words)
     assert "1 row, 1 example, 1 kept whole" in shown
-    assert "an epoch has 1 row; 1 row is for evaluation" in shown
+    assert "an epoch has 1 row; 1 row is held out" in shown
     words = ("--step", 1, "--data_path", path, "--eval_fraction", 0, "--data_split", "1,0,0")
     assert "2 rows, 2 examples" in preview(*words)[1]
 
@@ -279,6 +280,9 @@ def test_colours_replace_brackets(preview, assets):
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
     ("--step 1", "required: --data_path"),
+    ("", "required: --step 1, 2, dpo or 3 and --data_path (all flags: --help)"),
+    ("--data_path x.jsonl", "required: --step 1, 2, dpo or 3 (all flags: --help)"),
+    ("--step 1 --rows many", "--rows many: expected a whole number"),
     ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip

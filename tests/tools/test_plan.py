@@ -98,6 +98,12 @@ def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):
         assert error.startswith("error: ") and problem in error and error.count("\n") == 1
 
 
+def test_lora_without_its_package_is_one_line(models, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
+    assert main(["--step", "1", "--model", models["actor"], "--lora_dim", "4"]) == 2
+    assert capsys.readouterr().err == 'error: LoRA needs the package peft: pip install -e ".[lora]"\n'
+
+
 def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, tmp_path, models):
     import huggingface_hub
 
