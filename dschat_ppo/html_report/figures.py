@@ -190,8 +190,8 @@ FIGURES = [
     ),
     Figure(
         _COST, "Memory",
-        "The memory of the fullest rank, by phase: it grows with the lengths, and at first on a CPU because the allocator "
-        "keeps freed memory; a curve that never flattens at equal lengths points to a leak.",
+        "The memory of the fullest rank, by phase: it grows with the lengths, and at first on a CPU because the "
+        "allocator keeps freed memory; a curve that never flattens at equal lengths points to a leak.",
         ("memory/*gib",), unit="GiB",
     ),
     Figure(
