@@ -79,17 +79,7 @@ def begin_run(
         check()
         _log_notes(step, config)
         return dist.device(), folder
-    is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
-    if not is_locked:
-        RunLock.refuse_if_held(folder)  # before the ranks join: a second run of the same command has the same port
-    set_deterministic(run.deterministic)  # before anything runs on a GPU
-    check_sequence_parallel_size(config.memory, dist.world_size())
-    device = init_process_group(run.folder)
-    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
-    dist.share_rows(config.memory.sequence_parallel_size)
-    if not is_locked:
-        check_machine_folders(folder, config.safety.local_checkpoints)
-        _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
+    device = _join_and_lock(config, run, folder)
     open_log(folder)
     check()
     if validate_only:
@@ -104,6 +94,22 @@ def begin_run(
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     _log_notes(step, config)
     return device, folder
+
+
+def _join_and_lock(config: Any, run: RunFlags, folder: Path) -> torch.device:
+    """Join the ranks and lock the output folder; this rank's device. Collective."""
+    is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
+    if not is_locked:
+        RunLock.refuse_if_held(folder)  # before the ranks join: a second run of the same command has the same port
+    set_deterministic(run.deterministic)  # before anything runs on a GPU
+    check_sequence_parallel_size(config.memory, dist.world_size())
+    device = init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
+    dist.share_rows(config.memory.sequence_parallel_size)
+    if not is_locked:
+        check_machine_folders(folder, config.safety.local_checkpoints)
+        _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
+    return device
 
 
 def _log_notes(step: str, config: Any) -> None:
