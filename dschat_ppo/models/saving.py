@@ -253,6 +253,10 @@ def _write_files(write: Callable[[Path], None], folder: Path, other_form: Sequen
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
             write(unfinished)
+        readable = unfinished.stat().st_mode & 0o666  # as the umask permits; safetensors lets only the owner read
+        for file in unfinished.iterdir():
+            if file.is_file():
+                file.chmod(readable)
         for pattern in other_form:
             for file in folder.glob(pattern):
                 file.unlink()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,17 @@ def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(
     module = ScalarModel(load_sequence_classifier(str(tmp_path / "old"), "fp32", None, False))
     again = saved_and_loaded(module, tmp_path / "new", LlamaForSequenceClassification, assets)
     torch.testing.assert_close(expected_scores(again), expected_scores(original), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_the_umask_decides_who_reads_the_weights(assets, tmp_path, umask, mode):
+    module = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None))
+    before = os.umask(umask)
+    try:
+        saved_and_loaded(module, tmp_path, LlamaForCausalLM, assets)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {mode}
 
 
 def test_tied_weights_survive_saving(assets, tmp_path):
