@@ -149,20 +149,25 @@ class _GenerationTag(Extension):
 _JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
 
 
-POWER = "computes a power (**), which can take forever; remove it"
+UNBOUNDED = "computes a power (**) or a product of two variables, which can take forever; remove it"
 
 
 @cache
-def has_power(template: str) -> bool:
-    """Whether the Jinja text computes a power, which nothing interrupts; False if it has a syntax error.
+def has_unbounded_numbers(template: str) -> bool:
+    """Whether the Jinja text computes powers or products of two variables; False if it has a syntax error.
+
+    Repeated squaring gives numbers of millions of digits, and nothing interrupts a single operation on them.
 
     Raises:
         RecursionError: it is nested too deeply.
     """
     try:
-        return _JINJA.parse(template).find(nodes.Pow) is not None
+        tree = _JINJA.parse(template)
     except jinja2.TemplateSyntaxError:  # rendering reports it
         return False
+    factors = [(product.left, product.right) for product in tree.find_all(nodes.Mul)]
+    products = [pair for pair in factors if not any(isinstance(factor, nodes.Const) for factor in pair)]
+    return bool(products) or tree.find(nodes.Pow) is not None
 
 
 def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
@@ -223,8 +228,8 @@ def template_of_file(name: str) -> str:
     """The text of a Jinja file, checked.
 
     Raises:
-        UserError: there is no such file, it is not UTF-8, computes a power, has a syntax error, is nested too deeply or
-            never uses `messages`.
+        UserError: there is no such file, it is not UTF-8, computes numbers of unbounded size, has a syntax error, is
+            nested too deeply or never uses `messages`.
     """
     path = Path(name)
     if not path.is_file():
@@ -232,8 +237,8 @@ def template_of_file(name: str) -> str:
     with reading(f"{FLAG} {name}: cannot be read as UTF-8 text"):
         text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     with reading(f"{FLAG} {name}: cannot be parsed"):  # Python's parser and Jinja's limit the nesting
-        if has_power(text):
-            raise UserError(f"{FLAG} {name}: {POWER}")
+        if has_unbounded_numbers(text):
+            raise UserError(f"{FLAG} {name}: {UNBOUNDED}")
         try:
             _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:

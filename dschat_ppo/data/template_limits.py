@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from dschat_ppo.common.time_limit import TimeIsUp, processor_time_limit
-from dschat_ppo.data.chat_templates import POWER, has_power
+from dschat_ppo.data.chat_templates import UNBOUNDED, has_unbounded_numbers
 from dschat_ppo.errors import UserError, reading
 
 SECONDS = 5.0  # of processor time; an ordinary rendering takes less than a millisecond
@@ -40,14 +40,14 @@ def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[
         given: the conversation, messages and tools; the permitted length depends on it.
 
     Raises:
-        UserError: a limit is exceeded, or the template computes a power or is nested too deeply.
+        UserError: a limit is exceeded, or the template computes numbers of unbounded size or is nested too deeply.
     """
     texts = tuple(template.values()) if isinstance(template, Mapping) else (template,)
     if texts in _EXCEEDED:
         raise UserError(_EXCEEDED[texts])
     with reading("the chat template cannot be parsed"):
-        if any(map(has_power, texts)):
-            raise UserError(f"the chat template {POWER}")
+        if any(map(has_unbounded_numbers, texts)):
+            raise UserError(f"the chat template {UNBOUNDED}")
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
         with processor_time_limit(SECONDS), _memory_limit() if in_main_thread else nullcontext():

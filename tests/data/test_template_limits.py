@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dschat_ppo.data import template_limits
-from dschat_ppo.data.chat_templates import has_power, template_of_file
+from dschat_ppo.data.chat_templates import has_unbounded_numbers, template_of_file
 from dschat_ppo.data.template_limits import check_size, in_groups, rendered_within_limits
 from dschat_ppo.data.templates import ids_of, render
 from dschat_ppo.data.turns import turn_spans
@@ -40,8 +40,8 @@ def tokenizer(monkeypatch):
 
 @pytest.mark.parametrize(
     "template, limit",
-    [(ENDLESS, "0.5 s"), (DOUBLING, "1 GiB of memory"), (HUGE, "1 GiB of memory"), (SQUARES, "0.5 s")],
-    ids=["endless", "doubling", "huge", "squares"],
+    [(ENDLESS, "0.5 s"), (DOUBLING, "1 GiB of memory"), (HUGE, "1 GiB of memory")],
+    ids=["endless", "doubling", "huge"],
 )
 def test_a_hostile_template_ends_within_seconds(tokenizer, template, limit):
     tokenizer.chat_template = template
@@ -125,7 +125,12 @@ def test_further_rows_do_not_wait_for_a_template_that_exceeded_a_limit(tokenizer
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 9 ** 9 ** 9 }}", "{% if messages %}{{ messages|length ** 99999999 }}{% endif %}"]
+    "template",
+    [
+        "{{ 9 ** 9 ** 9 }}",
+        "{% if messages %}{{ messages|length ** 99999999 }}{% endif %}",
+        SQUARES,
+    ],
 )
 def test_powers_are_refused_before_anything_computes_them(tokenizer, tmp_path, template):
     tokenizer.chat_template = template
@@ -148,7 +153,7 @@ def test_stars_in_text_are_no_power(tokenizer):
     tokenizer.chat_template = (
         "{% generation %}**{% endgeneration %}{% for m in messages %}{{ m.content * 2 }}{% endfor %}"
     )
-    assert not has_power(tokenizer.chat_template)
+    assert not has_unbounded_numbers(tokenizer.chat_template)
     assert render(tokenizer, MESSAGES, open_answer=True) == "**hellohello"
 
 
