@@ -32,6 +32,7 @@ def processor_time_limit(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)  # first: a late signal must not skip the next lines
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
         signal.setitimer(signal.ITIMER_VIRTUAL, *before)  # of a block around this one

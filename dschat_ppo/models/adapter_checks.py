@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -101,10 +102,12 @@ def check_patterns(names: list[str], config: Any, folder: str) -> None:
     texts += [rf"(.*\.)?({text})$" for text in (*config.rank_pattern, *config.alpha_pattern)]
     layers = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []
     texts += [rf".*\.{text}\.(\d+)\." for text in layers]
+    left = PATTERN_SECONDS  # for all patterns together
     for text in texts:
+        begun = time.process_time()
         refused = f"{folder}: the pattern {text!r} of its adapter_config.json"
         try:
-            with reading(refused), processor_time_limit(PATTERN_SECONDS):
+            with reading(refused), processor_time_limit(left):
                 for name in names:
                     re.match(text, name)
                     re.fullmatch(text, name)
@@ -112,3 +115,4 @@ def check_patterns(names: list[str], config: Any, folder: str) -> None:
             if isinstance(problem.__cause__, TimeIsUp):
                 raise UserError(f"{refused} takes too long to match; name the layers instead") from None
             raise
+        left = max(0.01, left - (time.process_time() - begun))

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -101,3 +102,20 @@ def test_settings_outside_of_the_closed_list_are_refused(tmp_path, name, value):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**saved, name: value}))
     with pytest.raises(UserError, match=f"holds LoRA with {name}; merge it into its base"):
         lora_settings(str(tmp_path), "--model")
+
+
+def test_all_patterns_share_one_limit(monkeypatch):
+    given = []
+
+    @contextmanager
+    def limit(seconds):
+        given.append(seconds)
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        yield
+
+    monkeypatch.setattr(adapter_checks, "processor_time_limit", limit)
+    monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.12)
+    check_patterns(["q_proj"], config(rank_pattern=dict.fromkeys("abcd", 4)), "out")
+    assert given == pytest.approx([0.12, 0.07, 0.02, 0.01], abs=0.015)
