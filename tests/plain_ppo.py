@@ -62,8 +62,8 @@ class PlainEngine(nn.Module):
         self.optimizer.param_groups[0]["initial_lr"] = rate  # as a schedule notes it
         self.skipped_steps = 0
 
-    def forward(self, *arguments: Any) -> Any:
-        return self.module(*arguments)
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.module(*arguments, **named)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         pass
