@@ -100,6 +100,9 @@ def test_the_model_is_evaluated_once_before_training():
     class Evaluation:
         best = None
 
+        def require_best_models(self, before):
+            assert before == dict(state.evaluated)
+
         def is_due(self, step, last_step):
             assert (step, last_step) == (0, 5)
             return True
