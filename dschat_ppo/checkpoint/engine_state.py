@@ -9,6 +9,7 @@ out, because a run that resumes loads them from its model folder.
 from __future__ import annotations
 
 import copy
+import copyreg
 import hashlib
 import os
 import pickle
@@ -39,6 +40,8 @@ FROZEN = "dschat_ppo_frozen_parameters"  # names of the parameters that the file
 
 # Every class that DeepSpeed 0.19.8 pickles for ZeRO stages 0 to 3 in fp32, bf16 and fp16, with and without offload.
 _CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+# Enum members by value: Python 3.11.0 to 3.11.3 would write a `getattr`, which `load_file` refuses.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageEnum, fragment_address)
 
 
