@@ -1,5 +1,6 @@
 """Files of engine states without ranks: content, refused files, full disks."""
 
+import copyreg
 import hashlib
 import os
 import pickle
@@ -238,3 +239,8 @@ def test_the_files_that_ranks_share_are_written_where_no_other_rank_does(monkeyp
             found += [rank] * engine.save_non_zero_checkpoint
         assert engine.save_non_zero_checkpoint == (rank == 0)
     assert found == writing_ranks
+
+
+def test_enum_members_are_pickled_by_value_in_every_version_of_python():
+    """By default, Python 3.11.0 to 3.11.3 would write a `getattr`, which no safe loader executes."""
+    assert copyreg.dispatch_table[ZeroStageEnum](ZeroStageEnum.weights) == (ZeroStageEnum, (3,))
