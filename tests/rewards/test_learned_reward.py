@@ -58,9 +58,9 @@ class Counting:
     def __init__(self, engine):
         self.engine, self.shapes = engine, []
 
-    def __call__(self, input_ids, lengths):
+    def __call__(self, input_ids, lengths, last_only):
         self.shapes.append(tuple(input_ids.shape))
-        return self.engine(input_ids, lengths)
+        return self.engine(input_ids, lengths, last_only=last_only)
 
 
 def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
