@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from dschat_ppo.models.activation_memory import decoder_layers, mlp_of
 from dschat_ppo.models.backbone import forward_replaced
 
-LEAST_SAVING = 0.1  # share of the tokens that must be unread; copies cost about a tenth of an MLP
-
 
 @dataclass(frozen=True)
 class _Read:
@@ -33,12 +31,11 @@ class _Read:
 
         def of_read_tokens(*values: Tensor) -> Tensor:
             rows, width, _ = values[0].shape  # (B, T, H); T may be padded
+            # Even if all tokens are read: ranks that record other operations than the others would stop the forward
+            # pass of activation checkpointing elsewhere, and under ZeRO-3 that pass gathers weights.
             places = self.rows * width + self.columns
-            if len(places) > (1 - LEAST_SAVING) * rows * width:
-                found: Tensor = whole(*values)
-                return found
             flat = (x.reshape(rows * width, -1) for x in values)
-            found = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
+            found: Tensor = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
             return found.new_zeros(rows * width, found.shape[-1]).index_copy(0, places, found).view(rows, width, -1)
 
         with forward_replaced(self.mlp, of_read_tokens):
