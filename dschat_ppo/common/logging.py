@@ -1,4 +1,5 @@
-"""Log lines: rank 0 prints, no line breaks the progress line, and libraries print warnings only, once."""
+"""Log lines: rank 0 prints, warnings are marked, no line breaks the progress line, and libraries print warnings only,
+once."""
 
 from __future__ import annotations
 
@@ -24,6 +25,12 @@ class _BarSafeHandler(logging.Handler):
         print_line(self.format(record))
 
 
+class _WarningsMarked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = "warning: " if record.levelno == logging.WARNING else ""
+        return prefix + super().format(record)
+
+
 def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that.
 
@@ -47,7 +54,7 @@ def logger() -> logging.Logger:
     log = logging.getLogger("dschat_ppo")
     if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
         handler = _BarSafeHandler(logging.INFO if is_main() else logging.ERROR)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_WarningsMarked("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
         log.setLevel(logging.INFO)

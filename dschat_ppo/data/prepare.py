@@ -189,7 +189,7 @@ class Preparation:
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
         logger().info(f"data: {source.spec}: {form.description}")
         if form.warning:
-            logger().warning(f"data: {source.spec}: warning: {form.warning}")
+            logger().warning(f"data: {source.spec}: {form.warning}")
         form.require(self.use)
         self.forms[source.spec] = form
         return form

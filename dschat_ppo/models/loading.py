@@ -125,7 +125,7 @@ def report_length(folders: Iterable[str], longest: int, flags: str, is_default: 
     if is_default:
         logger().info(f"note: {flags}: the default of {beyond}; it was trained on rows of up to {known} tokens")
     else:
-        logger().warning(f"warning: {flags} of {beyond}; it was not trained on longer rows: lower it")
+        logger().warning(f"{flags} of {beyond}; it was not trained on longer rows: lower it")
 
 
 def _known_positions(folder: str) -> int | None:

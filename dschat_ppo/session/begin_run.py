@@ -191,7 +191,7 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
         if warmup >= total:
             compared = "longer than" if warmup > total else "as long as"
             logger().warning(
-                f"warning: the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
+                f"the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
                 "rate never reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
             )
 
@@ -208,6 +208,6 @@ def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
         few.append(counted(eval_rows, "evaluation row"))
     if few:
         logger().warning(
-            f"warning: this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
+            f"this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
             "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
         )

@@ -252,7 +252,9 @@ class SupervisedTrainer(Generic[Batch]):
                     heartbeat()
             self.engine.train()
             found = self.objective.summary(sums.reduce())
-        logger().info("evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        line = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        untrained = "  (all margins are 0: the model has not changed yet)"
+        logger().info(f"evaluation: {line}{untrained if found.get('accuracy') == found.get('margin') == 0 else ''}")
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _keep(self, kept: KeptModels | None) -> None:

@@ -18,11 +18,12 @@ def fresh_logger():
     logger().handlers.clear()
 
 
-@pytest.mark.parametrize(("rank", "printed"), [("0", "info\nerror\n"), ("1", "error\n")])
+@pytest.mark.parametrize(("rank", "printed"), [("0", "info\nwarning: odd\nerror\n"), ("1", "error\n")])
 def test_rank_0_prints_info_and_other_ranks_print_errors(fresh_logger, monkeypatch, capsys, rank, printed):
     monkeypatch.setenv("RANK", rank)
     logger().info("info")
     logger().debug("debug")
+    logger().warning("odd")
     logger().error("error")
     assert capsys.readouterr().out == printed
 

@@ -329,7 +329,7 @@ def test_what_may_be_wrong_with_a_reading_is_a_warning_in_a_line_of_its_own(tmp_
     monkeypatch.setattr(TOKENIZER, "chat_template", None)
     prepare("sft", TOKENIZER, flags_for(tmp_path, path, apply_chat_template=None), 64)
     (line,) = warned
-    assert line.startswith(f"data: {path}: warning: nothing separates prompt and answer: '...Why?So...'; --input_")
+    assert line.startswith(f"data: {path}: nothing separates prompt and answer: '...Why?So...'; --input_")
     assert "nothing separates" not in capsys.readouterr().out
 
 

@@ -176,5 +176,5 @@ def test_few_steps_and_few_evaluation_rows_are_warned_of(said, steps, eval_rows,
     warn_of_little_data(steps, eval_rows)
     assert len(said) == (few is not None)
     if few is not None:
-        assert said[0].startswith(f"warning: this step has only {few} usually too few")
+        assert said[0].startswith(f"this step has only {few} usually too few")
         assert "--data_split" in said[0] and "--num_train_epochs" in said[0]

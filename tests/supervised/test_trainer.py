@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -310,6 +311,16 @@ def test_evaluation_is_the_mean_over_all_rows_without_dropout_and_may_be_cut_sho
     assert trainer.engine.module.training
     cut = make(config_of(tmp_path, "--eval_iters", "1"), Seen())
     assert cut.evaluate()["eval_loss"] == pytest.approx(sum(losses[:2]) / sum(tokens[:2]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("margin", "explained"), [(0.0, True), (-0.5, False)])
+def test_a_margin_of_exactly_0_is_explained(tmp_path, monkeypatch, margin, explained):
+    seen, said = Seen(), []
+    seen.objective = replace(seen.objective, summary=lambda _: {"accuracy": 0.0, "margin": margin})
+    monkeypatch.setattr("dschat_ppo.supervised.trainer.logger", lambda: Namespace(info=said.append))
+    make(config_of(tmp_path), seen).evaluate()
+    reason = "  (all margins are 0: the model has not changed yet)" * explained
+    assert said == [f"evaluation: accuracy 0.0000  margin {margin:.4f}{reason}"]
 
 
 def test_rows_are_prepared_by_the_untrained_engine(tmp_path):
