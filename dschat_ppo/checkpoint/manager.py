@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.engine_state import BackgroundWriter, has_layout_of, load_engine, save_engine
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter
+from dschat_ppo.checkpoint.engine_state import has_layout_of, load_engine, save_engine
 from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
 from dschat_ppo.checkpoint.reshard import load_engine_resharded

@@ -33,13 +33,13 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from dschat_ppo.checkpoint.background_writer import load_file
 from dschat_ppo.checkpoint.engine_state import (
     LAYOUT,
     PARAMETER_NAMES,
     TAG,
     flat_masters,
     layout,
-    load_file,
     model_states,
     replay_bias_correction,
     trained_shapes,

@@ -16,11 +16,9 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from dschat_ppo.checkpoint import engine_state
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter, host_copy, load_file
 from dschat_ppo.checkpoint.engine_state import (
     PARAMETER_NAMES,
-    BackgroundWriter,
-    host_copy,
-    load_file,
     model_states,
     trained_shapes,
     trained_state,

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from dschat_ppo.checkpoint import engine_state, state_file
-from dschat_ppo.checkpoint.engine_state import BackgroundWriter
+from dschat_ppo.checkpoint import background_writer, engine_state, state_file
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.checkpoint.run_identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
@@ -143,8 +143,8 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
         gate.wait(10)
         return whole(state, path)
 
-    whole = engine_state._write
-    monkeypatch.setattr(engine_state, "_write", write)
+    whole = background_writer._write
+    monkeypatch.setattr(background_writer, "_write", write)
     monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
     writer = BackgroundWriter()
     writer.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))

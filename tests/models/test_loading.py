@@ -389,9 +389,6 @@ def test_a_default_length_beyond_the_positions_of_models_is_one_note(tmp_path, s
     report_length(folders, 64, "--max_seq_len", is_default=False)
     assert len(said) == 1
     report_length(folders, 65, "--max_seq_len", is_default=False)
-    assert (
-        said[1].startswith("--max_seq_len of 65 tokens goes beyond the 64 positions")
-        and "not trained" in said[1]
-    )
+    assert said[1].startswith("--max_seq_len of 65 tokens goes beyond the 64 positions") and "not trained" in said[1]
     require_length(folders[1], 65, "--max_seq_len")
     assert len(said) == 2

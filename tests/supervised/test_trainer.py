@@ -13,7 +13,8 @@ from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import ROWS as PAIRS
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from dschat_ppo.checkpoint.engine_state import BackgroundWriter, load_engine, save_engine
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter
+from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
 from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist

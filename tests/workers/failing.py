@@ -50,9 +50,9 @@ def write_slowly() -> None:
     if dist.rank() == 1:
         hang()
     with heartbeat.watchdog_paused():
-        from dschat_ppo.checkpoint import engine_state
-    engine_state._write = lambda state, path: time.sleep(2 * LIMIT)
-    writer = engine_state.BackgroundWriter()
+        from dschat_ppo.checkpoint import background_writer
+    background_writer._write = lambda state, path: time.sleep(2 * LIMIT)
+    writer = background_writer.BackgroundWriter()
     writer.save({}, "first")
     writer.wait()
     for number in range(20):
