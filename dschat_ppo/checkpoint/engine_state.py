@@ -3,7 +3,7 @@
 The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
 to write them. Three are those of `background_writer.py`: tensors are copied to host memory and written while training
 continues; each file is hashed while it is written; only tensors, plain values and a few classes are ever unpickled.
-The fourth: frozen parameters are left out, because a run that resumes loads them from its model folder.
+The fourth: frozen parameters are left out, because resuming reads them from the model folder.
 """
 
 from __future__ import annotations

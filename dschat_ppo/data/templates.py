@@ -324,10 +324,8 @@ def _is_rendered_without_system(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
 ) -> bool:
     others = [message for message in messages if message["role"] != "system"]
-    if len(others) in (0, len(messages)):
-        return False
     with suppress(UserError):
-        return bool(render(tokenizer, others, open_answer, tools))
+        return len(others) not in (0, len(messages)) and bool(render(tokenizer, others, open_answer, tools))
     return False
 
 
