@@ -22,6 +22,13 @@ source "$here/ranks.sh"
 export DSCHAT_PPO_NO_NEXT=1 # the steps do not print a next command: this script runs the next step
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
+used="$out/quickstart.flags" # of the finished steps, which a run with others must not skip
+if [ -e "$out/sft.seconds" ] && [ -e "$used" ] && [ "$(cat "$used")" != "${flags[*]}" ]; then
+    old="$(cat "$used")"
+    echo "error: $out holds steps with other flags (${old:-none}): give the same, or name another folder" >&2
+    exit 2
+fi
+echo "${flags[*]}" >"$used"
 trap 'echo "quickstart: interrupted; run the same command again to resume"; exit 130' INT
 echo "quickstart: $RANKS rank(s), $OMP_NUM_THREADS thread(s) each, outputs in $out"
 

@@ -36,8 +36,9 @@ def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags)
 def finish_removal(output: Path) -> bool:
     """Remove the checkpoints that a crash left of a finished run, on rank 0. They stay, and False is returned, if a
     saved model cannot be read: only they can give that model again."""
-    roles = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]  # of step 3
-    is_whole = all(map(_is_readable, roles or [output]))
+    roles = [role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
+    models = [output / role for role in {"actor", *roles}] if roles else [output]  # step 3 always saves the actor
+    is_whole = all(map(_is_readable, models))
     if is_whole:
         discard_checkpoints(output)
     return is_whole

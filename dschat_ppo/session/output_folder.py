@@ -130,9 +130,9 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     changes = [change for change in compared if change.matters]
     if is_done and not CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
         return (
-            f"--output_dir {folder}: the run there is finished and its checkpoints were removed, so it cannot train "
-            "longer: start another run from its model, or repeat it (--overwrite_output_dir) with "
-            "--keep_final_checkpoint",
+            f"--output_dir {folder}: the run there is finished and its checkpoints were removed, so its length "
+            "cannot change: to train longer, start another run from its model, or repeat it (--overwrite_output_dir) "
+            "with --keep_final_checkpoint",
             None,
         )
     did_steps = outputs != [METRICS] or _has_steps(folder / METRICS)

@@ -8,7 +8,7 @@ from checkpoints import save_checkpoint
 from dschat_ppo.checkpoint import folder as checkpoint_folder
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.config.safety_flags import SafetyFlags
-from dschat_ppo.session.final_checkpoints import discard_checkpoints, remove_checkpoints
+from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal, remove_checkpoints
 
 REMOVE = SafetyFlags()
 
@@ -42,6 +42,16 @@ def test_the_folder_goes_with_the_last_checkpoint(tmp_path, assets):
 def test_the_flag_keeps_them(output, assets):
     remove_checkpoints(output, [assets / "lm"], SafetyFlags(keep_final_checkpoint=True))
     assert left(output) == ["latest", "step_000001.set_aside", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "is_whole"), [((), False), (("actor",), True), (("actor", "critic"), True), (("critic",), False)]
+)
+def test_after_a_crash_they_go_only_if_the_actor_is_there(output, assets, roles, is_whole):
+    for role in roles:
+        (output / role).symlink_to(assets / ("lm" if role == "actor" else "reward"))
+    assert finish_removal(output) == is_whole
+    assert ("step_000003" in left(output)) == (not is_whole)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing"])

@@ -157,7 +157,7 @@ def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_p
     for longer in (["--num_train_epochs", "2"], ["--max_steps", "9", "--resume_force", "True"]):
         problem, done = earlier(tmp_path, *constant, *longer)
         assert done is None and problem is not None and "\n" not in problem
-        assert "its checkpoints were removed, so it cannot train longer" in problem
+        assert "its checkpoints were removed, so its length cannot change" in problem
         assert "--keep_final_checkpoint" in problem
 
 

@@ -60,6 +60,13 @@ def test_flags_after_the_folder_go_to_every_step(script):
     assert steps_run(script, flags=("--max_steps=2",)) == (0, [f"{step} --max_steps=2" for step in STEPS])
 
 
+def test_steps_that_other_flags_finished_are_not_skipped(script):
+    assert steps_run(script, stop="sft", flags=("--typo",)) == (1, ["sft --typo"])
+    assert steps_run(script, stop="reward", flags=("--max_steps=2",))[0] == 1  # no step was finished
+    assert steps_run(script) == (2, [])
+    assert steps_run(script, flags=("--max_steps=2",)) == (0, ["reward --max_steps=2", "ppo --max_steps=2"])
+
+
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["--help"], 0, "usage: quickstart.sh [OUT_DIR"), (["--max_steps", "2"], 2, "error: --max_steps is no folder"),
     (["{out}", "--dry_run"], 2, "error: --dry_run: steps 2 and 3 need the models"),
