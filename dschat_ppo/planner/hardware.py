@@ -16,7 +16,7 @@ class Hardware:
         flops: peak of dense bf16 (fp16) matrix products.
         fp32_flops: peak of dense fp32 matrix products.
         bandwidth: bytes per second from device memory.
-        link: bytes per second between the devices of a node, in one direction.
+        link: bytes per second between the devices of a machine, in one direction.
         host_link: bytes per second between device and host memory.
         utilisation: share of the peak that training and scoring reach.
         decode_share: share of the bandwidth that decoding reaches.
@@ -27,6 +27,7 @@ class Hardware:
         measured: whether the constants were measured with this project; else they are a data sheet's, and the shares
             are assumed.
         source: of the constants.
+        node_link: bytes per second of a device to other machines, in one direction.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Hardware:
     memory: int
     measured: bool
     source: str
+    node_link: float = 2.5e10
 
     @property
     def on_gpu(self) -> bool:
@@ -58,7 +60,7 @@ def _gpu(name: str, tflops: float, fp32: float, bandwidth: float, link: float, h
     )  # fmt: skip
 
 
-# Assumptions about GPUs, not measured with this project.
+# Assumptions about GPUs, not measured with this project; `node_link` is a network of 200 Gbit/s for each device.
 UTILISATION = 0.35  # of large products in bf16, with all that is between them
 DECODE_SHARE = 0.6
 GPU_STEP_SECONDS = 1e-3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -14,7 +14,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.planner.hardware import GIB, HARDWARE, Hardware
 from dschat_ppo.planner.phase import Phase
 from dschat_ppo.planner.role_memory import Memory, Role
-from dschat_ppo.planner.step_phases import ppo_phases, supervised_phases
+from dschat_ppo.planner.step_phases import generates_by_layer, ppo_phases, supervised_phases
 from dschat_ppo.planner.step_roles import roles_of
 from dschat_ppo.planner.step_time import StepTime, ppo_time, supervised_time
 
@@ -139,6 +139,8 @@ def plan_step(
         UserError: batch sizes do not fit each other, or `--deepspeed_config` cannot be used.
     """
     per_node, shared = ranks_per_node or world_size, config.memory.sequence_parallel_size
+    if per_node < world_size:  # ranks move bytes as fast as the slowest link
+        hardware = replace(hardware, link=min(hardware.link, hardware.node_link))
     own = device_memory_bytes if hardware.on_gpu else host_memory_bytes // per_node
     roles = roles_of(config, model_configs, world_size, own, hardware.on_gpu)
     rows = 0
@@ -150,7 +152,8 @@ def plan_step(
         asleep = config.ppo_memory.sleep_in_rollout and (hardware.on_gpu if sleeps is None else sleeps)
         phases, rows = ppo_phases(config, plan, roles, model_configs["actor"], of_tensors, asleep)
         source, _ = old_logprobs_source(config, plan, [each.to_dict() for each in model_configs.values()])
-        time = ppo_time(config, plan, roles, hardware, rows, source)
+        by_layer = generates_by_layer(config, roles[0], model_configs["actor"])
+        time = ppo_time(config, plan, roles, hardware, rows, source, by_layer)
     else:
         phases = supervised_phases(config, roles[0])
         time = supervised_time(config, roles[0], hardware)

@@ -102,6 +102,14 @@ def score_phase(config: PPOConfig, plan: PPOPlan, roles: Sequence[Role]) -> Phas
     return phase
 
 
+def generates_by_layer(config: PPOConfig, actor: Role, model_config: Any) -> bool:
+    """Whether a rollout gathers one layer of the actor at a time, for each token: at stage 3 on request, or if
+    `--inference_tp_size` cannot divide the layers."""
+    reason = reason_not_to_divide(model_config, config.lora.actor_lora_dim)
+    not_divided = config.ppo_memory.inference_tp_size > 1 and reason is not None
+    return actor.stage == 3 and (config.ppo.unpin_actor_parameters or not_divided)
+
+
 def rollout_phase(
     config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], model_config: Any, device_memory: int, sleeps: bool
 ) -> tuple[Phase, int]:
@@ -122,9 +130,8 @@ def rollout_phase(
             phase.add(role.name, "buffers", Memory(-role_memory.gathered(role).device))
     if sleeps:
         _put_to_sleep(phase, roles)
-    size = memory.inference_tp_size
+    size, by_layer = memory.inference_tp_size, generates_by_layer(config, actor, model_config)
     divides = size > 1 and reason_not_to_divide(model_config, config.lora.actor_lora_dim) is None
-    by_layer = actor.stage == 3 and (ppo.unpin_actor_parameters or (size > 1 and not divides))
     phase.add("actor", "buffers", _generating_weights(actor, size if divides else 1, by_layer, sleeps))
     if not actor.on_gpu and ppo.prepack_weights and actor.dtype == "bf16" and not by_layer:
         phase.add("actor", "buffers", Memory.of(actor.itemsize * actor.parts.active))

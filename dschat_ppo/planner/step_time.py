@@ -49,23 +49,39 @@ def compute_seconds(flops: float, role: Role, hardware: Hardware) -> float:
     return flops / (peak * hardware.utilisation)
 
 
-def gather_seconds(role: Role, hardware: Hardware, passes: int) -> float:
-    """At stage 3, `passes` gathers of the whole weights: each rank receives s P (N - 1) / N bytes; offloaded parts
-    also cross the host link, s P / N."""
+def passes_of_training(role: Role) -> int:
+    """Passes of a micro-batch over the layers, each of which gathers them at stage 3: forward, backward, and with
+    gradient checkpointing forward again."""
+    return 3 if role.checkpoints else 2
+
+
+def gather_seconds(role: Role, hardware: Hardware, passes: int, updates: int = 0) -> float:
+    """At stage 3, `passes` gathers of the whole weights, or one after each of `updates` if they stay whole in between:
+    each rank receives s P (N - 1) / N bytes; offloaded parts also cross the host link, s P / N."""
     if role.stage < 3:
         return 0.0
     size = role.whole_weights
     seconds = size * (role.ranks - 1) / role.ranks / hardware.link
     if role.offloads_weights:
         seconds += size / role.ranks / hardware.host_link
-    return (1 if role.kept_whole else passes) * seconds
+    return (updates if role.kept_whole else passes) * seconds
 
 
-def optimizer_seconds(role: Role, hardware: Hardware) -> float:
-    """One update: reducing gradients moves 2 s T (N - 1) / N bytes through the link (all-reduce, or reduce-scatter and
-    all-gather); AdamW reads and writes fp32 weights and moments and reads gradients, 2 x 12 + 4 bytes a parameter. In
-    host memory, that is at the host's bandwidth, and gradients and new weights cross the host link."""
-    moved = 2 * role.itemsize * role.trained * (role.ranks - 1) / role.ranks / hardware.link
+def reduced(stage: int, micro_batches: int) -> int:
+    """How often an update moves s T (N - 1) / N bytes for gradients and new weights.
+
+    Stages 0 and 1 all-reduce gradients, or reduce-scatter them and gather new weights, once. Stages 2 and 3
+    reduce-scatter them after each micro-batch; stage 2 also gathers the new weights.
+    """
+    return (2, 2, micro_batches + 1, micro_batches)[stage]
+
+
+def optimizer_seconds(role: Role, hardware: Hardware, micro_batches: int) -> float:
+    """One update of `micro_batches`: `reduced` bytes cross the link; AdamW reads and writes fp32 weights and moments
+    and reads gradients, 2 x 12 + 4 bytes a parameter. In host memory, that is at the host's bandwidth, and gradients
+    and new weights cross the host link."""
+    size = role.itemsize * role.trained * (role.ranks - 1) / role.ranks
+    moved = reduced(role.stage, micro_batches) * size / hardware.link
     states = role.part * (2 * (FP32 + MOMENTS) + FP32)
     if not role.offloads_optimizer:
         return moved + states / hardware.bandwidth
@@ -106,8 +122,9 @@ def scored_roles(source: OldLogprobs) -> tuple[str, ...]:
 
 
 def ppo_time(
-    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], hardware: Hardware, rows: int, source: OldLogprobs
-) -> StepTime:
+    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], hardware: Hardware, rows: int, source: OldLogprobs,
+    by_layer: bool,
+) -> StepTime:  # fmt: skip
     """A PPO step with answers of the maximum length.
 
     Args:
@@ -117,11 +134,12 @@ def ppo_time(
         hardware: the device.
         rows: sequences that a rank decodes at a time.
         source: of the old log-probs, see `config/on_policy.py`.
+        by_layer: the rollout gathers the actor's weights for each token.
     """
     ppo, actor = config.ppo, roles[0]
     prompt, answer = ppo.max_prompt_seq_len, ppo.max_answer_seq_len
     length, own = prompt + answer, plan.rows_per_rank
-    tokens, by_layer = own * length, actor.stage == 3 and ppo.unpin_actor_parameters
+    tokens = own * length
     rounds = -(-own // max(1, rows))
     prefill = compute_seconds(pass_flops(actor, plan.prompts_per_rank * prompt, prompt, 1), actor, hardware)
     rollout = prefill + rounds * decode_seconds(actor, hardware, min(rows, own), prompt, answer, by_layer)
@@ -139,9 +157,11 @@ def ppo_time(
     for role in roles:
         if role.trained:
             flops = ppo.ppo_epochs * pass_flops(role, tokens, length, update_passes(role))
-            gathers = gather_seconds(role, hardware, 2 * micro_batches * ppo.ppo_epochs)
-            updates = plan.updates_per_rollout * optimizer_seconds(role, hardware)
-            seconds[f"{role.name} update"] = compute_seconds(flops, role, hardware) + gathers + updates
+            updates, passes = plan.updates_per_rollout, passes_of_training(role) * micro_batches * ppo.ppo_epochs
+            moved = gather_seconds(role, hardware, passes, updates)
+            per_update = max(1, micro_batches * ppo.ppo_epochs // updates)
+            steps = updates * optimizer_seconds(role, hardware, per_update)
+            seconds[f"{role.name} update"] = compute_seconds(flops, role, hardware) + moved + steps
     return StepTime(seconds, plan.rollout_rows * length)
 
 
@@ -151,6 +171,7 @@ def supervised_time(config: Any, role: Role, hardware: Hardware) -> StepTime:
     rows = fit.per_device_train_batch_size * fit.gradient_accumulation_steps * rows_per_sample(config)
     tokens = rows * fit.max_seq_len // config.memory.sequence_parallel_size
     flops = pass_flops(role, tokens, fit.max_seq_len, update_passes(role))
-    gathers = gather_seconds(role, hardware, 2 * fit.gradient_accumulation_steps)
-    update = compute_seconds(flops, role, hardware) + gathers + optimizer_seconds(role, hardware)
+    micro_batches = fit.gradient_accumulation_steps
+    gathers = gather_seconds(role, hardware, passes_of_training(role) * micro_batches, updates=1)
+    update = compute_seconds(flops, role, hardware) + gathers + optimizer_seconds(role, hardware, micro_batches)
     return StepTime({"update": update}, rows * fit.max_seq_len * role.ranks // config.memory.sequence_parallel_size)

@@ -1,5 +1,7 @@
 """Plans of whole steps: sums of parts, what fits, and the lines at the start of a run."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import LlamaConfig
 
@@ -47,6 +49,29 @@ def test_the_phases_of_each_step():
     assert [phase.name for phase in plan_ppo().phases] == names
     plan = plan_step(sft(), {"model": SMALL}, 1, 0, HOST)
     assert [phase.name for phase in plan.phases] == ["load", "update", "checkpoint"]
+
+
+def test_several_machines_move_bytes_at_the_rate_of_their_link():
+    def seconds(machines: int, **changes) -> float:
+        hardware = replace(GPU, **changes)
+        plan = plan_step(sft("--zero_stage 3"), {"model": LLAMA_8B}, 16, 80 * GIB, HOST, hardware, 16 // machines)
+        return plan.time.total
+
+    # 2 gathers of 2 P bytes and a reduction of as many, of which each rank sends 15 / 16
+    moved = 3 * 2 * 8030261248 * 15 / 16
+    assert seconds(2) - seconds(1) == pytest.approx(moved / GPU.node_link - moved / GPU.link)
+    assert seconds(2, node_link=1e9) - seconds(1) == pytest.approx(moved / 1e9 - moved / GPU.link)
+    assert seconds(2, node_link=1e15) == seconds(1)  # not faster than the link of a machine
+
+
+def test_layers_that_cannot_be_divided_are_gathered_for_each_token():
+    words = f"{STAGE_3} --max_answer_seq_len 256"
+    lora = f"{words} --actor_lora_dim 8 --only_optimize_lora"
+    rollout = [plan_ppo(each).time.seconds["rollout"] for each in (lora, f"{lora} --inference_tp_size 2")]
+    # 256 gathers of the weights that a token multiplies in place of one of all weights
+    active = 8030261248 - 128256 * 4096
+    size = 2 * 7 / 8 / GPU.link
+    assert rollout[1] - rollout[0] == pytest.approx(size * (256 * active - 8030261248), rel=0.01)
 
 
 def test_many_epochs_of_few_prompts_are_planned():

@@ -32,15 +32,19 @@ def test_seconds_of_compute_depend_on_the_dtype():
 def test_gathers():
     assert step_time.gather_seconds(role(2), GPU, 6) == 0
     assert step_time.gather_seconds(role(3), GPU, 6) == pytest.approx(6 * 2000 * 3 / 4 / 10)
-    assert step_time.gather_seconds(role(3, kept_whole=True), GPU, 6) == pytest.approx(2000 * 3 / 4 / 10)
+    assert step_time.gather_seconds(role(3, kept_whole=True), GPU, 6, 2) == pytest.approx(2 * 2000 * 3 / 4 / 10)
+    assert step_time.gather_seconds(role(3, kept_whole=True), GPU, 6) == 0  # frozen: whole since the start
     offloaded = step_time.gather_seconds(role(3, offloads_weights=True), GPU, 1)
     assert offloaded == pytest.approx(2000 * 3 / 4 / 10 + 500 / 5)
 
 
 def test_an_update_of_the_optimizer():
-    reduced = 2 * 2000 * 3 / 4 / 10
-    assert step_time.optimizer_seconds(role(2), GPU) == pytest.approx(reduced + 250 * 28 / 200)
-    offloaded = step_time.optimizer_seconds(role(2, offloads_optimizer=True), GPU)
+    once, states = 2000 * 3 / 4 / 10, 250 * 28 / 200
+    for stage, moved in ((1, 2), (2, 3 + 1), (3, 3)):  # 3 micro-batches
+        assert step_time.optimizer_seconds(role(stage), GPU, 3) == pytest.approx(moved * once + states), stage
+    assert step_time.optimizer_seconds(role(0, "fp32"), GPU, 3) == pytest.approx(2 * 2 * once + 4 * states)
+    offloaded = step_time.optimizer_seconds(role(2, offloads_optimizer=True), GPU, 1)
+    reduced = 2 * once
     assert offloaded == pytest.approx(reduced + 250 * 28 / step_time.HOST_BANDWIDTH + 250 * 6 / 5)
 
 
@@ -53,6 +57,10 @@ def test_decoding_reads_weights_and_cache_for_each_token():
     slow = replace(GPU, flops=10.0)  # then arithmetic is the limit
     computed = (2 * 700 + 2 * 16 * 14) / 5
     assert step_time.decode_seconds(role(3), slow, 1, 10, 4, by_layer=False) == pytest.approx(4 * (computed + 1))
+
+
+def test_gradient_checkpointing_gathers_once_more():
+    assert [step_time.passes_of_training(role(3, checkpoints=each)) for each in (False, True)] == [2, 3]
 
 
 def test_the_models_that_score():
