@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, succeed
+from launch import deepspeed, forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -19,12 +19,12 @@ def test_an_unhealthy_run_stops_and_resumes_as_if_it_had_not(assets, tmp_path):
     words += " --n_samples_per_prompt 2 --per_device_generation_batch_size 2 --per_device_training_batch_size 4"
     words += " --max_prompt_seq_len 64 --max_answer_seq_len 4 --max_steps 3 --reward_workers 1"
 
-    def run(name: str, *more: str):
+    def run(start, name: str, *more: str):
         folder = ["--output_dir", str(tmp_path / name)]
-        return deepspeed(2, "training/step3_ppo/main.py", *words.split(), *folder, *more)
+        return start(2, "training/step3_ppo/main.py", *words.split(), *folder, *more)
 
-    succeed(run("whole"))
-    stopped = run("stopped", "--stop_on_health", "warning")
+    succeed(run(forked, "whole"))
+    stopped = run(deepspeed, "stopped", "--stop_on_health", "warning")
     assert stopped.returncode == 6, stopped.stderr[-2000:]
     [line] = [line for line in stopped.stderr.splitlines() if line.startswith("error")]
     assert line.startswith("error: --stop_on_health warning: step 1: scores_equal: reward/score_std is 0, below 0.001")
@@ -32,7 +32,7 @@ def test_an_unhealthy_run_stops_and_resumes_as_if_it_had_not(assets, tmp_path):
     assert [event["name"] for event in read(tmp_path / "stopped/health.jsonl")] == ["scores_equal"]
     assert not (tmp_path / "stopped/result.json").exists()
 
-    succeed(run("stopped", "--stop_on_health", "warning"))
+    succeed(run(forked, "stopped", "--stop_on_health", "warning"))
     whole, resumed = (read(tmp_path / name / "health.jsonl") for name in ("whole", "stopped"))
     assert resumed == whole and [(event["step"], event["level"]) for event in whole] == [(1, "warning")]
     steps = [

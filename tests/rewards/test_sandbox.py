@@ -6,10 +6,12 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from marked_processes import mark_sandboxes, marked_processes
 
 from dschat_ppo.rewards.sandbox import CHILD, Limits, code_of, code_tests, missing_isolation, run_tests
 
@@ -232,25 +234,21 @@ def test_missing_isolation_is_reported():
     assert set(MISSING) <= set(names)
 
 
-def descendants_named(word: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path.parent.name] if word in path.read_text() else []
-        except OSError:
-            continue
-    return found
-
-
 def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert not passes("import time; time.sleep(60)", limits=Limits(wall_seconds=2.0))
+    mark = str(tmp_path)
+    mark_sandboxes(monkeypatch, mark)
+    monkeypatch.setattr("tempfile.tempdir", mark)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(passes, "import time; time.sleep(60)", limits=Limits(wall_seconds=2.0))
+        seen = [marked_processes(mark) for _ in iter(running.done, True)]
+        assert not running.result()
+    assert any(seen)
     assert passes("open('a', 'w').write('a')")
     assert list(tmp_path.iterdir()) == []
     deadline = time.monotonic() + 3
-    while descendants_named("sandbox_child.py") and time.monotonic() < deadline:
+    while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert descendants_named("sandbox_child.py") == []
+    assert marked_processes(mark) == []
 
 
 def test_a_sandbox_that_cannot_start_raises():

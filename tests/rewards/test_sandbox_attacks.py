@@ -8,14 +8,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from marked_processes import mark_sandboxes, marked_processes
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
-from dschat_ppo.rewards import build_rewards, sandbox, sandbox_child
+from dschat_ppo.rewards import build_rewards, sandbox_child
 from dschat_ppo.rewards.build_rewards import WEAKER
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation, run_tests
 
@@ -222,18 +222,10 @@ time.sleep(0.3)
 """
 
 
-def marked_processes(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            found += [process.pid] if process.environ().get("MARK") == mark else []
-    return found
-
-
 @everywhere
 def test_a_daemon_does_not_outlive_its_program(namespaces, tmp_path, monkeypatch):
-    mark = str(tmp_path)  # tests beside this one have sandboxes too
-    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)
+    mark = str(tmp_path)
+    mark_sandboxes(monkeypatch, mark)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run_tests, "", [DAEMON], LIMITS, namespaces)
         seen = [marked_processes(mark) for _ in iter(running.done, True)]

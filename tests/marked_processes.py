@@ -1,0 +1,21 @@
+"""Processes of one test's sandboxes: tests beside it have sandboxes too."""
+
+from contextlib import suppress
+
+import psutil
+
+from dschat_ppo.rewards import sandbox
+
+
+def mark_sandboxes(monkeypatch, mark: str) -> None:
+    """Put a mark into the environment of the sandboxes that this test starts."""
+    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Process ids of all running processes with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process.pid] if process.environ().get("MARK") == mark else []
+    return found
