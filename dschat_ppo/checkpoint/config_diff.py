@@ -205,9 +205,9 @@ def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -
     if matter and not force:
         shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]
         raise UserError(
-            f"{folder} was saved under settings that compute something else:\n{format_diff(shown)}\nUse the saved "
-            "settings to resume, or --resume_force to resume under the new ones, or start from scratch with "
-            "--overwrite_output_dir or another --output_dir"
+            f"{folder} was saved under settings that compute something else; use the saved settings to resume, or "
+            "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
+            f"--output_dir:\n{format_diff(shown)}"
         )
 
 
