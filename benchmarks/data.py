@@ -179,7 +179,7 @@ def launch(arguments: argparse.Namespace, work: Path, path: Path, cache: Path, p
     results = []
     for process in ranks:
         lines = process.communicate()[0].splitlines()
-        print("\n".join(line for line in lines if line.startswith("data:")), file=sys.stderr)
+        print("\n".join(line for line in lines if line.removeprefix("warning: ").startswith("data:")), file=sys.stderr)
         found = [line for line in lines if line.startswith("RESULT ")]
         if process.returncode or not found:
             sys.exit(f"a rank ended with exit code {process.returncode}:\n" + "\n".join(lines[-20:]))

@@ -22,13 +22,6 @@ source "$here/ranks.sh"
 export DSCHAT_PPO_NO_NEXT=1 # the steps do not print a next command: this script runs the next step
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
-used="$out/quickstart.flags" # of the finished steps, which a run with others must not skip
-if [ -e "$out/sft.seconds" ] && [ -e "$used" ] && [ "$(cat "$used")" != "${flags[*]}" ]; then
-    old="$(cat "$used")"
-    echo "error: $out holds steps with other flags (${old:-none}): give the same, or name another folder" >&2
-    exit 2
-fi
-echo "${flags[*]}" >"$used"
 trap 'echo "quickstart: interrupted; run the same command again to resume"; exit 130' INT
 echo "quickstart: $RANKS rank(s), $OMP_NUM_THREADS thread(s) each, outputs in $out"
 
@@ -39,10 +32,13 @@ fi
 previous="" # mark of the previous step: older outputs come from other models
 run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if it is finished
     local name="$1" from_scratch=() start=$SECONDS
-    local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds"
+    local result="$out/$name/result.json" settings="$out/$name/config.yaml" mark="$out/$name.seconds" used="$out/$name.flags"
     shift
     if is_valid_json "$result" && [ -e "$mark" ] && [ ! "$mark" -ot "$previous" ]; then
         echo "quickstart: step '$name' is done, skipped"
+        if [ -e "$used" ] && [ "$(cat "$used")" != "${flags[*]}" ]; then
+            echo "warning: step '$name' ran with other flags ($(cat "$used")); to run it with these, name another folder"
+        fi
     else
         echo "quickstart: step '$name'"
         # an interrupted step resumes from its last checkpoint, unless an earlier step has run since
@@ -52,6 +48,7 @@ run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if 
             echo "quickstart: step '$name' was stopped; run the same command again to resume"
             exit 1
         fi
+        printf '%s\n' "${flags[*]-}" >"$used"
         echo $((SECONDS - start)) >"$mark"
         sync "$mark" "$out" # before a later step compares its age with this mark
     fi

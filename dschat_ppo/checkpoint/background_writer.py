@@ -1,4 +1,4 @@
-"""Files of engine states: copied at once, written, hashed and flushed in the background, and read without code."""
+"""Files of engine states: copied at once, written, hashed and flushed in the background; loading them runs no code."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -
         raise UserError(
             f"{folder} was saved under settings that compute something else; use the saved settings to resume, or "
             "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
-            f"--output_dir:\n{format_diff(shown)}"
+            f"--output_dir. What changed:\n{format_diff(shown)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Save the states of a DeepSpeed engine to files in the background, and load them into an engine of the same layout.
 
 The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
-to write them. Three are those of `background_writer.py`: tensors are copied to host memory and written while training
+to write them. `background_writer.py` implements three: tensors are copied to host memory and written while training
 continues; each file is hashed while it is written; only tensors, plain values and a few classes are ever unpickled.
 The fourth: frozen parameters are left out, because resuming reads them from the model folder.
 """

@@ -3,8 +3,6 @@
 A text prompt is encoded unchanged. Chat messages are rendered with the tokenizer's chat template, followed by the
 opening of the assistant's turn. An answer to chat messages ends with the end-of-turn token of the template; an answer
 to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
-
-`encode_examples` gives the same ids for many rows in few calls of the tokenizer.
 """
 
 from __future__ import annotations
@@ -324,8 +322,10 @@ def _is_rendered_without_system(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
 ) -> bool:
     others = [message for message in messages if message["role"] != "system"]
+    if len(others) in (0, len(messages)):
+        return False
     with suppress(UserError):
-        return len(others) not in (0, len(messages)) and bool(render(tokenizer, others, open_answer, tools))
+        return bool(render(tokenizer, others, open_answer, tools))
     return False
 
 

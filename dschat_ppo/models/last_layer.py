@@ -31,8 +31,8 @@ class _Read:
 
         def of_read_tokens(*values: Tensor) -> Tensor:
             rows, width, _ = values[0].shape  # (B, T, H); T may be padded
-            # Even if all tokens are read: ranks that record other operations than the others would stop the forward
-            # pass of activation checkpointing elsewhere, and under ZeRO-3 that pass gathers weights.
+            # Also if all tokens are read: a rank that saves other tensors for the backward pass would end the
+            # recomputation of activation checkpointing elsewhere, and under ZeRO-3 that recomputation gathers weights.
             places = self.rows * width + self.columns
             flat = (x.reshape(rows * width, -1) for x in values)
             found: Tensor = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)

@@ -107,7 +107,8 @@ class HealthWatch:
             for rule in self.rules if rule.name in found and rule.name not in self._standing
         ]  # fmt: skip
         for event in fresh:
-            logger().warning(f"health: step {step}: {_described(event)}")
+            level = " (error)" if event.level == "error" else ""
+            logger().warning(f"health: step {step}{level}: {_described(event)}")
         self._update_standing(step, found)
         if any(name in now for name in COMPLETE):
             self._remember(step, now)

@@ -85,7 +85,7 @@ def time_text(plan: Plan) -> str:
     parts = ", ".join(f"{name} {seconds_text(each)}" for name, each in time.seconds.items())
     rate = time.tokens / time.total
     several = plan.ranks > plan.ranks_per_node
-    link = f"; machines are connected by {8e-9 * hardware.node_link:g} Gbit/s per device" if several else ""
+    link = f"; {8e-9 * hardware.link:g} Gbit/s of each device between machines are assumed" if several else ""
     kind = "measured" if hardware.measured else "assumed, not measured with this project"
     return (
         f"Time of a step with rows of the maximum length: {seconds_text(time.total)} ({parts}), {rate:.0f} tokens per "

@@ -88,7 +88,7 @@ def checkpoint_phase(roles: Sequence[Role], ema: bool) -> Phase:
 def score_phase(config: PPOConfig, plan: PPOPlan, roles: Sequence[Role]) -> Phase:
     """Scoring: forward passes of one model after another over micro-batches, and the experience."""
     phase = steady_phase("scoring", roles, config.ppo.enable_ema)
-    tokens = _micro_batch_tokens(config, plan)
+    tokens = micro_batch_tokens(config, plan)
     costs = {
         role.name: [("activations", pass_memory.forward_activations(role, tokens)),
                     ("logits", pass_memory.head_memory(role, _scored(config, tokens), with_gradient=False)),
@@ -104,9 +104,9 @@ def score_phase(config: PPOConfig, plan: PPOPlan, roles: Sequence[Role]) -> Phas
 
 def generates_by_layer(config: PPOConfig, actor: Role, model_config: Any) -> bool:
     """Whether a rollout gathers one layer of the actor at a time, for each token: at stage 3 on request, or if
-    `--inference_tp_size` cannot divide the layers."""
+    `--inference_tp_size` cannot divide the layers and they are not whole anyway."""
     reason = reason_not_to_divide(model_config, config.lora.actor_lora_dim)
-    not_divided = config.ppo_memory.inference_tp_size > 1 and reason is not None
+    not_divided = config.ppo_memory.inference_tp_size > 1 and reason is not None and not actor.kept_whole
     return actor.stage == 3 and (config.ppo.unpin_actor_parameters or not_divided)
 
 
@@ -197,7 +197,7 @@ def _add_experience(phase: Phase, config: PPOConfig, plan: PPOPlan, on_gpu: bool
     phase.add("experience", "buffers", rows)
 
 
-def _micro_batch_tokens(config: PPOConfig, plan: PPOPlan) -> int:
+def micro_batch_tokens(config: PPOConfig, plan: PPOPlan) -> int:
     """Tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
     budget = max(longest, plan.micro_batch_tokens // longest * longest)
@@ -215,7 +215,7 @@ def ppo_phases(
     config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], model_config: Any, device_memory: int, sleeps: bool
 ) -> tuple[list[Phase], int]:
     """The phases of step 3, and the number of sequences that are decoded at a time. Arguments as `rollout_phase`."""
-    ema, tokens = config.ppo.enable_ema, _micro_batch_tokens(config, plan)
+    ema, tokens = config.ppo.enable_ema, micro_batch_tokens(config, plan)
     rollout, rows = rollout_phase(config, plan, roles, model_config, device_memory, sleeps)
     phases = [load_phase(roles, ema), rollout, score_phase(config, plan, roles)]
     for role in roles:

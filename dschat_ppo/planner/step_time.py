@@ -11,7 +11,7 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.planner.hardware import Hardware
 from dschat_ppo.planner.role_memory import FP32, MOMENTS, Role
-from dschat_ppo.planner.step_phases import rows_per_sample, sleeping
+from dschat_ppo.planner.step_phases import micro_batch_tokens, rows_per_sample, sleeping
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,6 @@ def compute_seconds(flops: float, role: Role, hardware: Hardware) -> float:
     return flops / (peak * hardware.utilisation)
 
 
-def passes_of_training(role: Role) -> int:
-    """Passes of a micro-batch over the layers, each of which gathers them at stage 3: forward, backward, and with
-    gradient checkpointing forward again."""
-    return 3 if role.checkpoints else 2
-
-
 def gather_seconds(role: Role, hardware: Hardware, passes: int, updates: int = 0) -> float:
     """At stage 3, `passes` gathers of the whole weights, or one after each of `updates` if they stay whole in between:
     each rank receives s P (N - 1) / N bytes; offloaded parts also cross the host link, s P / N."""
@@ -67,21 +61,21 @@ def gather_seconds(role: Role, hardware: Hardware, passes: int, updates: int = 0
     return (updates if role.kept_whole else passes) * seconds
 
 
-def reduced(stage: int, micro_batches: int) -> int:
+def transfers(stage: int, micro_batches: int) -> int:
     """How often an update moves s T (N - 1) / N bytes for gradients and new weights.
 
-    Stages 0 and 1 all-reduce gradients, or reduce-scatter them and gather new weights, once. Stages 2 and 3
-    reduce-scatter them after each micro-batch; stage 2 also gathers the new weights.
+    An all-reduce moves them twice. DeepSpeed all-reduces gradients once at stages 0 and 1, and after each micro-batch
+    at stage 2; stages 1 and 2 then gather the new weights. Stage 3 reduce-scatters after each micro-batch.
     """
-    return (2, 2, micro_batches + 1, micro_batches)[stage]
+    return (2, 3, 2 * micro_batches + 1, micro_batches)[stage]
 
 
 def optimizer_seconds(role: Role, hardware: Hardware, micro_batches: int) -> float:
-    """One update of `micro_batches`: `reduced` bytes cross the link; AdamW reads and writes fp32 weights and moments
-    and reads gradients, 2 x 12 + 4 bytes a parameter. In host memory, that is at the host's bandwidth, and gradients
-    and new weights cross the host link."""
+    """One update of `micro_batches`: gradients and weights cross the link (`transfers`); AdamW reads and writes fp32
+    weights and moments and reads gradients, 2 x 12 + 4 bytes a parameter. In host memory, that is at the host's
+    bandwidth, and gradients and new weights cross the host link."""
     size = role.itemsize * role.trained * (role.ranks - 1) / role.ranks
-    moved = reduced(role.stage, micro_batches) * size / hardware.link
+    moved = transfers(role.stage, micro_batches) * size / hardware.link
     states = role.part * (2 * (FP32 + MOMENTS) + FP32)
     if not role.offloads_optimizer:
         return moved + states / hardware.bandwidth
@@ -147,7 +141,8 @@ def ppo_time(
         rollout += gather_seconds(actor, hardware, 1)
     if config.ppo_memory.sleep_in_rollout and hardware.on_gpu:
         rollout += 2 * sum(sleeping(roles).values()) / hardware.host_link
-    micro_batches = max(1, -(-tokens // plan.micro_batch_tokens))
+    size = micro_batch_tokens(config, plan)
+    micro_batches = -(-tokens // size)
     scored = [role for role in roles if role.name in scored_roles(source)]
     scoring = sum(
         compute_seconds(pass_flops(role, tokens, length, 1), role, hardware)
@@ -157,11 +152,11 @@ def ppo_time(
     for role in roles:
         if role.trained:
             flops = ppo.ppo_epochs * pass_flops(role, tokens, length, update_passes(role))
-            updates, passes = plan.updates_per_rollout, passes_of_training(role) * micro_batches * ppo.ppo_epochs
-            moved = gather_seconds(role, hardware, passes, updates)
-            per_update = max(1, micro_batches * ppo.ppo_epochs // updates)
+            updates = plan.updates_per_rollout
+            per_update = -(-tokens * ppo.ppo_epochs // (updates * size))  # micro-batches
+            gathers = gather_seconds(role, hardware, 2 * per_update * updates, updates)
             steps = updates * optimizer_seconds(role, hardware, per_update)
-            seconds[f"{role.name} update"] = compute_seconds(flops, role, hardware) + moved + steps
+            seconds[f"{role.name} update"] = compute_seconds(flops, role, hardware) + gathers + steps
     return StepTime(seconds, plan.rollout_rows * length)
 
 
@@ -172,6 +167,6 @@ def supervised_time(config: Any, role: Role, hardware: Hardware) -> StepTime:
     tokens = rows * fit.max_seq_len // config.memory.sequence_parallel_size
     flops = pass_flops(role, tokens, fit.max_seq_len, update_passes(role))
     micro_batches = fit.gradient_accumulation_steps
-    gathers = gather_seconds(role, hardware, passes_of_training(role) * micro_batches, updates=1)
+    gathers = gather_seconds(role, hardware, 2 * micro_batches, updates=1)
     update = compute_seconds(flops, role, hardware) + gathers + optimizer_seconds(role, hardware, micro_batches)
     return StepTime({"update": update}, rows * fit.max_seq_len * role.ranks // config.memory.sequence_parallel_size)

@@ -89,6 +89,6 @@ def warn_of_memory(before: int, after: int) -> None:
     line = f"rollout: rank {rank()} is out of memory with {before} rows; continuing with {after}"
     _log.warning(line)
     if not is_main():
-        print_line(line)
+        print_line(f"warning: {line}")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

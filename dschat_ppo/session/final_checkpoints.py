@@ -37,7 +37,7 @@ def finish_removal(output: Path) -> bool:
     """Remove the checkpoints that a crash left of a finished run, on rank 0. They stay, and False is returned, if a
     saved model cannot be read: only they can give that model again."""
     roles = [role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
-    models = [output / role for role in {"actor", *roles}] if roles else [output]  # step 3 always saves the actor
+    models = [output / role for role in dict.fromkeys(["actor", *roles])] if roles else [output]  # of step 3: the actor
     is_whole = all(map(_is_readable, models))
     if is_whole:
         discard_checkpoints(output)

@@ -138,10 +138,10 @@ def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
     did_steps = outputs != [METRICS] or _has_steps(folder / METRICS)
     if changes and did_steps:
         if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
-            ways_out = f"add --resume_force to continue from its last checkpoint, or to start over {ways_out}"
+            ways_out = f"add --resume_force to continue from its last checkpoint; to start over, {ways_out}"
         elif force:
             ways_out = f"--resume_force has no effect without a checkpoint, and the folder has none, so {ways_out}"
-        return f"{refusal} of a run with other settings; {ways_out}:\n{format_diff(changes)}", None
+        return f"{refusal} of a run with other settings; {ways_out}. What changed:\n{format_diff(changes)}", None
     if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
         return None, None  # the run is longer now, with the same learning rates so far
     if is_done:

@@ -253,8 +253,8 @@ class SupervisedTrainer(Generic[Batch]):
             self.engine.train()
             found = self.objective.summary(sums.reduce())
         line = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-        untrained = "  (all margins are 0: the model has not changed yet)"
-        logger().info(f"evaluation: {line}{untrained if found.get('accuracy') == found.get('margin') == 0 else ''}")
+        alike = "  (both answers score alike, as they do at the start of DPO)"
+        logger().info(f"evaluation: {line}{alike if found.get('accuracy') == found.get('margin') == 0 else ''}")
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _keep(self, kept: KeptModels | None) -> None:

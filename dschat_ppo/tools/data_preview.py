@@ -100,7 +100,7 @@ class _Notes(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.lines.append(("warning: " if record.levelno == logging.WARNING else "") + record.getMessage())
 
 
 @contextmanager

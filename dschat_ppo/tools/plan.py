@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -75,8 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(HARDWARE)} (default: {DEFAULT_GPU}, or cpu without --device_memory)")  # fmt: skip
     add("--device_memory", type=size_of, metavar="SIZE", help="memory of a device, such as 80GiB (default: by kind)")
     add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
-    add("--node_link", type=float, default=200, metavar="GBITS",
-        help="Gbit/s of each device to other machines (default: 200)")  # fmt: skip
+    add("--node_link", type=float, metavar="GBITS", help="Gbit/s of each device to other machines (default: 200)")
     add("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
     return parser
 
@@ -99,7 +99,9 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
         raise UserError(f"--devices_per_node {words.devices_per_node} does not divide --devices {words.devices}")
     if words.device_memory and not HARDWARE[words.device_kind].on_gpu:
         raise UserError("--device_memory has no effect with --device_kind cpu, where ranks divide --host_memory")
-    if not 0 < words.node_link < float("inf"):
+    if words.node_link is not None and words.devices == words.devices_per_node:
+        raise UserError("--node_link has no effect on one machine; give --devices_per_node too")
+    if words.node_link is not None and not 0 < words.node_link < math.inf:
         raise UserError(f"--node_link must be above 0, got {words.node_link:g}")
     return words, parse(STEPS[words.step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
 
@@ -140,7 +142,9 @@ def _print_plan(words: argparse.Namespace, config: Any) -> None:
     from dschat_ppo.planner.plan_text import full_text, json_of, seconds_text
 
     quiet_hugging_face()
-    hardware = replace(HARDWARE[words.device_kind], node_link=words.node_link * 1e9 / 8)
+    hardware = HARDWARE[words.device_kind]
+    if words.node_link is not None:
+        hardware = replace(hardware, node_link=words.node_link * 1e9 / 8)
     models = read_model_configs(config, settings_folder)
 
     def plan_of(changed: Any) -> Plan:

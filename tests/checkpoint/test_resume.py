@@ -123,7 +123,7 @@ def test_settings_that_change_the_result_are_refused_unless_forced(tmp_path, cap
     assert capsys.readouterr().out == ""
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--zero_stage", "3")) == saved
     assert "since step_000001 was saved:\n  --zero_stage: 2 -> 3\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="step_000001 was saved under .*:\n  --seed: 1234 -> 5$"):
+    with pytest.raises(UserError, match="step_000001 was saved under .*What changed:\n  --seed: 1234 -> 5$"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"))
     assert find_checkpoint(tmp_path, SafetyFlags(resume_force=True), identity_of(tmp_path, "--seed", "5")) == saved
     with pytest.raises(UserError, match=r"something else; .*:\n  training rows .*: a+ -> b+\n  --seed"):

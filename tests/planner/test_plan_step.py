@@ -72,6 +72,28 @@ def test_layers_that_cannot_be_divided_are_gathered_for_each_token():
     active = 8030261248 - 128256 * 4096
     size = 2 * 7 / 8 / GPU.link
     assert rollout[1] - rollout[0] == pytest.approx(size * (256 * active - 8030261248), rel=0.01)
+    whole = [plan_ppo(each, SMALL).time.seconds["rollout"] for each in (lora, f"{lora} --inference_tp_size 2")]
+    assert whole[0] == whole[1]  # a small model is whole on each rank anyway
+
+
+def test_micro_batches_of_an_update_are_whole_rows_of_all_ranks_that_share_them():
+    """8 rows of 512 tokens on a rank, 4 of them an update; each micro-batch gathers weights twice."""
+    words = f"{STAGE_3} --per_device_generation_batch_size 8 --per_device_training_batch_size 4"
+    words += " --old_logprobs recompute"
+
+    def gathered(more: str) -> float:
+        slow, fast = (
+            plan_ppo(f"{words} {more}", hardware=replace(GPU, link=link)).time.seconds["critic update"]
+            for link in (1e9, 2e9)
+        )
+        critic = 8030261248 - 128256 * 4096 + 4096  # a head of one row
+        return (slow - fast) * 2e9 / (2 * critic * 7 / 8)  # times that all weights, or gradients, are moved
+
+    assert gathered("--micro_batch_tokens 1600") == pytest.approx(3 * 4)  # 3 rows and 1 row, twice
+    assert gathered("--micro_batch_tokens 512") == pytest.approx(3 * 8)
+    assert gathered("--micro_batch_tokens 256") == pytest.approx(3 * 8)  # a row is not divided
+    shared = " --sequence_parallel_size 4 --gradient_accumulation_steps 2"
+    assert gathered(f"--micro_batch_tokens 2048{shared}") == pytest.approx(3 * 8)
 
 
 def test_many_epochs_of_few_prompts_are_planned():

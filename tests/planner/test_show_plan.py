@@ -36,7 +36,7 @@ def test_a_second_line_warns(config, capsys, monkeypatch):
     pretend(monkeypatch, GIB // 2)
     show_plan.show_memory_plan(config)
     _, line = capsys.readouterr().out.splitlines()
-    assert line.startswith("may run out of memory: the phase 'update' needs about 0.8 ")
+    assert line.startswith("warning: may run out of memory: the phase 'update' needs about 0.8 ")
 
 
 def test_a_model_that_the_planner_does_not_understand_ends_no_run(config, capsys, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_model_that_the_planner_does_not_understand_ends_no_run(config, capsys
     monkeypatch.setattr(show_plan, "read_model_configs", lambda config: models)
     show_plan.show_memory_plan(config)
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("no memory plan: LlamaConfig: a model without weights: ")
+    assert line.startswith("warning: no memory plan: LlamaConfig: a model without weights: ")
 
 
 def test_mistakes_of_the_planner_are_not_hidden(config, monkeypatch):

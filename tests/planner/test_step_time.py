@@ -40,11 +40,11 @@ def test_gathers():
 
 def test_an_update_of_the_optimizer():
     once, states = 2000 * 3 / 4 / 10, 250 * 28 / 200
-    for stage, moved in ((1, 2), (2, 3 + 1), (3, 3)):  # 3 micro-batches
+    for stage, moved in ((1, 2 + 1), (2, 3 * 2 + 1), (3, 3)):  # 3 micro-batches
         assert step_time.optimizer_seconds(role(stage), GPU, 3) == pytest.approx(moved * once + states), stage
     assert step_time.optimizer_seconds(role(0, "fp32"), GPU, 3) == pytest.approx(2 * 2 * once + 4 * states)
     offloaded = step_time.optimizer_seconds(role(2, offloads_optimizer=True), GPU, 1)
-    reduced = 2 * once
+    reduced = 3 * once
     assert offloaded == pytest.approx(reduced + 250 * 28 / step_time.HOST_BANDWIDTH + 250 * 6 / 5)
 
 
@@ -57,10 +57,6 @@ def test_decoding_reads_weights_and_cache_for_each_token():
     slow = replace(GPU, flops=10.0)  # then arithmetic is the limit
     computed = (2 * 700 + 2 * 16 * 14) / 5
     assert step_time.decode_seconds(role(3), slow, 1, 10, 4, by_layer=False) == pytest.approx(4 * (computed + 1))
-
-
-def test_gradient_checkpointing_gathers_once_more():
-    assert [step_time.passes_of_training(role(3, checkpoints=each)) for each in (False, True)] == [2, 3]
 
 
 def test_the_models_that_score():

@@ -13,7 +13,7 @@ from power_loss_model import PowerLoss
 from stub_runs import config_of, run
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
-from dschat_ppo.checkpoint import engine_state
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
 from dschat_ppo.config.cli import parse
@@ -80,7 +80,7 @@ def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
 
 def test_engine_states_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
-    writer = engine_state.BackgroundWriter()
+    writer = BackgroundWriter()
     writer.save({"weight": torch.ones(3)}, str(tmp_path / "states.pt"))
     assert writer.wait()
     assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()

@@ -320,7 +320,7 @@ def test_a_margin_of_exactly_0_is_explained(tmp_path, monkeypatch, margin, expla
     seen.objective = replace(seen.objective, summary=lambda _: {"accuracy": 0.0, "margin": margin})
     monkeypatch.setattr("dschat_ppo.supervised.trainer.logger", lambda: Namespace(info=said.append))
     make(config_of(tmp_path), seen).evaluate()
-    reason = "  (all margins are 0: the model has not changed yet)" * explained
+    reason = "  (both answers score alike, as they do at the start of DPO)" * explained
     assert said == [f"evaluation: accuracy 0.0000  margin {margin:.4f}{reason}"]
 
 

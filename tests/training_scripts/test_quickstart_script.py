@@ -60,11 +60,15 @@ def test_flags_after_the_folder_go_to_every_step(script):
     assert steps_run(script, flags=("--max_steps=2",)) == (0, [f"{step} --max_steps=2" for step in STEPS])
 
 
-def test_steps_that_other_flags_finished_are_not_skipped(script):
-    assert steps_run(script, stop="sft", flags=("--typo",)) == (1, ["sft --typo"])
-    assert steps_run(script, stop="reward", flags=("--max_steps=2",))[0] == 1  # no step was finished
-    assert steps_run(script) == (2, [])
-    assert steps_run(script, flags=("--max_steps=2",)) == (0, ["reward --max_steps=2", "ppo --max_steps=2"])
+def test_a_skipped_step_that_ran_with_other_flags_is_named(script):
+    steps_run(script, stop="reward", flags=("--max_steps=2",))
+    words = ["bash", script, script.parents[1] / "out"]
+    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    warning = "warning: step 'sft' ran with other flags (--max_steps=2); to run it with these, name another folder"
+    assert lines[lines.index("quickstart: step 'sft' is done, skipped") + 1] == warning
+    assert sum(line.startswith("warning") for line in lines) == 1
+    again = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line for line in again if line.startswith("warning")] == [warning]
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [

@@ -20,6 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from dschat_ppo.checkpoint import engine_state, reshard
+from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
@@ -169,7 +170,7 @@ def steps_of(engine) -> list[int]:
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
     """Train, save, train on before anything is written, then write."""
-    engine, writer = build(case), engine_state.BackgroundWriter()
+    engine, writer = build(case), BackgroundWriter()
     before = train(engine, range(case.begun))
     saved, full, steps = digest(engine), full_states(engine), steps_of(engine)
     gate = Event()
