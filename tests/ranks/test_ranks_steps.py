@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import yaml
-from launch import ROOT, deepspeed, metrics_of, run, succeed
+from launch import ROOT, deepspeed, forked, metrics_of, run, succeed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
@@ -55,7 +55,7 @@ def out(assets, tmp_path_factory):
     ppo += " --deterministic"
     result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
     again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
-    succeed(deepspeed(2, "training/step3_ppo/main.py", *again))
+    succeed(forked(2, "training/step3_ppo/main.py", *again))
     (folder / "ppo.log").write_text(result.stdout + result.stderr)
     return folder
 
