@@ -6,7 +6,7 @@ function for that name, so models build no mask; the metadata of a step says whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -168,7 +168,9 @@ def causal_attention(
     return torch.softmax(scores, dim=3).to(value.dtype) @ value
 
 
-_active: list[RolloutAttention] = []
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+_active: list[AttentionFunction] = []
 
 
 def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -179,7 +181,7 @@ AttentionInterface.register(NAME, _dispatch)
 
 
 @contextmanager
-def installed(model: PreTrainedModel, attention: RolloutAttention) -> Iterator[None]:
+def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of `model` call `attention`; restore the previous attention on exit.
 
     Linear layers call PyTorch's own product: ZeRO-3 replaces it by one that a backward needs, with a separate addition

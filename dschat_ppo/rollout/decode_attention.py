@@ -41,7 +41,9 @@ def decode_attention(
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
         scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
-    scores = scores.float().mul_(scale)
+    scores = scores.float()
+    if scale != 1:
+        scores = scores.mul_(scale)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     weights = torch.softmax(scores.add_(mask), dim=2).to(values.dtype)

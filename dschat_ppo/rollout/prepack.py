@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat_ppo.rollout.fused_layers import Product, fused_layers
 
 
 def can_prepack(model: nn.Module) -> bool:
@@ -20,9 +23,15 @@ def can_prepack(model: nn.Module) -> bool:
     return bool(supported and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
 
 
-def packed_forward(layer: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
-    """A forward function for `layer` with a packed copy of its weight."""
-    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias)
+def packed_product(layers: list[nn.Linear], rows: int) -> Product:
+    """A product with a packed copy of the weights of `layers`, whose outputs come one after another."""
+    weights, biases = zip(*((layer.weight.detach(), layer.bias) for layer in layers), strict=True)
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    bias = None
+    if any(part is not None for part in biases):
+        parts = [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+        bias = torch.cat(parts)
+    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, rows), bias)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
@@ -31,18 +40,26 @@ def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 
 
 @contextmanager
-def prepacked(model: nn.Module, rows: int) -> Iterator[None]:
+def prepacked(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """Make every plain `nn.Linear` multiply with a packed copy of its weight, which takes the weights' memory again.
+
+    Decoder layers of Llama's form run as `FusedLayer`.
 
     Args:
         model: whole bfloat16 weights on the CPU; they must not change inside the context.
         rows: typical rows of a product, a hint for the layout.
     """
-    layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+    replaced: list[Any] = []
     try:
-        for layer in layers:
-            layer.forward = packed_forward(layer, rows)
+        for layer, forward in fused_layers(model, partial(packed_product, rows=rows)):
+            replaced.append(layer)
+            replaced[-1].forward = forward
+        inside = {id(module) for layer in replaced for module in layer.modules()}
+        for module in model.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
+                replaced.append(module)
+                replaced[-1].forward = packed_product([module], rows)
         yield
     finally:
-        for layer in layers:
+        for layer in replaced:
             vars(layer).pop("forward", None)  # packing may have failed half-way

@@ -85,17 +85,19 @@ def test_the_model_is_left_as_it_was_after_an_error_inside(engine, dtype, monkey
 @pytest.mark.skipif(
     not prepack.can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
 )
-def test_an_error_while_packing_leaves_no_layer_packed(monkeypatch):
-    model, original, calls = new_model("llama").bfloat16(), prepack.packed_forward, []
+@pytest.mark.parametrize(("name", "most"), [("llama", 6), ("llama", 9), ("phi", 4)])
+def test_an_error_while_packing_leaves_no_layer_packed(name, most, monkeypatch):
+    """In the second fused layer, after both of them, and without fused layers."""
+    model, original, calls = new_model(name).bfloat16(), prepack.packed_product, []
 
-    def failing(*args):
+    def failing(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == most:
             raise RuntimeError("no memory")
-        return original(*args)
+        return original(*args, **kwargs)
 
     state = State(model)
-    monkeypatch.setattr(prepack, "packed_forward", failing)
+    monkeypatch.setattr(prepack, "packed_product", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         run(model)
     state.assert_unchanged()

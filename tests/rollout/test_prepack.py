@@ -27,9 +27,10 @@ needs_prepack = pytest.mark.skipif(
 
 @needs_prepack
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_packed_weights_give_nearly_the_same_logprobs(engine, monkeypatch):
+@pytest.mark.parametrize("name", ["phi", "llama", "qwen2"])
+def test_packed_weights_give_nearly_the_same_logprobs(name, engine, monkeypatch):
     """Up to bf16 rounding, which is 2^-8 of a number; log-probs of these models go to -10."""
-    model, products = new_model("phi").bfloat16(), []
+    model, products = new_model(name).bfloat16(), []
     original = prepack.packed_linear
     monkeypatch.setattr(prepack, "packed_linear", lambda *args: products.append(1) or original(*args))
     packed = run(model, **ENGINES[engine])
@@ -54,6 +55,16 @@ def test_a_packed_layer_computes_the_plain_product(bias):
             torch.testing.assert_close(layer(inputs), plain, atol=2e-2, rtol=2e-2)
             assert "forward" in vars(layer)
         assert torch.equal(layer(inputs), plain)
+
+
+@needs_prepack
+@pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
+def test_a_packed_product_of_several_layers_has_their_outputs_one_after_another(biases):
+    layers = [torch.nn.Linear(33, 17 - n, bias=bias).bfloat16() for n, bias in enumerate(biases)]
+    inputs = torch.randn(5, 33).bfloat16()
+    with torch.no_grad():
+        expected = torch.cat([layer(inputs) for layer in layers], dim=1)
+        torch.testing.assert_close(prepack.packed_product(layers, 4)(inputs), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_full_precision_is_not_packed():

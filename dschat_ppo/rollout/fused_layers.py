@@ -1,0 +1,147 @@
+"""Decoder layers of Llama's form by four packed products and few operations, while generating: CPU, bfloat16.
+
+Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
+matrix for queries, keys and values and one for gate and up, and rotates queries and keys together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dschat_ppo.rollout.attention import causal_attention, installed
+
+# The children of a layer of Llama's form; a layer with any other is none (norms of queries, a second residual norm).
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
+SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
+
+Product = Callable[[Tensor], Tensor]
+Pack = Callable[[list[nn.Linear]], Product]  # (rows, in) -> (rows, out of all): their outputs one after another
+
+
+class FusedLayer:
+    """The forward function of a decoder layer.
+
+    Args:
+        layer: of Llama's form.
+        pack: makes one product of several linear layers with the same input.
+        settings: keyword arguments that the layer gives to its attention function.
+    """
+
+    def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
+        attention, mlp = layer.self_attn, layer.mlp
+        self._attention, self._settings = attention, settings
+        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        self._heads = attention.q_proj.out_features // attention.head_dim
+        self._first_norm, self._second_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = pack([attention.o_proj])
+        self._gate_and_up, self._down = pack([mlp.gate_proj, mlp.up_proj]), pack([mlp.down_proj])
+        self._activation = mlp.act_fn
+        self._eager: Any = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As the layer: (n, L, H) -> (n, L, H); cosines and sines are (n, L, head_dim) or (1, L, head_dim)."""
+        assert position_embeddings is not None
+        rows, length, _ = hidden_states.shape
+        attention, heads = self._attention, self._heads
+        qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
+        cos, sin = (part.unsqueeze(2) for part in position_embeddings)
+        both, value = qkv[:, :, : -self._kv_heads], qkv[:, :, -self._kv_heads :].transpose(1, 2)
+        first, second = both.chunk(2, dim=3)
+        rotated = (both * cos).add_(torch.cat([-second, first], dim=3).mul_(sin)).transpose(1, 2)
+        query, key = rotated[:, :heads], rotated[:, heads:]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, attention.layer_idx)
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, self._eager)
+        mixed, _ = attend(attention, query, key, value, attention_mask, **self._settings)
+        states = hidden_states + self._output(mixed.reshape(rows, length, -1))
+        gate, up = self._gate_and_up(self._second_norm(states)).chunk(2, dim=2)
+        return states + self._down(self._activation(gate) * up)
+
+
+def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
+    """The decoder layers of `model` that `FusedLayer` can stand for, each with its forward function.
+
+    Each is compared with the layer's own forward function on random states: a layer may have Llama's form and compute
+    something else (a factor of the residual connection, no rotation).
+
+    Args:
+        model: whole weights.
+        pack: see `FusedLayer`.
+    """
+    found = []
+    for layer in model.modules():
+        if _has_the_form(layer) and (fused := _agreeing(model, layer, pack)):
+            found.append((layer, fused))
+    return found
+
+
+def _has_the_form(layer: Any) -> bool:
+    def has(module: nn.Module, names: set[str]) -> bool:
+        children = dict(module.named_children())
+        linear = [child for name, child in children.items() if name.endswith("_proj")]
+        return children.keys() == names and all(type(x) is nn.Linear and "forward" not in vars(x) for x in linear)
+
+    if "forward" in vars(layer) or not has(layer, LAYER):
+        return False
+    return has(layer.self_attn, ATTENTION) and has(layer.mlp, MLP) and hasattr(layer.self_attn, "head_dim")
+
+
+class _Seen:
+    """An attention function that keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.settings: dict[str, Any] = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        self.states, self.settings = [query, key, value], settings
+        return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(1, 2), None
+
+
+@torch.no_grad()
+def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | None:
+    """`layer`, fused, if it computes what the layer computes: queries, keys, values and the states after it."""
+    weight, generator = layer.self_attn.q_proj.weight, torch.Generator().manual_seed(0)
+    states = torch.randn(ROWS, COLUMNS, weight.shape[1], generator=generator).to(weight) * SMALL
+    angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 2)
+    turns = angles.cos().to(weight), angles.sin().to(weight)
+    own, ours = _Seen(), _Seen()
+    try:
+        with installed(model, own):
+            expected = layer(states, position_embeddings=turns)
+    except (TypeError, RuntimeError):  # a layer with the same names of children and other arguments
+        return None
+    if not isinstance(expected, Tensor) or not own.states:
+        return None
+    fused = FusedLayer(layer, pack, own.settings)
+    with installed(model, ours):
+        found = fused(states, position_embeddings=turns)
+    return fused if all(map(_close, [*ours.states, found], [*own.states, expected])) else None
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two half-precision results differ by rounding at most."""
+    if found.shape != expected.shape:
+        return False
+    difference, size = (found.float() - expected.float()).abs().mean(), expected.float().abs().mean()
+    return bool(difference <= torch.finfo(found.dtype).eps / 2 * size)

@@ -1,0 +1,116 @@
+"""Fused decoder layers: the numbers of the models' own layers, and of no layer that computes something else."""
+
+import pytest
+import torch
+from tiny_models import CONTINUOUS, new_model
+from transformers.models.llama import modeling_llama
+
+from dschat_ppo.rollout import fused_layers as fused_layers_module
+from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PrefillMetadata
+from dschat_ppo.rollout.fused_layers import fused_layers
+from dschat_ppo.rollout.kv_cache import KVCache
+
+OF_LLAMAS_FORM = ["llama", "mistral", "mistral-window", "qwen2", "qwen2-window", "gemma"]
+LENGTHS = torch.tensor([11, 3, 7])  # of prompts; windows of the models are shorter than the longest
+
+
+def plain(layers):
+    """A product of linear layers without packed weights."""
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return lambda states: torch.nn.functional.linear(states, weight, bias)
+
+
+def random_biases(model):
+    """Transformers makes biases zero, which would hide that one is missing."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) / 8
+    return model
+
+
+@torch.no_grad()
+def prefill_and_step(model) -> list[torch.Tensor]:
+    """Logits of three prompts, then of one more token in each row."""
+    attention, cache, rows = RolloutAttention(), KVCache(3, 16), torch.arange(3)
+    ids = torch.arange(33).view(3, 11) % 29 + 3
+    found = []
+    with installed(model, attention):
+        for metadata, tokens, positions in (
+            (PrefillMetadata(cache, rows, rows), ids, torch.arange(11).expand(3, -1)),
+            ([DecodeMetadata(0, 3, cache, LENGTHS, 16, None)], ids[:, :1], LENGTHS.unsqueeze(1)),
+        ):
+            attention.begin(metadata)
+            output = model(input_ids=tokens, position_ids=positions, past_key_values=RolloutCache(), use_cache=True)
+            found.append(output.logits)
+    return found
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_layers_of_llamas_form_compute_the_same_logits(name):
+    model = random_biases(new_model(name))
+    expected, layers = prefill_and_step(model), fused_layers(model, plain)
+    assert [layer.self_attn.layer_idx for layer, _ in layers] == ([0, 1] if name in OF_LLAMAS_FORM else [])
+    for layer, forward in layers:
+        layer.forward = forward
+    for found, own in zip(prefill_and_step(model), expected, strict=True):
+        torch.testing.assert_close(found, own, atol=2e-5, rtol=1e-5)
+    if name.endswith("-window"):  # the test can see a window that is not passed on
+        for _, forward in layers:
+            forward._settings = {**forward._settings, "sliding_window": None}
+        assert (prefill_and_step(model)[1] - expected[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_fused_layer_calls_the_attention_of_the_model(implementation):
+    """Outside a rollout too: the probe of memory for a KV cache runs then."""
+    model, ids = new_model("llama"), torch.arange(3, 14).unsqueeze(0)
+    model.config._attn_implementation = implementation
+    expected = model(input_ids=ids).logits
+    for layer, forward in fused_layers(model, plain):
+        layer.forward = forward
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=2e-5, rtol=1e-5)
+    assert model.config._attn_implementation == implementation
+
+
+class WithFactor(modeling_llama.LlamaDecoderLayer):
+    """Of Llama's form, but what the MLP computes counts 2 % less, as with a factor of the residual connection."""
+
+    def forward(self, hidden_states, **kwargs):
+        attended = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+        return attended + 0.98 * self.mlp(self.post_attention_layernorm(attended))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_computes_something_else_is_not_fused(dtype, monkeypatch):
+    model = new_model("llama").to(dtype)
+    first, second = model.model.layers
+    second.__class__ = WithFactor
+    assert [layer for layer, _ in fused_layers(model, plain)] == [first]
+    first.self_attn.q_proj.forward = first.self_attn.q_proj.forward  # somebody else's function
+    assert fused_layers(model, plain) == []
+    del first.self_attn.q_proj.forward
+    with monkeypatch.context() as patch:  # no rotation
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+        assert fused_layers(model, plain) == []
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q: q)  # a TypeError
+    assert fused_layers(model, plain) == []
+
+
+def test_an_error_of_packing_is_raised():
+    def failing(_):
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fused_layers(new_model("llama"), failing)
+
+
+def test_rounding_is_told_from_another_number():
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(1000, generator=generator, dtype=torch.float64)
+    exact = numbers.bfloat16()
+    assert fused_layers_module._close((numbers * (1 + 2**-10)).bfloat16(), exact)
+    assert not fused_layers_module._close((numbers * (1 + 2**-7)).bfloat16(), exact)
+    assert not fused_layers_module._close(exact[:10], exact)
