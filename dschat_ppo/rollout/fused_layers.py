@@ -131,7 +131,7 @@ def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | No
             expected = layer(states, position_embeddings=turns)
     except (TypeError, RuntimeError):  # a layer with the same names of children and other arguments
         return None
-    if not isinstance(expected, Tensor) or not own.states:
+    if not isinstance(expected, Tensor):
         return None
     fused = FusedLayer(layer, pack, own.settings)
     with installed(model, ours):

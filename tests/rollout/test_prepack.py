@@ -58,6 +58,22 @@ def test_a_packed_layer_computes_the_plain_product(bias):
 
 
 @needs_prepack
+def test_a_weight_is_packed_once(monkeypatch):
+    """Two layers of seven weights, and the head."""
+    packed, original = [], prepack.packed_product
+
+    def counted(layers, rows):
+        packed.extend(layers)
+        return original(layers, rows)
+
+    monkeypatch.setattr(prepack, "packed_product", counted)
+    model = new_model("llama").bfloat16()
+    with prepack.prepacked(model, 4):
+        assert len(packed) == len(set(packed)) == 2 * 7 + 1
+        assert set(packed) == {module for module in model.modules() if type(module) is torch.nn.Linear}
+
+
+@needs_prepack
 @pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
 def test_a_packed_product_of_several_layers_has_their_outputs_one_after_another(biases):
     layers = [torch.nn.Linear(33, 17 - n, bias=bias).bfloat16() for n, bias in enumerate(biases)]

@@ -208,12 +208,13 @@ def test_prompts_of_very_different_lengths_get_separate_batches():
 
 def test_a_separate_batch_must_save_many_slots_and_a_separate_pass_need_not():
     """20 prompts after 20 longer ones: 20 * 51 = 1,020 slots of a step do not justify a batch, 20 * 52 = 1,040 do."""
-    for shorter, batches in ((49, 1), (48, 2)):
-        lengths = np.array([100] * 20 + [shorter] * 20)
-        scheduler = Scheduler(lengths, np.arange(40), rows=40)
+    for count, shorter, batches in ((20, 49, 1), (20, 48, 2), (16, 37, 1), (16, 36, 2)):  # 16 * 64 = 1,024
+        lengths = np.array([100] * count + [shorter] * count)
+        scheduler = Scheduler(lengths, np.arange(2 * count), rows=40)
         prefills = scheduler.admit()
         assert len(scheduler.batches) == batches
-        assert [(prefill.tokens, len(prefill.sequences)) for prefill in prefills] == [(99, 20), (shorter - 1, 20)]
+        passes = [(prefill.tokens, len(prefill.sequences)) for prefill in prefills]
+        assert passes == [(99, count), (shorter - 1, count)]
     samples = Scheduler(np.array([100] * 20 + [49] * 20), np.arange(40) // 2, rows=40, samples=2, share_from=64)
     samples.admit()
     assert [batch.prefix is not None for batch in samples.batches] == [True, False]
