@@ -42,7 +42,7 @@ def decode_attention(
     if batch.prefix is not None:
         scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
     scores = scores.float()
-    if scale != 1:
+    if scale != 1:  # else the scale was a power of two, which is in the query
         scores = scores.mul_(scale)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)

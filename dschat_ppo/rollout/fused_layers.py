@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.rollout.attention import causal_attention, installed
 
-# The children of a layer of Llama's form; a layer with any other is none (norms of queries, a second residual norm).
+# The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -77,7 +77,7 @@ class FusedLayer:
 
 
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
-    """The decoder layers of `model` that `FusedLayer` can stand for, each with its forward function.
+    """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function.
 
     Each is compared with the layer's own forward function on random states: a layer may have Llama's form and compute
     something else (a factor of the residual connection, no rotation).

@@ -12,9 +12,8 @@ from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.kv_pool import KVPool
 
 MAX_BATCHES = 4  # each batch costs some small operations per layer
-SMALL_BATCH = 16  # fewer rows justify neither a batch nor a forward pass over prompts
-MIN_LENGTH_RATIO = 0.75  # shortest prompt of a new batch or such a pass, relative to its longest
-MIN_SAVED_SLOTS = 1024  # empty slots of a step that justify another batch
+SMALL_BATCH = 16  # fewer rows do not justify a batch
+MIN_LENGTH_RATIO = 0.75  # shortest prompt of a new batch, relative to its longest
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
 
 
@@ -46,23 +45,6 @@ def prefill_passes(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         part = order[start : start + max(1, MAX_PREFILL_TOKENS // tokens)]
         yield part, tokens
         start += len(part)
-
-
-def similar_lengths(lengths: np.ndarray, saved: int = 0) -> Iterator[slice]:
-    """Divide prompts of `lengths` (n,), longest first, into parts of similar length, none of them small.
-
-    Args:
-        lengths: int64.
-        saved: least number of empty slots that a part must save the prompts after it.
-    """
-    start, count = 0, len(lengths)
-    for end in range(SMALL_BATCH, count - SMALL_BATCH + 1):
-        longest, following = lengths[start], lengths[end]
-        worthwhile = following < MIN_LENGTH_RATIO * longest and (count - end) * (longest - following) >= saved
-        if end - start >= SMALL_BATCH and worthwhile:
-            yield slice(start, end)
-            start = end
-    yield slice(start, count)
 
 
 class Scheduler:
@@ -105,9 +87,18 @@ class Scheduler:
         if free >= self.samples:
             free -= free % self.samples
         wave, self.waiting = self.waiting[:free], self.waiting[free:]
-        saved = MIN_SAVED_SLOTS if self.samples == 1 else 0  # one short prompt in a batch prevents a shared prefix
-        parts = similar_lengths(self.prompt_lengths[wave], saved)  # a wave begins with its longest prompt
-        return [prefill for part in parts for prefill in self._start_batch(wave[part])]
+        return [prefill for part in self._by_length(wave) for prefill in self._start_batch(part)]
+
+    def _by_length(self, wave: np.ndarray) -> Iterator[np.ndarray]:
+        """Split a wave (longest prompt first) into parts of similar prompt lengths, none of them small."""
+        start = 0
+        for end in range(1, len(wave) + 1):
+            lengths, left = self.prompt_lengths[wave[start:end]], len(wave) - end
+            if end == len(wave):
+                yield wave[start:]
+            elif end - start >= SMALL_BATCH <= left and self.prompt_lengths[wave[end]] < MIN_LENGTH_RATIO * lengths[0]:
+                yield wave[start:end]
+                start = end
 
     def _start_batch(self, sequences: np.ndarray) -> Iterator[Prefill]:
         """Add a decode batch of these sequences; returns its prefills."""
@@ -129,15 +120,11 @@ class Scheduler:
 
     def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray) -> Iterator[Prefill]:
         """Forward passes over the prompts of `leaders`; row r of `cache` gets that of `leaders[source[r]]`."""
-        lengths = self.prompt_lengths[leaders]
-        order = np.argsort(-lengths, kind="stable")
-        for similar in similar_lengths(lengths[order]):
-            for places, tokens in prefill_passes(lengths[order[similar]]):
-                part = order[similar][places]
-                row_of = np.full(len(leaders), -1)
-                row_of[part] = np.arange(len(part))
-                rows = np.flatnonzero(row_of[source] >= 0)
-                yield Prefill(cache, leaders[part], rows, row_of[source[rows]], tokens)
+        for part, tokens in prefill_passes(self.prompt_lengths[leaders]):
+            row_of = np.full(len(leaders), -1)
+            row_of[part] = np.arange(len(part))
+            rows = np.flatnonzero(row_of[source] >= 0)
+            yield Prefill(cache, leaders[part], rows, row_of[source[rows]], tokens)
 
     def reserve_slots(self) -> None:
         """Merge small batches and grow caches, so that the next step can write."""

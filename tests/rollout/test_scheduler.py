@@ -206,20 +206,6 @@ def test_prompts_of_very_different_lengths_get_separate_batches():
         assert len(scheduler.batches) == 1
 
 
-def test_a_separate_batch_must_save_many_slots_and_a_separate_pass_need_not():
-    """20 prompts after 20 longer ones: 20 * 51 = 1,020 slots of a step do not justify a batch, 20 * 52 = 1,040 do."""
-    for count, shorter, batches in ((20, 49, 1), (20, 48, 2), (16, 37, 1), (16, 36, 2)):  # 16 * 64 = 1,024
-        lengths = np.array([100] * count + [shorter] * count)
-        scheduler = Scheduler(lengths, np.arange(2 * count), rows=40)
-        prefills = scheduler.admit()
-        assert len(scheduler.batches) == batches
-        passes = [(prefill.tokens, len(prefill.sequences)) for prefill in prefills]
-        assert passes == [(99, count), (shorter - 1, count)]
-    samples = Scheduler(np.array([100] * 20 + [49] * 20), np.arange(40) // 2, rows=40, samples=2, share_from=64)
-    samples.admit()
-    assert [batch.prefix is not None for batch in samples.batches] == [True, False]
-
-
 def test_small_batches_are_merged_into_at_most_a_few():
     rng = np.random.default_rng(1)
     world = World(rng, *groups(rng, 300, 1, 30), rows=120, samples=1)
