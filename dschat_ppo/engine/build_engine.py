@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dschat_ppo.algorithms.learning_rate import rate_factor
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.common.ranks import world_size
 from dschat_ppo.config.schedule_flags import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.engine.whole_weights import keep_whole, may_be_whole
@@ -59,8 +60,18 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
     if whole:
         keep_whole(engine)
+    if world_size() == 1:
+        _leave_gradients(engine)
     engine.train()  # transformers loads models in eval mode
     return engine
+
+
+def _leave_gradients(engine: Engine) -> None:
+    """Leave out the all-reduce of gradients below ZeRO-2, which on one rank is the identity.
+
+    DeepSpeed copies all gradients three times for it, and in bf16 rounds to bf16 what was accumulated in fp32.
+    """
+    engine.allreduce_and_copy = lambda *_: None
 
 
 @cache

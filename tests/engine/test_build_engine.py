@@ -162,6 +162,23 @@ def test_a_training_engine_is_in_training_mode_and_warms_up():
     assert rates == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125])
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)])
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_neither_copies_nor_rounds_accumulated_gradients(stage, dtype):
+    """Two micro-batches with gradients 1 and 2**-9: their sum is no number of bf16. Its tenth is Adam's first state."""
+    model, settings = nn.Linear(1, 1, bias=False).to(dtype), replace(SETTINGS, warmup_steps=0, betas=(0.9, 0.9))
+    engine = train_engine(model, train_config(stage, "bf16" if dtype.itemsize == 2 else "fp32", False, 1, 0.0), settings)
+    reduced = []
+    engine.allreduce_bucket = lambda *_: reduced.append(1)
+    for last, gradient in ((False, 1.0), (True, 2.0**-9)):
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(engine(torch.full((1, 1), gradient, dtype=dtype, device=dist.device())), scale_wrt_gas=False)
+    engine.step()
+    [state] = [state for state in engine.optimizer.state.values() if "exp_avg" in state]
+    assert float(state["exp_avg"].flatten()[0]) == pytest.approx(0.1 * (1 + 2.0**-9), rel=1e-6)
+    assert not reduced
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_an_evaluating_engine_has_no_dropout_and_no_gradients():
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).train()
