@@ -220,6 +220,7 @@ class Engine(Model, Protocol):
     lr_scheduler: Any
     param_names: Any  # parameter -> name, of those that train
     skipped_steps: int  # optimizer steps without an update
+    allreduce_and_copy: Any  # averages a list of gradients over ranks, in place, below ZeRO-2
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Whether the next backward pass is the last one of the optimizer step."""

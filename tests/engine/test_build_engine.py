@@ -167,7 +167,8 @@ def test_a_training_engine_is_in_training_mode_and_warms_up():
 def test_one_rank_neither_copies_nor_rounds_accumulated_gradients(stage, dtype):
     """Two micro-batches with gradients 1 and 2**-9: their sum is no number of bf16. Its tenth is Adam's first state."""
     model, settings = nn.Linear(1, 1, bias=False).to(dtype), replace(SETTINGS, warmup_steps=0, betas=(0.9, 0.9))
-    engine = train_engine(model, train_config(stage, "bf16" if dtype.itemsize == 2 else "fp32", False, 1, 0.0), settings)
+    config = train_config(stage, "bf16" if dtype.itemsize == 2 else "fp32", False, 1, 0.0)
+    engine = train_engine(model, config, settings)
     reduced = []
     engine.allreduce_bucket = lambda *_: reduced.append(1)
     for last, gradient in ((False, 1.0), (True, 2.0**-9)):
