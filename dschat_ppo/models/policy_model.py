@@ -19,9 +19,9 @@ from dschat_ppo.models.backbone import (
     real_slots,
     slot_arguments,
 )
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.last_layer import read_tokens_only
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
-from dschat_ppo.models.rms_norm import quicken_norms
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.shared_prompts import lay_out
 
@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
         self.divided = divided
         self.shares = shares
         self.reads_few = reads_few
-        quicken_norms(lm)
+        use_fast_layers(lm)
         self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
         self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward

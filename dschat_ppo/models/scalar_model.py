@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.last_layer import read_tokens_only
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
-from dschat_ppo.models.rms_norm import quicken_norms
 from dschat_ppo.models.shared_prompts import lay_out
 
 
@@ -37,7 +37,7 @@ class ScalarModel(nn.Module):
         self.shares = shares
         self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
         self.reads_few = reads_few
-        quicken_norms(classifier)
+        use_fast_layers(classifier)
         self.attention = "auto"  # the value of `--attn_implementation`
         self.offload_activations = False  # keep what the backward pass needs in host memory
 

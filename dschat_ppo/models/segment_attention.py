@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,11 +25,8 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.blockwise_attention import (
-    MOST_KEYS,
-    Part,
-    blockwise_attention,
-)
+from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.models.blockwise_attention import Parts, blockwise_attention
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
@@ -61,17 +57,9 @@ class Segments:
         return self._varlen[device]
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> Parts:
         """For attention in blocks."""
-        ends = list(accumulate(self.lengths))
-        seen = self.seen or [(0, 0)] * len(ends)
-        own = (slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True))
-        return [Part(columns, slice(*before)) for columns, before in zip(own, seen, strict=True)]
-
-    @cached_property
-    def most_keys(self) -> int:
-        """The most keys that a query sees if no window hides any."""
-        return max(part.own.stop - part.own.start + part.seen.stop - part.seen.start for part in self.parts)
+        return Parts(tuple(self.lengths), None if self.seen is None else tuple(self.seen))
 
     def masks(self, device: torch.device) -> BlockMasks:
         """For flex attention."""
@@ -199,13 +187,11 @@ def whole_row_flex_attention(
 # Blocks of logits on a CPU
 
 
-def suits_blocks(module: Any, query: Tensor, key: Tensor, segments: Segments, options: dict[str, Any]) -> bool:
-    """Whether attention in blocks computes this layer faster: its device, dtype, heads, lengths and options."""
+def suits_blocks(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether attention in blocks computes this layer: its device, dtype, heads and options."""
     return (
-        query.device.type == "cpu"
-        and query.dtype == key.dtype == torch.bfloat16
+        can_run(query, key, value)
         and query.shape[1] % key.shape[1] == 0
-        and segments.most_keys <= MOST_KEYS
         and not options.get("dropout")
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False
         and all(options.get(name) is None for name in OF_OTHER_KERNELS)
@@ -216,7 +202,7 @@ def attention_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
 ) -> Tensor:
     """Blocks of logits, in bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
-    parts = segments.parts if len(query) == 1 else [Part(slice(0, query.shape[2]), slice(0, 0))]
+    parts = segments.parts if len(query) == 1 else Parts((query.shape[2],))
     return blockwise_attention(query, key, value, parts, window, options.get("scaling")).transpose(1, 2)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from dschat_ppo.kernels import operations
+from dschat_ppo.kernels.operations import can_run
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask, scaled
 
@@ -42,7 +44,13 @@ class RolloutCache(Cache):
 
 
 class DecodeKernel(Protocol):
-    """Attention of decode steps by one kernel; see `FlashDecode`."""
+    """Attention of decode steps by one kernel: `FlashDecode` or `CPUDecode`.
+
+    It gets the query (n, heads, 1, head_dim), and the new key and value (n, kv_heads, 1, head_dim) of the rows of a
+    decode batch, and returns (n, heads, head_dim). Where it `writes_cache`, it also puts key and value there.
+    """
+
+    writes_cache: bool
 
     def begin(self) -> None: ...
 
@@ -51,8 +59,9 @@ class DecodeKernel(Protocol):
     def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool: ...
 
     def __call__(
-        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
-    ) -> Tensor: ...
+        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
+        scale: float, window: int | None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class RolloutAttention:
@@ -62,14 +71,14 @@ class RolloutAttention:
     records the sliding window that each layer asks for.
 
     Args:
-        flash: one kernel for decode steps, used in the layers that it supports; None: products and a softmax.
+        kernel: one kernel for decode steps, used in the layers that it supports; None: products and a softmax.
     """
 
-    def __init__(self, flash: DecodeKernel | None = None) -> None:
+    def __init__(self, kernel: DecodeKernel | None = None) -> None:
         self.metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata] = []
         self.windows: dict[int, int | None] = {}
-        self._flash = flash
-        self._flash_layers: set[int] = set()
+        self._kernel = kernel
+        self._kernel_layers: set[int] = set()
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward pass
         self._slot_mappings: dict[tuple[int, int], Tensor] = {}
 
@@ -78,13 +87,13 @@ class RolloutAttention:
         self.metadata = metadata
         self._masks = {}
         self._slot_mappings = {}
-        if self._flash is not None:
-            self._flash.begin()
+        if self._kernel is not None:
+            self._kernel.begin()
 
     @property
     def reads_all_slots(self) -> bool:
         """Whether a decode step reads all slots up to `length` of its metadata in some layer. Known after a prefill."""
-        return len(self._flash_layers) < max(1, len(self.windows))
+        return len(self._kernel_layers) < max(1, len(self.windows))
 
     def __call__(
         self,
@@ -114,18 +123,22 @@ class RolloutAttention:
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if isinstance(self.metadata, PrefillMetadata):
-            if self._flash is not None and self._flash.supports(query, key, value, softcap):
-                self._flash_layers.add(layer)
+            if self._kernel is not None and self._kernel.supports(query, key, value, softcap):
+                self._kernel_layers.add(layer)
             self.metadata.cache.write_prefill(layer, self.metadata.rows, self.metadata.source, key, value)
             return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
         outputs, heads = [], key.shape[1]
         for number, batch in enumerate(self.metadata):
             rows = slice(batch.first, batch.first + batch.count)
-            if (number, heads) not in self._slot_mappings:
-                self._slot_mappings[number, heads] = batch.slot_mapping(heads)
-            batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
-            if self._flash is not None and layer in self._flash_layers and self._flash.can_run(batch):
-                outputs.append(self._flash(batch, layer, query[rows], scale, sliding_window))
+            kernel = self._kernel if layer in self._kernel_layers else None
+            if kernel is not None and not kernel.can_run(batch):
+                kernel = None
+            if kernel is None or not kernel.writes_cache:
+                if (number, heads) not in self._slot_mappings:
+                    self._slot_mappings[number, heads] = batch.slot_mapping(heads)
+                batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
+            if kernel is not None:
+                outputs.append(kernel(batch, layer, query[rows], key[rows], value[rows], scale, sliding_window))
                 continue
             if (number, sliding_window) not in self._masks:
                 self._masks[number, sliding_window] = decode_mask(batch, sliding_window)
@@ -149,6 +162,8 @@ def causal_attention(
         (n, heads, L, d).
     """
     length = query.shape[2]
+    if not softcap and can_run(query, key, value) and not query.requires_grad:
+        return operations.causal_attention(query, key, value, torch.tensor([[0, length, 0, 0]]), window, scale)[0]
     reach = length if window is None else min(window, length)
     if reach == length and not softcap:
         return nn.functional.scaled_dot_product_attention(

@@ -15,6 +15,7 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.cpu_decode import CPUDecode
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, StaticMemory
 from dschat_ppo.rollout.decode_batch import DecodeInputs
 from dschat_ppo.rollout.flash_decode import flash_decode
@@ -61,9 +62,10 @@ class ContinuousBatching:
         self.sampling = sampling
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
         self.synchronised = max_over_ranks is not None
-        self.attention = RolloutAttention(flash_decode(buffers.token_ids.device))
-        self.cache = RolloutCache()
         self.device = buffers.token_ids.device
+        own = CPUDecode() if isinstance(scheduler, Scheduler) else None
+        self.attention = RolloutAttention(flash_decode(self.device) or own)
+        self.cache = RolloutCache()
         self.cancelled = cancelled
         self.memory = memory
         self.graphed: GraphedDecoder | None = None

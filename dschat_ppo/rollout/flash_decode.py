@@ -70,6 +70,8 @@ def flash_decode(device: torch.device) -> FlashDecode | None:
 class FlashDecode:
     """Attention of decode steps with `kernel`, for models with heads of `dtypes` that it supports."""
 
+    writes_cache = False
+
     def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
         self._kernel = kernel
         self._dtypes = dtypes
@@ -99,8 +101,9 @@ class FlashDecode:
         return batch.prefix is None and (self._merges or isinstance(batch, DecodeMetadata) or not batch.shares)
 
     def __call__(
-        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
+        scale: float, window: int | None,
+    ) -> Tensor:  # fmt: skip
         """As `decode_attention`: (count, heads, 1, head_dim) -> (count, heads, head_dim). Not for a `SharedPrefix`.
 
         Rows of a pool may have two segments: own tokens and a prefix. Both are queries of one call, and the parts are
@@ -148,7 +151,7 @@ def _agrees(
     )  # fmt: skip
     batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths * shares, 300, shares)
     try:
-        found = FlashDecode(kernel)(batch, 0, query, scale, None)
+        found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
     except RuntimeError as problem:
         _log.warning(f"rollout: the flash attention kernel does not run ({problem}); decode steps are slower")
         return False

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dschat_ppo.kernels import operations
+from dschat_ppo.kernels.operations import can_run
 from dschat_ppo.rollout.attention import causal_attention, installed
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.
@@ -47,6 +50,7 @@ class FusedLayer:
         self._output = pack([attention.o_proj])
         self._gate_and_up, self._down = pack([mlp.gate_proj, mlp.up_proj]), pack([mlp.down_proj])
         self._activation = mlp.act_fn
+        self._is_swiglu = isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
         self._eager: Any = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
 
     def __call__(
@@ -60,20 +64,33 @@ class FusedLayer:
         """As the layer: (n, L, H) -> (n, L, H); cosines and sines are (n, L, head_dim) or (1, L, head_dim)."""
         assert position_embeddings is not None
         rows, length, _ = hidden_states.shape
-        attention, heads = self._attention, self._heads
+        attention = self._attention
         qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
-        cos, sin = (part.unsqueeze(2) for part in position_embeddings)
-        both, value = qkv[:, :, : -self._kv_heads], qkv[:, :, -self._kv_heads :].transpose(1, 2)
-        first, second = both.chunk(2, dim=3)
-        rotated = (both * cos).add_(torch.cat([-second, first], dim=3).mul_(sin)).transpose(1, 2)
-        query, key = rotated[:, :heads], rotated[:, heads:]
+        self._rotate(qkv, *position_embeddings)
+        query, key, value = qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, self._eager)
         mixed, _ = attend(attention, query, key, value, attention_mask, **self._settings)
         states = hidden_states + self._output(mixed.reshape(rows, length, -1))
-        gate, up = self._gate_and_up(self._second_norm(states)).chunk(2, dim=2)
-        return states + self._down(self._activation(gate) * up)
+        return states + self._down(self._activated(self._gate_and_up(self._second_norm(states))))
+
+    def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate the queries and keys of (n, L, heads, head_dim) in place."""
+        rotated = self._heads + self._kv_heads
+        if can_run(qkv, cos) and cos.is_contiguous() and len(cos) == len(qkv):
+            operations.rotate_(qkv.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), rotated)
+            return
+        both = qkv[:, :, :rotated]
+        first, second = both.chunk(2, dim=3)
+        both.copy_((both * cos.unsqueeze(2)).add_(torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))))
+
+    def _activated(self, gate_and_up: Tensor) -> Tensor:
+        gate, up = gate_and_up.chunk(2, dim=2)
+        if self._is_swiglu and can_run(gate):
+            return operations.swiglu(gate, up)
+        activated: Tensor = self._activation(gate) * up
+        return activated
 
 
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:

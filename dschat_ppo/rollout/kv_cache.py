@@ -26,7 +26,8 @@ class KVCache:
         """Bytes of all layers that are allocated."""
         return sum(cached.nbytes for cached in (*self.keys.values(), *self.values.values()))
 
-    def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole cache of a layer, for keys and values like these."""
         if layer not in self.keys:
             for cached, like in ((self.keys, keys), (self.values, values)):
                 cached[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
@@ -42,7 +43,7 @@ class KVCache:
             keys, values: (n, kv_heads, L, head_dim).
         """
         length = keys.shape[2]
-        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+        for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached[rows, :, :length] = new[source]
 
     def slot_mapping(self, slots: Tensor, heads: int) -> Tensor:
@@ -57,7 +58,7 @@ class KVCache:
             slot_mapping: (n * kv_heads,) int64, from the method `slot_mapping`.
             keys, values: (n, kv_heads, 1, head_dim).
         """
-        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+        for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.view(-1, cached.shape[3]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -9,8 +9,9 @@ from test_packing import seen_by_the_backbone
 from tiny_models import PADDED_ONLY
 from tiny_models import new_model as tiny_model
 
+from dschat_ppo.kernels import operations
 from dschat_ppo.models import packing, segment_attention
-from dschat_ppo.models.blockwise_attention import Part
+from dschat_ppo.models.blockwise_attention import Parts
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.packing import packed_states
@@ -303,15 +304,14 @@ def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     """A kernel that hides what is shared, and one that hides nothing."""
-    monkeypatch.setattr(segment_attention, "MOST_KEYS", segment_attention.MOST_KEYS if by_blocks else 0)
+    if not by_blocks:
+        monkeypatch.setattr(operations, "kernels", lambda: None)
     policy = PolicyModel(tiny_model("llama").to(torch.bfloat16))
     select_kernels(policy)
     assert policy.shares
     blocks, grouped = segment_attention.blockwise_attention, segment_attention._grouped_attention
     broken = {
-        "blockwise_attention": lambda q, k, v, parts, *o: blocks(
-            q, k, v, [Part(p.own, slice(0, 0)) for p in parts], *o
-        ),
+        "blockwise_attention": lambda q, k, v, parts, *o: blocks(q, k, v, Parts(parts.lengths), *o),
         "_grouped_attention": lambda q, k, v, band, **o: grouped(q, k, v, None, **o),
     }
     for name, function in broken.items():

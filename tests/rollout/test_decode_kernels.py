@@ -65,7 +65,7 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     scheduler = PoolScheduler(np.full(ROWS, 8), np.arange(ROWS), np.full(ROWS, 9), ROWS, pool, 1000, 8)
     memory = StaticMemory(pool, ROWS, 1000, torch.device("meta"))
     engine = ContinuousBatching(model, buffers, scheduler, sampling, memory=memory)
-    engine.attention._flash = FlashDecode(varlen_kernel) if flash else None
+    engine.attention._kernel = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
     with installed(model, engine.attention), torch.no_grad(), fused_rotary.fused_rotary(model):
         engine.attention.begin(PrefillMetadata(pool, columns, columns))

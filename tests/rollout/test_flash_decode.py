@@ -76,7 +76,7 @@ def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
 def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts, used):
     batch, query = decode_batch()
     kernel = LoopingKernel()
-    found = flash_with(kernel)(batch, 3, query, 0.3, window)
+    found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
     expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert kernel.calls == [(starts, used, 12)]
@@ -86,7 +86,7 @@ def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 9, 10, 11])
 def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
     batch, query = pooled_batch(shares)
-    found = flash_with(kernel := LoopingKernel())(batch, 3, query, 0.3, window)
+    found = flash_with(kernel := LoopingKernel())(batch, 3, query, query, query, 0.3, window)
     expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     ((starts, used, _),) = kernel.calls
@@ -102,10 +102,10 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
 def test_the_lengths_are_those_of_the_step():
     batch, query = decode_batch()
     attention = flash_with(kernel := LoopingKernel())
-    attention(batch, 3, query, 0.3, None)
+    attention(batch, 3, query, query, query, 0.3, None)
     batch.slots.sub_(torch.tensor([0, 1, 2]))
     attention.begin()
-    attention(batch, 3, query, 0.3, None)
+    attention(batch, 3, query, query, query, 0.3, None)
     assert [used for _, used, _ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
 
 

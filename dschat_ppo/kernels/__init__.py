@@ -1,0 +1,1 @@
+"""Operations on bfloat16 tensors on a CPU, written in C++."""

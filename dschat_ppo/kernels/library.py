@@ -1,0 +1,132 @@
+"""The compiled library of the C++ files here: built once for each version of these files, compiler and processor.
+
+It has a plain C interface and needs no header files of torch, so that a compilation takes a second. Files lie beside
+the operators that DeepSpeed compiles. A file appears there whole, by a rename, so ranks may compile at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_ppo.common.atomic_files import sync_entries, sync_file
+from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+# Sums in any order, so that they can be vectorised; NaN and infinity as usual.
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+    "-fassociative-math", "-shared", "-fPIC",
+)  # fmt: skip
+LIMIT_SECONDS = 300.0  # a compilation takes a second
+_log = logging.getLogger(__name__)
+
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [_POINTER] * 2 + [_REAL, _POINTER] + [_NUMBER] * 2,
+    "rotate": [_POINTER] * 3 + [_NUMBER] * 5,
+    "rms_norm_backward": [_POINTER] * 3 + [_REAL] + [_POINTER] * 2 + [_NUMBER] * 3,
+    "swiglu": [_POINTER] * 3 + [_NUMBER] * 3,
+    "swiglu_backward": [_POINTER] * 5 + [_NUMBER] * 2,
+    "causal_attention": [_POINTER] * 7 + [_NUMBER, _POINTER, _REAL],
+    "causal_attention_backward": [_POINTER] * 12 + [_NUMBER, _POINTER, _REAL],
+    "decode_attention": [_POINTER] * 3 + [_NUMBER] * 3 + [_POINTER] * 4 + [_NUMBER] * 6 + [_REAL],
+}
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled or loaded on this machine."""
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The library, compiled if needed. None if this machine cannot: a warning says why, and PyTorch takes its place."""
+    try:
+        with subprocesses_may_stop("compiled kernels"):
+            library = load(build())
+    except (BuildError, OSError) as problem:
+        _log.warning(f"kernels for this processor are not available ({problem}): training and rollouts are slower")
+        return None
+    return library
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a compiled library. The libgomp that torch has loaded serves it too, with torch's number of threads."""
+    library = ctypes.CDLL(str(path))
+    for name, types in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    return library
+
+
+def build() -> Path:
+    """The compiled file.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+        OSError: the folder cannot be written.
+    """
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no C++ compiler: install g++, or name a compiler by CXX")
+    folder = cache_folder()
+    path = folder / f"kernels-{_fingerprint(compiler)}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place, path.name)
+            _compile([compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)])
+            with made.open("rb") as file:
+                sync_file(file.fileno())
+            os.replace(made, path)
+        sync_entries(folder)
+    return path
+
+
+def cache_folder() -> Path:
+    """The folder of compiled files: in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is None:
+        cached = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(cached, "torch_extensions")
+    return Path(root, "dschat_ppo_kernels")
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {LIMIT_SECONDS:g} seconds") from None
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BuildError(f"{command[0]} failed: {lines[-1]}")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that the compiled file depends on; a folder may be shared by machines with other processors."""
+    real = os.path.realpath(compiler)
+    parts = [*FLAGS, real, str(os.stat(real).st_mtime_ns), torch.__version__, platform.machine(), *_processor()]
+    parts += [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> list[str]:
+    """Lines of Linux that name the processor and its instruction sets."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return [platform.processor()]
+    kept = ("flags", "features", "model name", "cpu part")
+    lines = (line for line in info.read_text(encoding="utf-8").splitlines() if line.lower().startswith(kept))
+    return sorted(set(lines))

@@ -1,0 +1,173 @@
+"""The kernels as functions of tensors: contiguous bfloat16 tensors on a CPU, without gradients.
+
+Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
+writes as an operation of its own. Sums inside an operation are fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.kernels.library import kernels
+
+_NO_WINDOW = 2**62
+_CHUNK = 64  # rows whose weight gradients one thread adds up
+
+
+def can_run(*tensors: Tensor) -> bool:
+    """Whether the kernels take tensors of this kind, and are available."""
+    fit = all(tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return fit and kernels() is not None
+
+
+def _library() -> Any:
+    found = kernels()
+    assert found is not None, "call can_run first"
+    return found
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
+    normal, width = torch.empty_like(states), states.shape[-1]
+    rows = states.numel() // width
+    _library().rms_norm(states.data_ptr(), weight.data_ptr(), eps, normal.data_ptr(), rows, width)
+    return normal
+
+
+def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
+    of_states, width = torch.empty_like(states), states.shape[-1]
+    rows = states.numel() // width
+    of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)  # sums of rows: threads share none
+    _library().rms_norm_backward(
+        states.data_ptr(), weight.data_ptr(), gradient.data_ptr(), eps, of_states.data_ptr(), of_weight.data_ptr(),
+        rows, width, _CHUNK,
+    )  # fmt: skip
+    return of_states, of_weight.sum(dim=0).to(weight.dtype)
+
+
+def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """Rotate the first heads in place: x * cos + rotate_half(x) * sin. (Su et al. 2021, equation 34)
+
+    Args:
+        values: (n, all heads, d).
+        cos, sin: (n, d), or (1, d) for all rows alike.
+        heads: how many are rotated.
+    """
+    rows, every, width = values.shape
+    stride = width if len(cos) > 1 else 0
+    _library().rotate(values.data_ptr(), cos.data_ptr(), sin.data_ptr(), stride, rows, heads, every, width)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
+    width, stride = gate.shape[-1], gate.stride(-2)
+    product = gate.new_empty(gate.shape)
+    rows = product.numel() // width
+    _library().swiglu(gate.data_ptr(), up.data_ptr(), product.data_ptr(), rows, width, stride)
+    return product
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up (..., I), given that of `swiglu`."""
+    of_gate, of_up, width = torch.empty_like(gate), torch.empty_like(up), gate.shape[-1]
+    tensors = gate, up, gradient, of_gate, of_up
+    _library().swiglu_backward(*(x.data_ptr() for x in tensors), gate.numel() // width, width)
+    return of_gate, of_up
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scale: float,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Write one token of each row into the KV cache and attend from it to its slot and those before.
+
+    Args:
+        query: (n, heads, 1, d), and `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side.
+        keys, values: (at least n, kv_heads, capacity, d), changed in place.
+        slots: (n,) int64 contiguous, where the token of each row goes.
+        scale: factor of the scores.
+        window: how many slots a token sees, its own among them; None: all.
+
+    Returns:
+        (n, heads, d).
+    """
+    rows, heads, _, width = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    mixed = query.new_empty(rows, heads, width)
+    _library().decode_attention(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
+        keys.data_ptr(), values.data_ptr(), slots.data_ptr(), mixed.data_ptr(), rows, heads, kv_heads, capacity, width,
+        capacity if window is None else window, scale,
+    )  # fmt: skip
+    return mixed
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, parts: Tensor, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention inside each part of the rows, to the keys up to a query's own.
+
+    Args:
+        query: (b, heads, T, d).
+        key: (b, key heads, T, d), and `value` likewise, of another d or of the same; key heads divide the heads.
+        parts: (parts, 4) int64: the columns of each part, start and end, and those that it sees before its own.
+        window: how many keys a query sees, its own among them; None: all.
+        scale: of the logits.
+
+    Returns:
+        (b, heads, T, d of the values), laid out in memory as (b, T, heads, d), and for the backward pass the logarithm
+        of the sum of the exponentials of each query's logits, (b, heads, T) fp32.
+    """
+    query, key, value = (_rows(x) for x in (query, key, value))
+    rows, heads, length, _ = query.shape
+    output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+    log_sums = query.new_empty(rows, heads, length, dtype=torch.float32)
+    tensors = query, key, value, output
+    _library().causal_attention(
+        *(x.data_ptr() for x in tensors), _strides(*tensors), log_sums.data_ptr(), parts.data_ptr(), len(parts),
+        _shape(query, key, value, window), scale,
+    )  # fmt: skip
+    return output, log_sums
+
+
+def causal_attention_backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, gradient: Tensor, parts: Tensor,
+    groups: Tensor, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, given that of the output; see `causal_attention`.
+
+    Args:
+        query, key, value, output, log_sums, parts, window, scale: of `causal_attention`.
+        gradient: of `output`, of its shape.
+        groups: (groups + 1,) int64, the first part of each group, and the number of parts; no part sees another group.
+    """
+    query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
+    found = tuple(torch.empty_like(x) for x in (query, key, value))
+    tensors = query, key, value, output, gradient, *found
+    _library().causal_attention_backward(
+        *(x.data_ptr() for x in tensors), _strides(*tensors), log_sums.data_ptr(), parts.data_ptr(), groups.data_ptr(),
+        len(groups) - 1, _shape(query, key, value, window), scale,
+    )  # fmt: skip
+    of_query, of_key, of_value = found
+    return of_query, of_key, of_value
+
+
+def _rows(values: Tensor) -> Tensor:
+    """With numbers of the last dimension side by side in memory."""
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _strides(*tensors: Tensor) -> ctypes.Array[Any]:
+    numbers = [stride for x in tensors for stride in x.stride()[:3]]
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> ctypes.Array[Any]:
+    rows, heads, length, width = query.shape
+    numbers = rows, heads, key.shape[1], length, width, value.shape[-1], _NO_WINDOW if window is None else window
+    return (ctypes.c_int64 * len(numbers))(*numbers)

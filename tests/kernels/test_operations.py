@@ -1,0 +1,134 @@
+"""Kernels against fp64 by their definitions, and their roundings against PyTorch's operations."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_ppo.kernels import operations
+
+HALF_STEP = 2.0**-8  # largest relative error of rounding to bfloat16
+
+
+def drawn(*shape, seed=0, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def test_the_kernels_are_available_where_the_tests_run():
+    assert operations.can_run(drawn(1))
+    assert not operations.can_run(drawn(1), drawn(1).float())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (700, 96)])
+def test_a_norm_and_its_gradients(rows, width, threads):
+    torch.set_num_threads(threads)
+    try:
+        states, weight, gradient = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
+        found = operations.rms_norm(states, weight, 1e-5)
+        of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
+    finally:
+        torch.set_num_threads(1)
+    wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
+    exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP, atol=0)  # two roundings
+    exact_grads = torch.autograd.grad(exact, [wide, factors], gradient.double())
+    for got, true in zip((of_states, of_weight), exact_grads, strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=HALF_STEP, atol=1e-5)
+
+
+def test_a_rotation_has_the_bits_of_separate_operations():
+    values, angles = drawn(5, 7, 12), drawn(5, 6, seed=1).float().repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    sin[:, 6:] *= 0.5  # the two halves may have different angles
+    first, second = values[:, :4].chunk(2, dim=2)
+    expected = values[:, :4] * cos[:, None] + torch.cat([-second, first], dim=2) * sin[:, None]
+    found = values.clone()
+    operations.rotate_(found, cos, sin, 4)
+    assert torch.equal(found[:, :4], expected) and torch.equal(found[:, 4:], values[:, 4:])
+    again = values.clone()
+    operations.rotate_(again, cos[:1], sin[:1], 4)  # the same angles for all rows
+    alike = values[:, :4] * cos[:1, None] + torch.cat([-second, first], dim=2) * sin[:1, None]
+    assert torch.equal(again[:, :4], alike)
+
+
+def test_a_gated_product_and_its_gradients():
+    both, gradient = drawn(60, 90, scale=3), drawn(60, 45, seed=1)
+    gate, up = both.chunk(2, dim=1)
+    found = operations.swiglu(gate, up)
+    expected = torch.nn.functional.silu(gate) * up
+    assert (found != expected).float().mean() < 0.01
+    assert torch.equal(found, operations.swiglu(gate.contiguous(), up.contiguous()))
+    wide = [part.double().requires_grad_() for part in (gate, up)]
+    exact = wide[0] / (1 + torch.exp(-wide[0])) * wide[1]
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP, atol=1e-30)
+    got = operations.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
+    for ours, true in zip(got, torch.autograd.grad(exact, wide, gradient.double()), strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=HALF_STEP, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "value", [-3e38, -200.0, -88.0, -87.5, -20.0, 0.0, 20.0, 87.5, 88.0, 200.0, 3e38, math.inf, -math.inf]
+)
+def test_a_gate_at_the_ends_of_the_range(value):
+    gate, up = torch.full((1, 20), value).bfloat16(), torch.ones(1, 20).bfloat16()
+    torch.testing.assert_close(
+        operations.swiglu(gate, up), torch.nn.functional.silu(gate), rtol=HALF_STEP, atol=1e-30, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("place", [0, 11, 39])
+def test_nan_stays_nan(place):
+    states, weight = drawn(3, 40), drawn(40, seed=1)
+    states[1, place] = math.nan
+    norm = operations.rms_norm(states, weight, 1e-5)
+    assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
+    product = operations.swiglu(states, weight.expand(3, -1).contiguous())
+    assert product.isnan().nonzero().tolist() == [[1, place]]
+    states = states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)  # (2, 1, 3, 40)
+    parts = torch.tensor([[0, 3, 0, 0]])
+    mixed, _ = operations.causal_attention(states, drawn(2, 1, 3, 40), drawn(2, 1, 3, 40, seed=4), parts, None, 0.1)
+    assert not mixed[:, :, [0, 2]].isnan().any() and mixed[:, :, 1].isnan().all()
+
+
+def by_definition(query, keys, values, slots, scale, window):
+    """(n, heads, d) in fp64, one query after another."""
+    rows, group = [], query.shape[1] // keys.shape[1]
+    for row, slot in enumerate(slots.tolist()):
+        seen = slice(0 if window is None else max(0, slot + 1 - window), slot + 1)
+        for head in range(query.shape[1]):
+            k, v = (x[row, head // group, seen].double() for x in (keys, values))
+            rows.append(torch.softmax(k @ query[row, head, 0].double() * scale, dim=0) @ v)
+    return torch.stack(rows).view(len(slots), query.shape[1], -1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])
+def test_decoding_writes_and_attends(heads, kv_heads, width, window, threads):
+    keys, values = drawn(5, kv_heads, 40, width), drawn(5, kv_heads, 40, width, seed=1)
+    kept = keys.clone(), values.clone()
+    qkv = drawn(3, 1, heads + 2 * kv_heads, width, seed=2).transpose(1, 2)  # three rows of five
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    slots = torch.tensor([0, 39, 17])
+    torch.set_num_threads(threads)
+    try:
+        found = operations.decode_attention(query, key, value, keys, values, slots, 0.3, window)
+    finally:
+        torch.set_num_threads(1)
+    for cached, before, new in zip((keys, values), kept, (key, value), strict=True):
+        for row, slot in enumerate(slots.tolist()):
+            before[row, :, slot] = new[row, :, 0]
+        assert torch.equal(cached, before), "the new token is written, and nothing else"
+    exact = by_definition(query, keys, values, slots, 0.3, window)
+    torch.testing.assert_close(found.double(), exact, rtol=HALF_STEP, atol=1e-6)
+
+
+def test_scores_far_apart():
+    """A softmax without overflow, and weights of 0."""
+    keys = torch.zeros(1, 1, 8, 16).bfloat16()
+    keys[0, 0, :5, 0] = torch.tensor([-3e4, 1e4, 3e4, 3e4, -1e4])
+    values, query = drawn(1, 1, 8, 16), torch.ones(1, 1, 1, 16).bfloat16()
+    key, value = keys[:, :, 4:5].clone(), values[:, :, 4:5].clone()
+    found = operations.decode_attention(query, key, value, keys, values, torch.tensor([4]), 1.0, None)
+    torch.testing.assert_close(found[0, 0].float(), values[0, 0, 2:4].float().mean(dim=0), rtol=HALF_STEP, atol=0)

@@ -1,0 +1,136 @@
+"""RMSNorm and SwiGLU layers by kernels, against transformers' layers and fp64."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import new_model
+from transformers import LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+
+from dschat_ppo.kernels import operations
+from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.policy_model import PolicyModel
+
+SIZE = 96
+
+
+def norm_of(kind, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    norm = kind(SIZE, eps=1e-5)
+    torch.nn.init.normal_(norm.weight, mean=1.0)
+    return norm.to(dtype)
+
+
+def fast(layer):
+    made = copy.deepcopy(layer)
+    use_fast_layers(made)
+    return made
+
+
+def output_and_gradients(norm, states, gradient):
+    states = states.clone().requires_grad_()
+    output = norm(states)
+    return output.detach(), *torch.autograd.grad(output, [states, norm.weight], gradient.to(output.dtype))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+def test_norms_are_rounded_alike_and_gradients_as_close_to_fp64_as_autograds(kind, scale):
+    plain = norm_of(kind)
+    made = fast(plain)
+    assert type(made) is not kind
+    states, gradient = scale * torch.randn(3, 50, SIZE).bfloat16(), torch.randn(3, 50, SIZE).bfloat16()
+    expected, found = (output_and_gradients(norm, states, gradient) for norm in (plain, made))
+    differs = (found[0] != expected[0]).float().mean()  # a sum in another order may move a number across a rounding
+    assert differs < 0.002 and torch.allclose(found[0], expected[0], rtol=2**-7, atol=0)
+    wide, weight = states.double().requires_grad_(), plain.weight.double().detach().requires_grad_()
+    exact = weight * wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5)
+    truth = torch.autograd.grad(exact, [wide, weight], gradient.double())
+    for got, autograds, true in zip(found[1:], expected[1:], truth, strict=True):
+        error, of_autograd = ((part.double() - true).norm() / true.norm() for part in (got, autograds))
+        assert error <= 1.05 * of_autograd + 1e-6
+        assert error < 0.01
+
+
+def mlp_of(kind, dtype=torch.bfloat16, **changes):
+    torch.manual_seed(1)
+    mlp = kind(LlamaConfig(hidden_size=SIZE, intermediate_size=200, **changes))
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return mlp.to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [LlamaMLP, Qwen3MLP])
+def test_mlps_are_equal_and_gradients_as_close_to_fp64_as_autograds(kind, bias):
+    plain = mlp_of(kind, mlp_bias=bias)
+    made, exact = fast(plain), copy.deepcopy(plain).double()
+    assert type(made) is not kind
+    states, gradient = torch.randn(3, 50, SIZE).bfloat16(), torch.randn(3, 50, SIZE).bfloat16()
+    outputs, gradients = [], []
+    for mlp in (made, plain, exact):
+        given = states.to(mlp.up_proj.weight.dtype).requires_grad_()
+        outputs.append(mlp(given))
+        grads = torch.autograd.grad(outputs[-1], [given, *mlp.parameters()], gradient.to(given.dtype))
+        gradients.append([part.double() for part in grads])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=2**-6, atol=2**-6)
+    for found, autograds, true in zip(*gradients, strict=True):
+        error, of_autograd = ((part - true).norm() / true.norm() for part in (found, autograds))
+        assert error <= 1.05 * of_autograd + 1e-6
+        assert error < 0.02
+
+
+def test_less_is_kept_for_the_backward_pass():
+    def kept(layer, states):
+        numbers = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: numbers.append(x.nbytes) or x, lambda x: x):
+            layer(states.requires_grad_())
+        return sum(numbers)
+
+    states = torch.randn(64, SIZE).bfloat16()
+    for plain in (norm_of(LlamaRMSNorm), mlp_of(LlamaMLP)):
+        assert kept(fast(plain), states) < 0.9 * kept(plain, states)
+
+
+def test_without_kernels_layers_compute_as_before(monkeypatch):
+    monkeypatch.setattr(operations, "kernels", lambda: None)
+    for plain in (norm_of(LlamaRMSNorm), mlp_of(LlamaMLP)):
+        states = torch.randn(5, SIZE).bfloat16()
+        assert torch.equal(fast(plain)(states), plain(states))
+
+
+def test_a_frozen_weight_has_no_gradient():
+    norm = fast(norm_of(LlamaRMSNorm))
+    norm.weight.requires_grad_(False)
+    states = torch.randn(4, SIZE).bfloat16().requires_grad_()
+    norm(states).sum().backward()
+    assert states.grad is not None and norm.weight.grad is None
+
+
+def test_layers_that_compute_something_else_stay_as_they_are():
+    gelu = mlp_of(LlamaMLP, hidden_act="gelu")
+    for layer in (norm_of(GemmaRMSNorm), gelu):
+        before = type(layer)
+        use_fast_layers(layer)
+        assert type(layer) is before
+
+
+def test_fp32_keeps_the_operations_of_the_layer():
+    plain = norm_of(LlamaRMSNorm, torch.float32)
+    states, gradient = torch.randn(5, SIZE), torch.randn(5, SIZE)
+    for a, b in zip(*(output_and_gradients(norm, states, gradient) for norm in (plain, fast(plain))), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_model_is_changed_once_and_its_copies_use_their_own_weights():
+    policy = PolicyModel(new_model("llama").bfloat16())
+    kind = type(policy.lm.model.norm)
+    assert kind is not LlamaRMSNorm and kind.__name__ == "LlamaRMSNorm"
+    use_fast_layers(policy.lm)
+    assert type(policy.lm.model.norm) is kind
+    other = copy.deepcopy(policy.lm.model.norm)
+    torch.nn.init.zeros_(other.weight)
+    assert not other(torch.ones(1, 32).bfloat16()).any() and policy.lm.model.norm(torch.ones(1, 32).bfloat16()).any()
