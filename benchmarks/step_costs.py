@@ -5,11 +5,11 @@
 
 The real step 3 runs with the quickstart's flags on its untrained models. Some of its PPO steps are measured, each from
 the end of the step before. In one every operator is counted: collectives by kind, bytes and caller, reads of single
-numbers (for which a host would wait for a GPU), kernels of the optimizer, CPU seconds of `ARITHMETIC`. One is profiled:
-calls of Python functions, and CPU seconds (which the profiler inflates where functions are short) by phase and library.
-The last ones run undisturbed, for the CPU seconds of the process; without those of the arithmetic they are the fixed
-costs. Numbers are those of rank 0, with one thread. What happens between the phases counts as "train" in the counts,
-and as "other" in the profile.
+numbers (for which a host would wait for a GPU), kernels of the optimizer, CPU seconds of `ARITHMETIC` and `ATTENTION`.
+One is profiled: calls of Python functions, and CPU seconds (which the profiler inflates where functions are short) by
+phase and library. The last ones run undisturbed, for the CPU seconds of the process; without those of the arithmetic
+they are the fixed costs. Numbers are those of rank 0, with one thread. What happens between the phases counts as
+"train" in the counts, and as "other" in the profile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock, current_phase
 from dschat_ppo.config.cli import parse
+from dschat_ppo.kernels import operations
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.tools import toy
@@ -56,6 +57,7 @@ ARITHMETIC = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise", "aten::_fused_adamw_",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )  # fmt: skip
+ATTENTION = ("causal_attention", "causal_attention_backward", "decode_attention")  # kernels of this project
 DEEPSPEED = str(Path(deepspeed.__file__).parent)
 LIBRARIES = ("dschat_ppo", "deepspeed", "transformers", "torch")
 OPTIMIZER = ("aten::_fused_adamw_", "aten::_foreach_norm", "aten::linalg_vector_norm")
@@ -104,6 +106,28 @@ class Costs:
             key = (phase, name.removeprefix("c10d::").strip("_"), caller(PACKAGE, DEEPSPEED))
             self.collectives[key] += 1
             self.bytes[key] += sum(tensor.nbytes for tensor in _tensors(arguments[0]))
+
+    @contextmanager
+    def timing_kernels(self) -> Iterator[None]:
+        """Count the time of attention kernels, which are no operators of PyTorch, as arithmetic."""
+        own = {name: getattr(operations, name) for name in ATTENTION}
+
+        def timed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any) -> Any:
+                start = time.thread_time()
+                result = kernel(*arguments)
+                self.arithmetic += time.thread_time() - start
+                return result
+
+            return run
+
+        for name, kernel in own.items():
+            setattr(operations, name, timed(kernel))
+        try:
+            yield
+        finally:
+            for name, kernel in own.items():
+                setattr(operations, name, kernel)
 
     def took(self, name: str, seconds: float) -> None:
         """Count the time of an operator."""
@@ -210,13 +234,15 @@ def library_of(file: str, line: int, name: str) -> str:
 def measuring(costs: Costs) -> Iterator[None]:
     """Measure the PPO steps `COUNTED` and `PROFILED` of a run in the block; a step ends where its report does."""
     finish, phase, operators = PPOReport.finish, PhaseClock.phase, Operators(costs.see, costs.took)
+    counting = ExitStack()
 
     def finished(self: PPOReport, step: int) -> None:
         finish(self, step)
         if step == COUNTED - 1:
-            operators.__enter__()
+            counting.enter_context(operators)
+            counting.enter_context(costs.timing_kernels())
         if step == COUNTED:
-            operators.__exit__(None, None, None)
+            counting.close()
             costs.profile("other")
         if step == PROFILED:
             costs.end_profile()

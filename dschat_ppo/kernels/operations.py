@@ -19,22 +19,26 @@ _CHUNK = 64  # rows whose weight gradients one thread adds up
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Whether the kernels take tensors of this kind, and are available."""
-    fit = all(tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 for tensor in tensors)
-    return fit and kernels() is not None
+    """Whether the kernels take tensors of this kind, and are available. Tensors on the meta device only get shapes."""
+    if any(tensor.dtype != torch.bfloat16 for tensor in tensors):
+        return False
+    kinds = {tensor.device.type for tensor in tensors}
+    return kinds == {"meta"} or (kinds == {"cpu"} and kernels() is not None)
 
 
-def _library() -> Any:
-    found = kernels()
-    assert found is not None, "call can_run first"
-    return found
+def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
+    """Call a kernel, whose pointers are those of the tensors."""
+    if any(isinstance(x, Tensor) and x.is_meta for x in arguments):
+        return
+    library = kernels()
+    assert library is not None, "call can_run first"
+    getattr(library, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
     normal, width = torch.empty_like(states), states.shape[-1]
-    rows = states.numel() // width
-    _library().rms_norm(states.data_ptr(), weight.data_ptr(), eps, normal.data_ptr(), rows, width)
+    _run("rms_norm", states, weight, eps, normal, states.numel() // width, width)
     return normal
 
 
@@ -43,10 +47,7 @@ def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: flo
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows = states.numel() // width
     of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)  # sums of rows: threads share none
-    _library().rms_norm_backward(
-        states.data_ptr(), weight.data_ptr(), gradient.data_ptr(), eps, of_states.data_ptr(), of_weight.data_ptr(),
-        rows, width, _CHUNK,
-    )  # fmt: skip
+    _run("rms_norm_backward", states, weight, gradient, eps, of_states, of_weight, rows, width, _CHUNK)
     return of_states, of_weight.sum(dim=0).to(weight.dtype)
 
 
@@ -59,24 +60,20 @@ def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
         heads: how many are rotated.
     """
     rows, every, width = values.shape
-    stride = width if len(cos) > 1 else 0
-    _library().rotate(values.data_ptr(), cos.data_ptr(), sin.data_ptr(), stride, rows, heads, every, width)
+    _run("rotate", values, cos, sin, width if len(cos) > 1 else 0, rows, heads, every, width)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
-    width, stride = gate.shape[-1], gate.stride(-2)
-    product = gate.new_empty(gate.shape)
-    rows = product.numel() // width
-    _library().swiglu(gate.data_ptr(), up.data_ptr(), product.data_ptr(), rows, width, stride)
+    product, width = gate.new_empty(gate.shape), gate.shape[-1]
+    _run("swiglu", gate, up, product, product.numel() // width, width, gate.stride(-2))
     return product
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up (..., I), given that of `swiglu`."""
     of_gate, of_up, width = torch.empty_like(gate), torch.empty_like(up), gate.shape[-1]
-    tensors = gate, up, gradient, of_gate, of_up
-    _library().swiglu_backward(*(x.data_ptr() for x in tensors), gate.numel() // width, width)
+    _run("swiglu_backward", gate, up, gradient, of_gate, of_up, gate.numel() // width, width)
     return of_gate, of_up
 
 
@@ -99,10 +96,9 @@ def decode_attention(
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
     mixed = query.new_empty(rows, heads, width)
-    _library().decode_attention(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
-        keys.data_ptr(), values.data_ptr(), slots.data_ptr(), mixed.data_ptr(), rows, heads, kv_heads, capacity, width,
-        capacity if window is None else window, scale,
+    _run(
+        "decode_attention", query, key, value, query.stride(0), key.stride(0), value.stride(0), keys, values, slots,
+        mixed, rows, heads, kv_heads, capacity, width, capacity if window is None else window, scale,
     )  # fmt: skip
     return mixed
 
@@ -128,10 +124,8 @@ def causal_attention(
     output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
     log_sums = query.new_empty(rows, heads, length, dtype=torch.float32)
     tensors = query, key, value, output
-    _library().causal_attention(
-        *(x.data_ptr() for x in tensors), _strides(*tensors), log_sums.data_ptr(), parts.data_ptr(), len(parts),
-        _shape(query, key, value, window), scale,
-    )  # fmt: skip
+    shape = _shape(query, key, value, window)
+    _run("causal_attention", *tensors, _strides(*tensors), log_sums, parts, len(parts), shape, scale)
     return output, log_sums
 
 
@@ -149,9 +143,10 @@ def causal_attention_backward(
     query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
     found = tuple(torch.empty_like(x) for x in (query, key, value))
     tensors = query, key, value, output, gradient, *found
-    _library().causal_attention_backward(
-        *(x.data_ptr() for x in tensors), _strides(*tensors), log_sums.data_ptr(), parts.data_ptr(), groups.data_ptr(),
-        len(groups) - 1, _shape(query, key, value, window), scale,
+    shape = _shape(query, key, value, window)
+    _run(
+        "causal_attention_backward", *tensors, _strides(*tensors), log_sums, parts, groups, len(groups) - 1, shape,
+        scale,
     )  # fmt: skip
     of_query, of_key, of_value = found
     return of_query, of_key, of_value

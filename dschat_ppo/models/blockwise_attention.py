@@ -31,20 +31,24 @@ class Parts:
     seen: tuple[tuple[int, int], ...] | None = None
 
     @cached_property
-    def table(self) -> Tensor:
-        """(parts, 4) int64: start and end of each part, and of what it sees."""
+    def _columns(self) -> list[tuple[int, int, int, int]]:
+        """Start and end of each part, and of what it sees."""
         ends = list(accumulate(self.lengths))
         seen = self.seen or [(0, 0)] * len(ends)
-        own = ((end - length, end) for end, length in zip(ends, self.lengths, strict=True))
-        return torch.tensor([[*columns, *before] for columns, before in zip(own, seen, strict=True)])
+        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(parts, 4) int64: the start and the end of each part, and of what it sees."""
+        return torch.tensor(self._columns)
 
     @cached_property
     def groups(self) -> Tensor:
         """(groups + 1,) int64: the first part of each group, and the number of parts. No part sees another group."""
-        firsts, least = [len(self.lengths)], int(self.table[-1, 1])  # least: the first column that later parts see
-        for number, (start, _, first, end) in reversed(list(enumerate(self.table.tolist()))):
-            least = min(least, first) if first < end else least
-            if least >= start:
+        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later parts see
+        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
+            needed = min(needed, first) if first < end else needed
+            if needed >= start:
                 firsts.append(number)
         return torch.tensor(firsts[::-1])
 

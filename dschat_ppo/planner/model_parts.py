@@ -16,6 +16,7 @@ from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.planner.config_numbers import (
@@ -101,8 +102,9 @@ def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model
 
 
 def parts_of(
-    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False
-) -> ModelParts:
+    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False,
+    on_gpu: bool = True,
+) -> ModelParts:  # fmt: skip
     """Count the parts of a model.
 
     Args:
@@ -111,12 +113,13 @@ def parts_of(
         scalar: whether it has a scalar head in place of that of a language model.
         adapter: that trains in it.
         tiled: `--tiled_mlp`.
+        on_gpu: it runs on a GPU. In bf16 on a CPU, layers with kernels save less for the backward pass.
 
     Raises:
         PlanError: the configuration is one that the planner does not understand.
         UserError: the adapter does not fit the model.
     """
-    return _parts_of(_Key(config), dtype, scalar, adapter, tiled)
+    return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)
 
 
 class _Key:
@@ -134,8 +137,12 @@ class _Key:
 
 
 @lru_cache(maxsize=64)
-def _parts_of(key: _Key, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool) -> ModelParts:
+def _parts_of(
+    key: _Key, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool, on_gpu: bool
+) -> ModelParts:
     model = _without_weights(key.config, dtype, scalar)
+    if not on_gpu:
+        use_fast_layers(model)
     kv_bytes = 0 if scalar else _kv_bytes(model)
     if adapter is not None:
         add_adapter(model, adapter)

@@ -48,7 +48,7 @@ class SavedActivations:
 
 class _Fused(torch.autograd.Function):
     """Attention that saves what fused kernels save: queries, keys, values, outputs, and a log-sum for each query and
-    head (Dao et al. 2022, FlashAttention). Blocks of logits on a CPU save the same but for the log-sums."""
+    head (Dao et al. 2022, FlashAttention)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

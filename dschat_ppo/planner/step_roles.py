@@ -40,7 +40,7 @@ def _supervised_role(
     fit, run = config.fit, config.run
     scalar = isinstance(config, PreferenceConfig) and config.reward.trains_classifier
     adapter = _adapter(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
-    parts = parts_of(model, run.dtype, scalar, adapter, config.memory.tiled_mlp)
+    parts = parts_of(model, run.dtype, scalar, adapter, config.memory.tiled_mlp, on_gpu)
     zero = _zero(config, fit.zero_stage, fit.offload, fit.max_grad_norm, ranks, on_gpu)
     return _trained_role("model", parts, config, zero, ranks, device_memory, on_gpu, fit.gradient_checkpointing)
 
@@ -50,7 +50,7 @@ def _ppo_roles(
 ) -> list[Role]:
     ppo, run, lora, tiled = config.ppo, config.run, config.lora, config.memory.tiled_mlp
     adapter = _adapter(lora.actor_lora_dim, lora.actor_lora_module_name, config.adapters)
-    actor = parts_of(models["actor"], run.dtype, False, adapter, tiled)
+    actor = parts_of(models["actor"], run.dtype, False, adapter, tiled, on_gpu)
     zero = _zero(config, ppo.actor_zero_stage, ppo.offload, ppo.max_grad_norm, ranks, on_gpu)
     roles = [
         _trained_role("actor", actor, config, zero, ranks, device_memory, on_gpu, ppo.actor_gradient_checkpointing,
@@ -59,7 +59,7 @@ def _ppo_roles(
     actor_stage = roles[0].stage
     base = actor.total - _adapter_numbers(actor) if config.actor_base_is_frozen else 0
     if "reference" in models:
-        plain = parts_of(models["reference"], run.dtype, False, None, tiled)
+        plain = parts_of(models["reference"], run.dtype, False, None, tiled, on_gpu)
         own_folder = config.ppo_schedule.ref_model_name_or_path is not None
         stage = ppo.actor_zero_stage if own_folder or not base else actor_stage
         shared = 0 if own_folder or not base else min(base, plain.total)
@@ -68,13 +68,13 @@ def _ppo_roles(
     shares = lora.share_base
     if "critic" in models:
         adapter = _adapter(lora.critic_lora_dim, lora.critic_lora_module_name, config.adapters)
-        parts = parts_of(models["critic"], run.dtype, True, adapter, tiled)
+        parts = parts_of(models["critic"], run.dtype, True, adapter, tiled, on_gpu)
         zero = _zero(config, ppo.critic_zero_stage, ppo.offload, ppo.max_grad_norm, ranks, on_gpu)
         shared = parts.total - parts.trained if shares else 0
         roles.append(_trained_role("critic", parts, config, zero, ranks, device_memory, on_gpu,
                                    ppo.critic_gradient_checkpointing, shared))  # fmt: skip
     if "reward" in models:
-        parts = parts_of(models["reward"], run.dtype, True, None, tiled)
+        parts = parts_of(models["reward"], run.dtype, True, None, tiled, on_gpu)
         stage = actor_stage if shares else ppo.critic_zero_stage
         shared = parts.total - parts.head if shares else 0
         roles.append(_frozen_role("reward", parts, config, stage, ppo.offload_reward_model, shared, ranks,

@@ -111,3 +111,11 @@ def test_a_missing_folder_is_named(tmp_path):
     config = parse("sft", ["--model_name_or_path", str(tmp_path / "no"), "--data_path", "d", "--output_dir", "o"])
     with pytest.raises(UserError, match="--model_name_or_path .*no: no such folder"):
         read_model_configs(config)
+
+
+def test_a_cpu_keeps_less_in_bf16():
+    kept = {
+        (dtype, on_gpu): parts_of(llama(), dtype, False, on_gpu=on_gpu).saved.whole
+        for dtype in ("bf16", "fp32") for on_gpu in (True, False)
+    }  # fmt: skip
+    assert kept["bf16", False] < 0.9 * kept["bf16", True] and kept["fp32", False] == kept["fp32", True]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel, MixtralConfig, MixtralModel
 
+from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.packing import padded_attention
 from dschat_ppo.planner.saved_activations import formula_per_layer, saved_activations
 
 HIDDEN, INTERMEDIATE, HEADS, KEY_HEADS, SIZE = 64, 160, 4, 2, 16
@@ -44,6 +46,27 @@ def test_the_count_is_that_of_a_real_forward_pass_in_fp32():
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
     real = sum(tensor.untyped_storage().nbytes() for tensor in held.values()) / tokens
     assert saved_activations(backbone(dtype=torch.float32)).whole == pytest.approx(real, rel=0.02)
+
+
+def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
+    norms = 2 * (2 * 64 + 2 * 64)  # input and output in bf16
+    attention = 2 * (64 + 32 + 32 + 64) + 4 * 4
+    mlp = 3 * 2 * 160  # both first products and their gated product
+    planned, model, held = backbone(), backbone("cpu"), {}
+    for made in (planned, model):
+        use_fast_layers(made)
+    assert saved_activations(planned).layers[1:] == (norms + attention + mlp,) * 2
+    weights = {weight.data_ptr() for weight in model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), padded_attention(model, "auto", True):
+        model(input_ids=torch.zeros(1, 256, dtype=torch.int64), use_cache=False)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in held.values()) / 256
+    assert saved_activations(planned).whole == pytest.approx(real, rel=0.02)
 
 
 def test_frozen_layers_save_less():
