@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock, current_phase
 from dschat_ppo.config.cli import parse
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.tools import toy

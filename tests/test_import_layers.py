@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "types"},
     {"algorithms", "common"},
     {"runtime"},
-    {"kernels"},
+    {"cpu_kernels"},
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
     {"nonfinite", "rollout", "session"},

@@ -1,6 +1,6 @@
 """Causal attention in bf16 on a CPU by compiled kernels, with a backward pass that computes the weights again.
 
-PyTorch's fused kernel for CPUs takes several times as long for rows of up to some thousand tokens (docs/lab-notes.md).
+PyTorch's fused kernel for CPUs works on small tiles, and takes longer for up to `MOST_KEYS` keys (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import operations
+
+MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Parts:
         ends = list(accumulate(self.lengths))
         seen = self.seen or [(0, 0)] * len(ends)
         return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most keys that a query sees if no window hides any."""
+        return max(end - start + last - first for start, end, first, last in self._columns)
 
     @cached_property
     def table(self) -> Tensor:

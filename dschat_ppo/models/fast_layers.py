@@ -14,6 +14,7 @@ Both forward passes round where transformers' layers do.
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from dschat_ppo.kernels import operations
-from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -70,11 +71,8 @@ def _fast_norm(kind: Any) -> Any:
 @cache
 def _fast_mlp(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        if not can_run(states):
-            plain: Tensor = kind.forward(self, states)
-            return plain
         gate, up = self.gate_proj(states), self.up_proj(states)
-        found: Tensor = self.down_proj(_SwiGLU.apply(gate, up))
+        found: Tensor = self.down_proj(_SwiGLU.apply(gate, up) if can_run(gate, up) else self.act_fn(gate) * up)
         return found
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -96,7 +94,7 @@ def use_fast_layers(model: nn.Module) -> None:
 
 
 def _same_code(kind: Any, known: Any) -> bool:
-    """Whether the forward functions of two classes are the same instructions."""
-    codes = [getattr(x.forward, "__code__", None) for x in (kind, known)]
+    """Whether the forward functions of two classes are the same instructions, inside decorators."""
+    codes = [getattr(inspect.unwrap(x.forward), "__code__", None) for x in (kind, known)]
     found, expected = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes)
     return found == expected

@@ -155,7 +155,7 @@ def _attention(
 ) -> Tensor:
     running = _RUNNING[-1]
     laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
-    if running.choice == "auto" and suits_blocks(module, query, key, value, options):
+    if running.choice == "auto" and suits_blocks(module, query, key, value, laid_out, options):
         return attention_in_blocks(query, key, value, laid_out, window, options)
     kernel = whole_row_kernel(running.choice, query, key, value, options)
     if _RECORDED:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import UserError
-from dschat_ppo.kernels.operations import can_run
-from dschat_ppo.models.blockwise_attention import Parts, blockwise_attention
+from dschat_ppo.models.blockwise_attention import MOST_KEYS, Parts, blockwise_attention
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
@@ -58,7 +58,7 @@ class Segments:
 
     @cached_property
     def parts(self) -> Parts:
-        """For attention in blocks."""
+        """For attention by kernels on a CPU."""
         return Parts(tuple(self.lengths), None if self.seen is None else tuple(self.seen))
 
     def masks(self, device: torch.device) -> BlockMasks:
@@ -184,13 +184,16 @@ def whole_row_flex_attention(
     return found[0].transpose(0, 1).unflatten(0, (len(query), -1))
 
 
-# Blocks of logits on a CPU
+# Kernels for bf16 on a CPU
 
 
-def suits_blocks(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether attention in blocks computes this layer: its device, dtype, heads and options."""
+def suits_blocks(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: dict[str, Any]
+) -> bool:
+    """Whether kernels for bf16 on a CPU compute this layer faster: its device, dtype, heads, lengths and options."""
     return (
         can_run(query, key, value)
+        and segments.parts.most_keys <= MOST_KEYS
         and query.shape[1] % key.shape[1] == 0
         and not options.get("dropout")
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False
@@ -201,7 +204,7 @@ def suits_blocks(module: Any, query: Tensor, key: Tensor, value: Tensor, options
 def attention_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
 ) -> Tensor:
-    """Blocks of logits, in bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
+    """Kernels for bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
     parts = segments.parts if len(query) == 1 else Parts((query.shape[2],))
     return blockwise_attention(query, key, value, parts, window, options.get("scaling")).transpose(1, 2)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from dschat_ppo.kernels import operations
-from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask, scaled
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dschat_ppo.kernels import operations
-from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
 
 

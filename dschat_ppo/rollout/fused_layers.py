@@ -16,8 +16,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dschat_ppo.kernels import operations
-from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.rollout.attention import causal_attention, installed
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.
@@ -41,7 +41,7 @@ class FusedLayer:
     """
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, self._own = layer.self_attn, layer.mlp, layer.forward
         self._attention, self._settings = attention, settings
         self._kv_heads = attention.k_proj.out_features // attention.head_dim
         self._heads = attention.q_proj.out_features // attention.head_dim
@@ -65,6 +65,12 @@ class FusedLayer:
         assert position_embeddings is not None
         rows, length, _ = hidden_states.shape
         attention = self._attention
+        if position_embeddings[0].shape[-1] != attention.head_dim:  # a part of each head is rotated
+            own: Tensor = self._own(
+                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings,
+                past_key_values=past_key_values, **others,
+            )  # fmt: skip
+            return own
         qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
         self._rotate(qkv, *position_embeddings)
         query, key, value = qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
@@ -78,7 +84,7 @@ class FusedLayer:
     def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate the queries and keys of (n, L, heads, head_dim) in place."""
         rotated = self._heads + self._kv_heads
-        if can_run(qkv, cos) and cos.is_contiguous() and len(cos) == len(qkv):
+        if can_run(qkv, cos, sin) and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
             operations.rotate_(qkv.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), rotated)
             return
         both = qkv[:, :, :rotated]

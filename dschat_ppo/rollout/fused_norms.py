@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dschat_ppo.kernels import operations
-from dschat_ppo.kernels.operations import can_run
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
 
 ROWS = 64  # of the comparison with a model's own layer
 DIFFERING_SHARE = 0.01  # of half-precision numbers that may be rounded the other way: the order of a sum differs

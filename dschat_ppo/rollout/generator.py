@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
@@ -114,8 +115,9 @@ def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks
     on_gpu, whole = next(model.parameters()).is_cuda, max_over_ranks is None
     parts = ["continuous batching" if config.engine == "continuous" else "padded batches"]
     if config.engine == "continuous":
-        kernel = flash_decode(next(model.parameters()).device)
-        parts.append("flash attention" if kernel is not None else "PyTorch attention")
+        weight = next(model.parameters())
+        compiled = "compiled attention" if can_run(weight) and not config.static else "PyTorch attention"
+        parts.append("flash attention" if flash_decode(weight.device) is not None else compiled)
     if on_gpu and config.engine == "continuous":
         static = whole if config.static is None else config.static
         parts.append("CUDA graphs" if static else "no CUDA graphs")

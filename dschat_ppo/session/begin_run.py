@@ -18,6 +18,7 @@ from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.safety_flags import AUTO, NEVER
 from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.cpu_kernels.library import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.open_trackers import check_trackers
 from dschat_ppo.runtime import watchdog
@@ -92,6 +93,8 @@ def begin_run(
     if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
         announce("load operators")
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
+    if device.type == "cpu" and run.dtype == "bf16":
+        kernels()  # compiled here, so that no rank waits for another in a forward pass
     _log_notes(step, config)
     return device, folder
 

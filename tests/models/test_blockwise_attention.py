@@ -1,4 +1,4 @@
-"""Attention in blocks of logits against whole fp64 attention with an explicit mask, made column by column."""
+"""Attention by kernels on a CPU against whole fp64 attention with an explicit mask, made column by column."""
 
 import pytest
 import torch
@@ -100,10 +100,10 @@ def test_it_is_as_close_to_exact_attention_as_the_fused_kernel():
     assert all(own < 1.5 * other for own, other in zip(ours, fused, strict=True))
 
 
-def test_a_large_logit_of_a_hidden_key_changes_nothing():
+@pytest.mark.parametrize("parts", [Parts((20, 20)), Parts((40,))], ids=["another part", "later in the part"])
+def test_a_large_logit_of_a_hidden_key_changes_nothing(parts):
     """The weight of a hidden key is 0 and not a small number."""
     given, gradient = inputs(1, 40)
-    parts = Parts((20, 20))
     before = blockwise_attention(*given, parts)
     changed = [x.detach().clone() for x in given]
     changed[1][:, :, 20:] *= 1000
@@ -112,3 +112,16 @@ def test_a_large_logit_of_a_hidden_key_changes_nothing():
     assert torch.equal(before[:, :, :20], after[:, :, :20])
     own = torch.autograd.grad(after[:, :, :20], changed, gradient[:, :, :20])
     assert all(bool((x[:, :, 20:] == 0).all()) for x in own)
+
+
+@pytest.mark.parametrize("layout", ["several blocks of queries", "two groups"])
+def test_threads_change_no_bit(layout):
+    parts = LAYOUTS[layout]
+    given, gradient = inputs(2, sum(parts.lengths))
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        output = blockwise_attention(*given, parts)
+        found.append([output, *torch.autograd.grad(output, given, gradient)])
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, *found))

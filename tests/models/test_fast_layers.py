@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.policy_model import PolicyModel
 

@@ -11,8 +11,8 @@ from test_forward import model_of
 from test_packing import token_states
 from test_shared_prompts import rollout
 
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
-from dschat_ppo.kernels import operations
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.packing import packed_states, segments
 from dschat_ppo.models.policy_model import PolicyModel
@@ -200,11 +200,17 @@ def test_segments_are_copied_to_the_device_once():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "choice", "in_blocks"),
-    [(torch.bfloat16, "auto", True), (torch.bfloat16, "sdpa", False), (torch.float32, "auto", False)],
+    ("dtype", "choice", "most_keys", "in_blocks"),
+    [
+        (torch.bfloat16, "auto", 9, True),
+        (torch.bfloat16, "auto", 7, False),
+        (torch.bfloat16, "sdpa", 9, False),
+        (torch.float32, "auto", 9, False),
+    ],
 )
 @pytest.mark.parametrize("lengths", [[9, 9, 9], [9, 1, 6]], ids=["padded", "packed"])
-def test_bf16_on_a_cpu_is_computed_in_blocks(monkeypatch, lengths, dtype, choice, in_blocks):
+def test_bf16_on_a_cpu_is_computed_in_blocks(monkeypatch, lengths, dtype, choice, most_keys, in_blocks):
+    monkeypatch.setattr(segment_attention, "MOST_KEYS", most_keys)
     """Rows of one length, which are not packed, and others."""
     policy, calls = PolicyModel(model_of("llama", 1).to(dtype), packed=True), []
     policy.attention = choice

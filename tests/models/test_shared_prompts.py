@@ -9,7 +9,7 @@ from test_packing import seen_by_the_backbone
 from tiny_models import PADDED_ONLY
 from tiny_models import new_model as tiny_model
 
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.blockwise_attention import Parts
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values

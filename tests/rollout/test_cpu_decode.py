@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.rollout.attention import RolloutAttention
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata, SharedPrefix
 from dschat_ppo.rollout.cpu_decode import CPUDecode

@@ -75,6 +75,18 @@ def test_a_fused_layer_calls_the_attention_of_the_model(implementation):
     assert model.config._attn_implementation == implementation
 
 
+def test_a_layer_that_rotates_a_part_of_each_head_runs_itself():
+    """GLM 4 of mixtures of experts, for example: its first layers have Llama's form otherwise."""
+    model = new_model("llama")
+    [layer, _], seen = model.model.layers, []
+    for one, forward in fused_layers(model, plain):
+        one.forward = forward
+    layer.forward._own = lambda states, **given: seen.append(given.keys()) or states
+    states, angles = torch.randn(2, 3, 32), torch.ones(2, 3, layer.self_attn.head_dim // 2)
+    assert layer(states, position_embeddings=(angles, angles)) is states
+    assert seen == [{"attention_mask", "position_embeddings", "past_key_values"}]
+
+
 class WithFactor(modeling_llama.LlamaDecoderLayer):
     """Of Llama's form, but what the MLP computes counts 2 % less, as with a factor of the residual connection."""
 

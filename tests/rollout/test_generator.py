@@ -302,6 +302,12 @@ def test_the_engine_is_described_with_its_kernels(settings, synchronised, text):
     assert engine_text(model_of("llama"), config, (lambda number: number) if synchronised else None) == text
 
 
+def test_the_compiled_attention_is_described_where_it_is_used():
+    model, config = model_of("llama").bfloat16(), GenerationConfig(WARM, WITH_ENDS, prepack=False)
+    assert engine_text(model, config) == "continuous batching, compiled attention, whole weights"
+    assert "PyTorch attention" in engine_text(model, replace(config, static=True))
+
+
 def test_prepacked_weights_are_described_where_they_are_used(monkeypatch):
     monkeypatch.setattr("dschat_ppo.rollout.generator.can_prepack", lambda model: True)
     model, config = model_of("llama"), GenerationConfig(WARM, WITH_ENDS)

@@ -1,5 +1,5 @@
 // Operations on bfloat16 numbers in one pass each, where PyTorch makes several passes or many small operations.
-// Tensors are contiguous; `operations.py` says what each function computes.
+// Tensors are contiguous unless a stride is given; `operations.py` says what each function computes.
 #include "bf16.h"
 
 static const int64_t GRAIN = 32768; // numbers per call that justify a second thread, as in PyTorch

@@ -1,7 +1,7 @@
 """The compiled library of the C++ files here: built once for each version of these files, compiler and processor.
 
-It has a plain C interface and needs no header files of torch, so that a compilation takes a second. Files lie beside
-the operators that DeepSpeed compiles. A file appears there whole, by a rename, so ranks may compile at the same time.
+It has a plain C interface and needs no header files of torch, so that a compilation takes some seconds. Files lie
+beside the operators that DeepSpeed compiles. A file appears there whole, by a rename, so ranks may compile at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from dschat_ppo.common.atomic_files import sync_entries, sync_file
+from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -30,7 +32,7 @@ FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
     "-fassociative-math", "-shared", "-fPIC",
 )  # fmt: skip
-LIMIT_SECONDS = 300.0  # a compilation takes a second
+LIMIT_SECONDS = 300.0  # a compilation takes some seconds
 _log = logging.getLogger(__name__)
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -46,7 +48,7 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-class BuildError(Exception):
+class BuildError(RuntimeError):
     """The kernels cannot be compiled or loaded on this machine."""
 
 
@@ -54,12 +56,15 @@ class BuildError(Exception):
 def kernels() -> ctypes.CDLL | None:
     """The library, compiled if needed. None if this machine cannot: a warning says why, and PyTorch takes its place."""
     try:
-        with subprocesses_may_stop("compiled kernels"):
-            library = load(build())
+        with subprocesses_may_stop("compiled kernels"), watchdog_paused():
+            try:
+                return load(build(cache_folder()))
+            except OSError:  # the folder cannot be written: compile for this process alone
+                with tempfile.TemporaryDirectory() as place:
+                    return load(build(Path(place)))
     except (BuildError, OSError) as problem:
         _log.warning(f"kernels for this processor are not available ({problem}): training and rollouts are slower")
         return None
-    return library
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -71,23 +76,22 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def build() -> Path:
-    """The compiled file.
+def build(folder: Path) -> Path:
+    """The compiled file in `folder`.
 
     Raises:
         BuildError: there is no compiler, or it fails.
         OSError: the folder cannot be written.
     """
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    if compiler is None:
-        raise BuildError("no C++ compiler: install g++, or name a compiler by CXX")
-    folder = cache_folder()
-    path = folder / f"kernels-{_fingerprint(compiler)}.so"
+    command = [*_compiler(), *FLAGS]
+    if "clang" in os.path.basename(os.path.realpath(command[0])):
+        command.remove("-fopenmp")  # its library is another one than torch's, with threads of its own
+    path = folder / f"kernels-{_fingerprint(command)}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place, path.name)
-            _compile([compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)])
+            _compile([*command, *map(str, SOURCES), "-o", str(made)])
             with made.open("rb") as file:
                 sync_file(file.fileno())
             os.replace(made, path)
@@ -95,12 +99,27 @@ def build() -> Path:
     return path
 
 
+def _compiler() -> list[str]:
+    """The compiler and its first arguments: those of `CXX`, which may be "ccache g++", or c++, or g++."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for program, *arguments in [named] if named else [["c++"], ["g++"]]:
+        if (found := shutil.which(program)) is not None:
+            return [found, *arguments]
+    missing = f"CXX names '{named[0]}', which is not there" if named else "there is no C++ compiler"
+    raise BuildError(f"{missing}: install g++, or name a compiler by CXX")
+
+
 def cache_folder() -> Path:
-    """The folder of compiled files: in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves."""
+    """The folder of compiled files: in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves.
+
+    Raises:
+        OSError: the home folder is unknown.
+    """
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is None:
-        cached = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        root = os.path.join(cached, "torch_extensions")
+    if not root:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
+    if root.startswith("~"):
+        raise OSError("the home folder is unknown")
     return Path(root, "dschat_ppo_kernels")
 
 
@@ -110,14 +129,15 @@ def _compile(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise BuildError(f"{command[0]} took more than {LIMIT_SECONDS:g} seconds") from None
     if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise BuildError(f"{command[0]} failed: {lines[-1]}")
+        lines = (done.stderr + done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        errors = [line for line in lines if "error" in line]
+        raise BuildError(f"{command[0]} failed: {(errors or lines)[0]}")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(command: list[str]) -> str:
     """Of all that the compiled file depends on; a folder may be shared by machines with other processors."""
-    real = os.path.realpath(compiler)
-    parts = [*FLAGS, real, str(os.stat(real).st_mtime_ns), torch.__version__, platform.machine(), *_processor()]
+    real = os.path.realpath(command[0])
+    parts = [*command, real, str(os.stat(real).st_mtime_ns), torch.__version__, platform.machine(), *_processor()]
     parts += [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors: contiguous bfloat16 tensors on a CPU, without gradients.
+"""The kernels as functions of tensors: bfloat16 on a CPU, without gradients, contiguous unless a docstring says more.
 
 Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
 writes as an operation of its own. Sums inside an operation are fp32.
@@ -10,17 +10,18 @@ import ctypes
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dschat_ppo.kernels.library import kernels
+from dschat_ppo.cpu_kernels.library import kernels
 
+_PLAIN = (Tensor, nn.Parameter)  # classes of tensors that have their numbers in memory
 _NO_WINDOW = 2**62
 _CHUNK = 64  # rows whose weight gradients one thread adds up
 
 
 def can_run(*tensors: Tensor) -> bool:
     """Whether the kernels take tensors of this kind, and are available. Tensors on the meta device only get shapes."""
-    if any(tensor.dtype != torch.bfloat16 for tensor in tensors):
+    if any(type(x) not in _PLAIN or x.dtype != torch.bfloat16 for x in tensors):
         return False
     kinds = {tensor.device.type for tensor in tensors}
     return kinds == {"meta"} or (kinds == {"cpu"} and kernels() is not None)
@@ -38,6 +39,7 @@ def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
     normal, width = torch.empty_like(states), states.shape[-1]
+    assert weight.shape == (width,)
     _run("rms_norm", states, weight, eps, normal, states.numel() // width, width)
     return normal
 
@@ -46,6 +48,7 @@ def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: flo
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows = states.numel() // width
+    assert weight.shape == (width,) and gradient.shape == states.shape
     of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)  # sums of rows: threads share none
     _run("rms_norm_backward", states, weight, gradient, eps, of_states, of_weight, rows, width, _CHUNK)
     return of_states, of_weight.sum(dim=0).to(weight.dtype)
@@ -60,19 +63,23 @@ def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
         heads: how many are rotated.
     """
     rows, every, width = values.shape
+    assert cos.shape == sin.shape and cos.shape in ((rows, width), (1, width))
     _run("rotate", values, cos, sin, width if len(cos) > 1 else 0, rows, heads, every, width)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
     product, width = gate.new_empty(gate.shape), gate.shape[-1]
-    _run("swiglu", gate, up, product, product.numel() // width, width, gate.stride(-2))
+    gate, up = gate.reshape(-1, width), up.reshape(-1, width)
+    assert gate.shape == up.shape and gate.stride() == up.stride()
+    _run("swiglu", gate, up, product, len(gate), width, gate.stride(0))
     return product
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up (..., I), given that of `swiglu`."""
     of_gate, of_up, width = torch.empty_like(gate), torch.empty_like(up), gate.shape[-1]
+    assert gate.shape == up.shape == gradient.shape
     _run("swiglu_backward", gate, up, gradient, of_gate, of_up, gate.numel() // width, width)
     return of_gate, of_up
 
@@ -95,6 +102,7 @@ def decode_attention(
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
+    assert keys.shape == values.shape and key.shape == value.shape == (rows, kv_heads, 1, width)
     mixed = query.new_empty(rows, heads, width)
     _run(
         "decode_attention", query, key, value, query.stride(0), key.stride(0), value.stride(0), keys, values, slots,
@@ -124,6 +132,7 @@ def causal_attention(
     output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
     log_sums = query.new_empty(rows, heads, length, dtype=torch.float32)
     tensors = query, key, value, output
+    assert int(parts[-1, 1]) == length
     shape = _shape(query, key, value, window)
     _run("causal_attention", *tensors, _strides(*tensors), log_sums, parts, len(parts), shape, scale)
     return output, log_sums

@@ -1,5 +1,5 @@
-// Causal attention inside parts of rows, and its backward pass, in fp32 on tiles that fit into the processor's cache.
-// FlashAttention's formulas (Dao et al. 2022, appendix B.2), with all keys of a part in one tile:
+// Causal attention inside parts of rows, and its backward pass, in fp32: a block of queries with all keys that they see.
+// The weights are computed again in the backward pass, as in FlashAttention (Dao et al. 2022, appendix B.2):
 //
 //     P = softmax(scale Q K^T)    dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))
 //     dQ = scale dS K             dK = scale dS^T Q

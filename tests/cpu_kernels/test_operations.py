@@ -1,13 +1,22 @@
 """Kernels against fp64 by their definitions, and their roundings against PyTorch's operations."""
 
+import ctypes
 import math
+import subprocess
 
 import pytest
 import torch
 
-from dschat_ppo.kernels import operations
+from dschat_ppo.cpu_kernels import library, operations
 
 HALF_STEP = 2.0**-8  # largest relative error of rounding to bfloat16
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request):
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
 
 
 def drawn(*shape, seed=0, scale=1.0):
@@ -19,16 +28,12 @@ def test_the_kernels_are_available_where_the_tests_run():
     assert not operations.can_run(drawn(1), drawn(1).float())
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (700, 96)])
-def test_a_norm_and_its_gradients(rows, width, threads):
-    torch.set_num_threads(threads)
-    try:
-        states, weight, gradient = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
-        found = operations.rms_norm(states, weight, 1e-5)
-        of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
-    finally:
-        torch.set_num_threads(1)
+def test_a_norm_and_its_gradients(rows, width):
+    states, weight, gradient = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
+    found = operations.rms_norm(states, weight, 1e-5)
+    of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
     wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
     exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP, atol=0)  # two roundings
@@ -37,8 +42,10 @@ def test_a_norm_and_its_gradients(rows, width, threads):
         torch.testing.assert_close(got.double(), true, rtol=HALF_STEP, atol=1e-5)
 
 
-def test_a_rotation_has_the_bits_of_separate_operations():
-    values, angles = drawn(5, 7, 12), drawn(5, 6, seed=1).float().repeat(1, 2)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [5, 900])
+def test_a_rotation_has_the_bits_of_separate_operations(rows):
+    values, angles = drawn(rows, 7, 12), drawn(rows, 6, seed=1).float().repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     sin[:, 6:] *= 0.5  # the two halves may have different angles
     first, second = values[:, :4].chunk(2, dim=2)
@@ -52,8 +59,10 @@ def test_a_rotation_has_the_bits_of_separate_operations():
     assert torch.equal(again[:, :4], alike)
 
 
-def test_a_gated_product_and_its_gradients():
-    both, gradient = drawn(60, 90, scale=3), drawn(60, 45, seed=1)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [1, 60, 900])
+def test_a_gated_product_and_its_gradients(rows):
+    both, gradient = drawn(rows, 90, scale=3), drawn(rows, 45, seed=1)
     gate, up = both.chunk(2, dim=1)
     found = operations.swiglu(gate, up)
     expected = torch.nn.functional.silu(gate) * up
@@ -75,6 +84,23 @@ def test_a_gate_at_the_ends_of_the_range(value):
     torch.testing.assert_close(
         operations.swiglu(gate, up), torch.nn.functional.silu(gate), rtol=HALF_STEP, atol=1e-30, equal_nan=True
     )
+
+
+def test_the_exponential_is_accurate(tmp_path):
+    """Compiled with the flags of the library, which let the compiler reorder sums."""
+    source = tmp_path / "exponential.cpp"
+    source.write_text(
+        f'#include "{library.HEADERS[0]}"\n'
+        'extern "C" void run(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = fast_exp(x[i]); }'
+    )
+    subprocess.run([*library._compiler(), *library.FLAGS, str(source), "-o", str(tmp_path / "e.so")], check=True)
+    run = ctypes.CDLL(str(tmp_path / "e.so")).run
+    x = torch.cat([torch.linspace(-86, 88.7, 2**21), torch.tensor([-1e38, -86.01, 88.73, 1e38, math.inf, -math.inf])])
+    y = torch.empty_like(x)
+    run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(x)))
+    exact = x[:-6].double().exp()
+    assert ((y[:-6].double() - exact).abs() / exact).max() < 2e-7
+    assert y[-6:].tolist() == [0, 0, math.inf, math.inf, math.inf, 0]
 
 
 @pytest.mark.parametrize("place", [0, 11, 39])
@@ -102,20 +128,16 @@ def by_definition(query, keys, values, slots, scale, window):
     return torch.stack(rows).view(len(slots), query.shape[1], -1)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])
-def test_decoding_writes_and_attends(heads, kv_heads, width, window, threads):
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (6, 2, 24), (16, 1, 64)])
+def test_decoding_writes_and_attends(heads, kv_heads, width, window):
     keys, values = drawn(5, kv_heads, 40, width), drawn(5, kv_heads, 40, width, seed=1)
     kept = keys.clone(), values.clone()
     qkv = drawn(3, 1, heads + 2 * kv_heads, width, seed=2).transpose(1, 2)  # three rows of five
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
     slots = torch.tensor([0, 39, 17])
-    torch.set_num_threads(threads)
-    try:
-        found = operations.decode_attention(query, key, value, keys, values, slots, 0.3, window)
-    finally:
-        torch.set_num_threads(1)
+    found = operations.decode_attention(query, key, value, keys, values, slots, 0.3, window)
     for cached, before, new in zip((keys, values), kept, (key, value), strict=True):
         for row, slot in enumerate(slots.tolist()):
             before[row, :, slot] = new[row, :, 0]

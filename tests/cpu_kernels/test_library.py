@@ -1,0 +1,120 @@
+"""Building the kernels: once, whole or not at all, and a warning where a machine cannot."""
+
+import logging
+import os
+import stat
+
+import pytest
+
+from dschat_ppo.cpu_kernels import library
+from dschat_ppo.runtime import stop_requests
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder for compiled files."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path / "dschat_ppo_kernels"
+
+
+@pytest.fixture
+def fresh():
+    """Nothing is loaded in this process, before and after the test."""
+    library.kernels.cache_clear()
+    yield
+    library.kernels.cache_clear()
+
+
+def a_compiler(path, body):
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_it_is_compiled_once(folder, monkeypatch):
+    made = library.build(library.cache_folder())
+    assert made.parent == folder and list(folder.iterdir()) == [made], "no temporary folder stays"
+    assert library.load(made).swiglu.restype is None
+    monkeypatch.setattr(library, "_compile", lambda command: pytest.fail("compiled again"))
+    assert library.build(folder) == made
+
+
+def test_another_processor_source_or_flag_gets_a_file_of_its_own(folder, monkeypatch, tmp_path):
+    names = {library._fingerprint(["/bin/sh"])}
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_processor", lambda: ["flags: none"])
+        names.add(library._fingerprint(["/bin/sh"]))
+    names.add(library._fingerprint(["/bin/sh", "-g"]))
+    other = tmp_path / "bf16.h"
+    other.write_text("// changed")
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "HEADERS", [other])
+        names.add(library._fingerprint(["/bin/sh"]))
+    names.add(library._fingerprint(["/bin/cat"]))
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
+        ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
+        (
+            "echo 'In file x' >&2; echo 'bf16.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
+            "failed: bf16.h:1: error: no such thing",
+        ),
+        ("exit 3", "failed: exit code 3"),
+        ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
+    ],
+    ids=["none", "missing", "fails", "silent", "not a library"],
+)
+def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, tmp_path, caplog, compiler, reason):
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        made = a_compiler(tmp_path / "cxx", compiler)
+        monkeypatch.setenv("CXX", "no-such-compiler" if compiler == "missing" else made)
+    with caplog.at_level(logging.WARNING):
+        assert library.kernels() is None and library.kernels() is None
+    [record] = [r for r in caplog.records if "kernels" in r.message]
+    assert reason in record.message and "slower" in record.message
+
+
+def test_a_compiler_may_have_arguments(folder, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(library, "_compile", lambda command: seen.append(command) or open(command[-1], "w").close())
+    monkeypatch.setenv("CXX", f"{a_compiler(tmp_path / 'cxx', 'exit 0')} -m64")
+    library.build(folder)
+    assert seen[0][:3] == [str(tmp_path / "cxx"), "-m64", "-O3"] and "-fopenmp" in seen[0]
+    monkeypatch.setenv("CXX", a_compiler(tmp_path / "clang++", "exit 0"))
+    library.build(folder)
+    assert "-fopenmp" not in seen[1], "clang would bring threads of its own"
+
+
+def in_a_file(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+
+
+def without_a_home(monkeypatch, tmp_path):
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("place", [in_a_file, without_a_home])
+def test_without_a_folder_each_process_compiles_for_itself(fresh, place, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path))
+    place(monkeypatch, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert library.kernels() is not None and not caplog.text
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_stop_ends_the_compilation_and_the_run(folder, fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", a_compiler(tmp_path / "cxx", "exit 1"))
+    monkeypatch.setattr(stop_requests, "requested", lambda: True)
+    with pytest.raises(stop_requests.StopRequested):
+        library.kernels()
