@@ -11,6 +11,7 @@ from tiny_models import (
     cut_at,
     eos_of,
     model_of,
+    new_model,
     plain_logprobs,
     prompts_of,
     tokens_of,
@@ -303,7 +304,7 @@ def test_the_engine_is_described_with_its_kernels(settings, synchronised, text):
 
 
 def test_the_compiled_attention_is_described_where_it_is_used():
-    model, config = model_of("llama").bfloat16(), GenerationConfig(WARM, WITH_ENDS, prepack=False)
+    model, config = new_model("llama").bfloat16(), GenerationConfig(WARM, WITH_ENDS, prepack=False)
     assert engine_text(model, config) == "continuous batching, compiled attention, whole weights"
     assert "PyTorch attention" in engine_text(model, replace(config, static=True))
 
