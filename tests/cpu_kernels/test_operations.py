@@ -86,21 +86,46 @@ def test_a_gate_at_the_ends_of_the_range(value):
     )
 
 
-def test_the_exponential_is_accurate(tmp_path):
-    """Compiled with the flags of the library, which let the compiler reorder sums."""
-    source = tmp_path / "exponential.cpp"
-    source.write_text(
-        f'#include "{library.HEADERS[0]}"\n'
-        'extern "C" void run(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = fast_exp(x[i]); }'
-    )
-    subprocess.run([*library._compiler(), *library.FLAGS, str(source), "-o", str(tmp_path / "e.so")], check=True)
-    run = ctypes.CDLL(str(tmp_path / "e.so")).run
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """Functions of `bf16.h`, compiled with the flags of the library, which let the compiler reorder sums."""
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "functions.cpp").write_text(f"""
+        #include "{library.HEADERS[0]}"
+        extern "C" void exponential(const float *x, float *y, long n) {{
+            for (long i = 0; i < n; i++) y[i] = fast_exp(x[i]);
+        }}
+        extern "C" void narrowed(const float *x, bf16 *y, long n) {{
+            for (long i = 0; i < n; i++) y[i] = narrow(x[i]);
+        }}
+    """)
+    made = str(folder / "functions.so")
+    subprocess.run([*library._compiler(), *library.FLAGS, str(folder / "functions.cpp"), "-o", made], check=True)
+    compiled = ctypes.CDLL(made)
+
+    def run(name, x, dtype):
+        y = torch.empty(len(x), dtype=dtype)
+        getattr(compiled, name)(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(x)))
+        return y
+
+    return run
+
+
+def test_the_exponential_is_accurate(functions):
     x = torch.cat([torch.linspace(-86, 88.7, 2**21), torch.tensor([-1e38, -86.01, 88.73, 1e38, math.inf, -math.inf])])
-    y = torch.empty_like(x)
-    run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(x)))
-    exact = x[:-6].double().exp()
-    assert ((y[:-6].double() - exact).abs() / exact).max() < 2e-7
+    y, exact = functions("exponential", x, torch.float32), x.double().exp()
+    assert ((y.double() - exact).abs() / exact)[:-6].max() < 2e-7
     assert y[-6:].tolist() == [0, 0, math.inf, math.inf, math.inf, 0]
+    assert functions("exponential", torch.full((40,), math.nan), torch.float32).isnan().all()
+
+
+def test_numbers_are_rounded_as_pytorch_rounds_them(functions):
+    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ties = bits & ~0xFFFF | 0x8000
+    special = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x7FC00000, -1, -0x7FFFFF, 0, 1, -(2**31)])
+    x = torch.cat([bits, ties, special.to(torch.int32)]).view(torch.float32)
+    found, expected = functions("narrowed", x, torch.bfloat16), x.bfloat16()
+    assert torch.equal(found.isnan(), x.isnan()) and torch.equal(found[~x.isnan()], expected[~x.isnan()])
 
 
 @pytest.mark.parametrize("place", [0, 11, 39])
