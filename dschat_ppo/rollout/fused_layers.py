@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
 SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
+
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # settings of layers that were compared
 
 Product = Callable[[Tensor], Tensor]
 Pack = Callable[[list[nn.Linear]], Product]  # (rows, in) -> (rows, out of all): their outputs one after another
@@ -102,8 +105,8 @@ class FusedLayer:
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
     """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function.
 
-    Each is compared with the layer's own forward function on random states: a layer may have Llama's form and compute
-    something else (a factor of the residual connection, no rotation).
+    Each is compared once with the layer's own forward function on random states: a layer may have Llama's form and
+    compute something else (a factor of the residual connection, no rotation).
 
     Args:
         model: whole weights.
@@ -111,8 +114,11 @@ def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, Fu
     """
     found = []
     for layer in model.modules():
-        if _has_the_form(layer) and (fused := _agreeing(model, layer, pack)):
-            found.append((layer, fused))
+        if _has_the_form(layer):
+            known = _AGREED.get(layer)
+            fused = _agreeing(model, layer, pack) if known is None else FusedLayer(layer, pack, known)
+            if fused is not None:
+                found.append((layer, fused))
     return found
 
 
@@ -159,7 +165,10 @@ def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | No
     fused = FusedLayer(layer, pack, own.settings)
     with installed(model, ours):
         found = fused(states, position_embeddings=turns)
-    return fused if all(map(_close, [*ours.states, found], [*own.states, expected])) else None
+    if not all(map(_close, [*ours.states, found], [*own.states, expected])):
+        return None
+    _AGREED[layer] = own.settings
+    return fused
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -102,15 +102,27 @@ def test_a_layer_that_computes_something_else_is_not_fused(dtype, monkeypatch):
     for product in (second.self_attn.o_proj, second.mlp.down_proj):
         product.weight.data /= 64  # beside states of size 1, rounding would hide the factor
     second.__class__ = WithFactor
+    monkeypatch.setattr(fused_layers_module, "_AGREED", {})
     assert [layer for layer, _ in fused_layers(model, plain)] == [first]
     first.self_attn.q_proj.forward = first.self_attn.q_proj.forward  # somebody else's function
     assert fused_layers(model, plain) == []
     del first.self_attn.q_proj.forward
+    fused_layers_module._AGREED.clear()
     with monkeypatch.context() as patch:  # no rotation
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
         assert fused_layers(model, plain) == []
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q: q)  # a TypeError
     assert fused_layers(model, plain) == []
+
+
+def test_a_layer_is_compared_once(monkeypatch):
+    model, compared = new_model("llama"), []
+    agreeing = fused_layers_module._agreeing
+    monkeypatch.setattr(
+        fused_layers_module, "_agreeing", lambda *a: compared.append(a[1]) or agreeing(*a)
+    )  # fmt: skip
+    first, second = fused_layers(model, plain), fused_layers(model, plain)
+    assert compared == list(model.model.layers) and [a for a, _ in first] == [a for a, _ in second]
 
 
 def test_an_error_of_packing_is_raised():
