@@ -34,7 +34,8 @@ class KVPool:
         """Bytes of all layers that are allocated."""
         return sum(cached.nbytes for cached in (*self.keys.values(), *self.values.values()))
 
-    def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole pool of a layer, for keys and values like these."""
         if layer not in self.keys:
             for cached, like in ((self.keys, keys), (self.values, values)):
                 cached[layer] = like.new_zeros(like.shape[1], self.capacity, like.shape[3])
@@ -49,7 +50,7 @@ class KVPool:
             source: (T,) int64, the token that each of them gets; token t of row i of `keys` has number i * L + t.
             keys, values: (n, kv_heads, L, head_dim).
         """
-        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+        for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.index_copy_(1, targets, new.transpose(0, 1).flatten(1, 2)[:, source])
 
     def slot_mapping(self, slots: Tensor, heads: int) -> Tensor:
@@ -64,7 +65,7 @@ class KVPool:
             slot_mapping: (n * kv_heads,) int64, from the method `slot_mapping`.
             keys, values: (n, kv_heads, 1, head_dim).
         """
-        for cached, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+        for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.view(-1, cached.shape[2]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 
     def repack(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:

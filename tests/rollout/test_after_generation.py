@@ -109,12 +109,12 @@ def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
     seen = []
     for kind in (kv_cache.KVCache, kv_pool.KVPool):
 
-        def noted(cache, layer, keys, values, kept=kind._layer):
+        def noted(cache, layer, keys, values, kept=kind.layer):
             found = kept(cache, layer, keys, values)
             seen.extend([weakref.ref(cache), *map(weakref.ref, found)])
             return found
 
-        monkeypatch.setattr(kind, "_layer", noted)
+        monkeypatch.setattr(kind, "layer", noted)
     update = transformers.Cache.update
 
     def noted_update(cache, *args, **kwargs):
