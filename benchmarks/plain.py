@@ -1,4 +1,5 @@
-"""The plain way, against which we measure: what a first trainer does, on the same engines and weights.
+"""The plain way, against which we measure: what a first trainer does, on the same engines and weights, with the layers
+of transformers as they are.
 
 Hugging Face `generate` in one padded batch; full fp32 logits for old and reference log-probs, each in a separate pass;
 padded rows with two-dimensional masks, and each answer with its own copy of the prompt. A forward or backward pass has
@@ -7,6 +8,8 @@ at most `ROWS` rows, so that the rows of `ppo` run in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, Policy
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1, kl_loss
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.engine.optimizer_step import optimizer_step
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import repeat_rows, to_device
@@ -133,6 +137,18 @@ def grpo_step(components: PPOComponents, work: Workload) -> None:
     assert optimizer_step(engines.actor, parts, loss).applied
 
 
+@contextmanager
+def own_layers() -> Iterator[None]:
+    """Models compute with PyTorch's operations, as transformers writes them, and not with this project's kernels."""
+    kernels = operations.kernels
+    operations.kernels = lambda: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        operations.kernels = kernels  # type: ignore[assignment]
+
+
 def step(components: PPOComponents, work: Workload) -> None:
     """One step of the components' algorithm."""
-    (grpo_step if components.engines.critic is None else ppo_step)(components, work)
+    with own_layers():
+        (grpo_step if components.engines.critic is None else ppo_step)(components, work)

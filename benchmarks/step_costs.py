@@ -222,7 +222,10 @@ def _stats(profile: cProfile.Profile) -> dict[tuple[str, int, str], Any]:
 
 
 def library_of(file: str, line: int, name: str) -> str:
-    """The library of a function, as the profiler names it: C++ of torch is "torch (C++)"."""
+    """The library of a function, as the profiler names it: C++ of torch is "torch (C++)"; the time of this project's
+    kernels counts for the functions that call them."""
+    if file.endswith("cpu_kernels/operations.py"):
+        return "kernels (C++)"
     if file == "~":
         return "torch (C++)" if "torch" in name else "Python"
     if file.startswith(PACKAGE):

@@ -95,6 +95,7 @@ def blockwise_attention(
     Returns:
         (b, heads, T, d of the values), laid out in memory as (b, T, heads, d).
     """
+    assert sum(parts.lengths) == query.shape[2]
     found: Tensor = _BlockwiseAttention.apply(
         query, key, value, parts, window, query.shape[-1] ** -0.5 if scale is None else scale
     )

@@ -37,6 +37,7 @@ def test_operators_are_seen_forward_and_backward_with_their_caller():
         ("/venv/site-packages/transformers/models/llama.py", "forward", "transformers"),
         ("/venv/site-packages/torch/nn/modules/module.py", "_call_impl", "torch"),
         ("~", "<built-in method torch._C._nn.linear>", "torch (C++)"),
+        (f"{step_costs.PACKAGE}/cpu_kernels/operations.py", "_run", "kernels (C++)"),
         ("~", "<built-in method builtins.len>", "Python"),
         ("/usr/lib/python3.12/contextlib.py", "__enter__", "Python"),
     ],
