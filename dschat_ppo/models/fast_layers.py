@@ -58,10 +58,15 @@ class _SwiGLU(torch.autograd.Function):
         return operations.swiglu_backward(gate, up, gradient.contiguous())
 
 
+def _can_run(*tensors: Tensor) -> bool:
+    """As `can_run`; on the meta device too, where the planner counts what layers save for their backward pass."""
+    return can_run(*tensors) or all(x.is_meta and x.dtype == torch.bfloat16 for x in tensors)
+
+
 @cache
 def _fast_norm(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        run = _RMSNorm.apply if can_run(states, self.weight) else None
+        run = _RMSNorm.apply if _can_run(states, self.weight) else None
         found: Tensor = run(states, self.weight, self.variance_epsilon) if run else kind.forward(self, states)
         return found
 
@@ -71,8 +76,11 @@ def _fast_norm(kind: Any) -> Any:
 @cache
 def _fast_mlp(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
+        if not _can_run(states):
+            plain: Tensor = kind.forward(self, states)
+            return plain
         gate, up = self.gate_proj(states), self.up_proj(states)
-        found: Tensor = self.down_proj(_SwiGLU.apply(gate, up) if can_run(gate, up) else self.act_fn(gate) * up)
+        found: Tensor = self.down_proj(_SwiGLU.apply(gate, up) if _can_run(gate, up) else self.act_fn(gate) * up)
         return found
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -93,8 +93,6 @@ def begin_run(
     if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
         announce("load operators")
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
-    if device.type == "cpu" and run.dtype == "bf16":
-        kernels()  # compiled here, so that no rank waits for another in a forward pass
     _log_notes(step, config)
     return device, folder
 
@@ -161,6 +159,8 @@ def _check_dtype(dtype: str) -> None:
 
     accelerator = get_accelerator()
     on_gpu = accelerator.device_name() == "cuda"
+    if dtype == "bf16" and not on_gpu:
+        kernels()  # compiled here, so that no rank waits for another in a forward pass
     if dtype == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger().warning(
             f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
