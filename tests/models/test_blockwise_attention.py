@@ -11,6 +11,7 @@ LAYOUTS = {
     "uneven parts": Parts((1, 33, 17)),
     "parts that see others": Parts((20, 9, 31), ((0, 0), (3, 17), (0, 20))),
     "two groups": Parts((20, 9, 31, 12, 8, 5), ((0, 0), (3, 17), (0, 20), (0, 0), (60, 72), (0, 0))),
+    "a later part sees less": Parts((20, 9, 7, 6), ((0, 0), (0, 0), (20, 29), (0, 20))),
     "several blocks of queries": Parts((300, 200), ((0, 0), (100, 171))),
 }
 # Results are rounded to bf16, within 2 ** -9 of their size; between them all is fp32, but for the output, which the
@@ -50,6 +51,7 @@ def visible(parts, window):
         ("uneven parts", [0, 1, 2, 3]),
         ("parts that see others", [0, 3]),
         ("two groups", [0, 3, 5, 6]),
+        ("a later part sees less", [0, 4]),
     ],
 )
 def test_a_group_holds_the_parts_that_see_one_another(layout, firsts):

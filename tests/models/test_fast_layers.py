@@ -111,8 +111,11 @@ def test_a_frozen_weight_has_no_gradient():
 
 
 def test_layers_that_compute_something_else_stay_as_they_are():
-    gelu = mlp_of(LlamaMLP, hidden_act="gelu")
-    for layer in (norm_of(GemmaRMSNorm), gelu):
+    class Other(LlamaMLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for layer in (norm_of(GemmaRMSNorm), mlp_of(LlamaMLP, hidden_act="gelu"), mlp_of(Other)):
         before = type(layer)
         use_fast_layers(layer)
         assert type(layer) is before
