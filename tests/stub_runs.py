@@ -37,7 +37,6 @@ class Trainer:
                 writer.write(step, {"a": float(step)})
                 self.position = (step, 0)
                 checkpointer.save_if_due()
-            return {"last": last}
 
         return train
 
@@ -51,9 +50,15 @@ def open_run(output, *more, steps=10**6):
     return open_session("sft", output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps)
 
 
+def train(session, trainer, function) -> None:
+    """Call `function` with the metrics and the checkpoints of the session."""
+    with session.training(trainer) as (writer, checkpointer):
+        function(writer, checkpointer)
+
+
 def run(output, last, *more) -> Trainer:
     trainer = Trainer()
-    assert open_run(output, *more).train(trainer, trainer.to(last)) == {"last": last}
+    train(open_run(output, *more), trainer, trainer.to(last))
     return trainer
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
@@ -28,7 +27,7 @@ from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward
 from dschat_ppo.ppo.check_models import reward_length, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
@@ -91,18 +90,16 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
         every, count = config.ppo.sample_interval, config.ppo.samples_per_step
         samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)
-
-        def train(writer: MetricsWriter, checkpointer: Checkpointer) -> dict[str, Any]:
+        announce("train")
+        resumable = ResumablePPO(components, evaluation, health, [samples.lines])
+        with session.training(resumable) as (writer, checkpointer):
             samples.lines.begin()
             health.begin(output)
             report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
                 report.evaluate_before_training()
                 run(components, report, checkpointer, session.trace)
-            return report.result()
-
-        announce("train")
-        result = session.train(ResumablePPO(components, evaluation, health, [samples.lines]), train)
+        result = report.result()
 
     announce("save models")
     save_models(engines, tokenizer, output)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -33,8 +34,6 @@ from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session.output_folder import prepare_output_folder
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True)
 class Session:
@@ -56,16 +55,12 @@ class Session:
         """Whether this start of the run resumes from a checkpoint."""
         return self.checkpoint is not None
 
-    def train(self, trainer: Resumable, train: Callable[[MetricsWriter, Checkpointer], Result]) -> Result:
-        """Restore the trainer if the run resumes, and train with checkpoints; the last one is saved at the end.
+    @contextmanager
+    def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, Checkpointer]]:
+        """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
 
-        Raises:
-            StopRequested: a stop was requested, and the state is saved.
-            UnhealthyRun: a health event ended the run; the state is saved.
-            NonFiniteError: NaN or infinity ended the run.
-
-        In these three cases the report of the run so far is written before the exception is raised, if there are
-        metrics.
+        The end of the block saves the last checkpoint. If a stop, a health event or a number that is not finite ends
+        the block, the report of the run so far is written first, if there are metrics.
         """
         _raise_if_stop_requested()
         resumed = saved = None
@@ -83,7 +78,7 @@ class Session:
                 self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
             )
             try:
-                result = train(metrics, checkpoints)
+                yield metrics, checkpoints
             except (StopRequested, UnhealthyRun, NonFiniteError) as ended:
                 try:
                     if dist.is_main() and (self.output / METRICS).stat().st_size > 0:
@@ -93,7 +88,6 @@ class Session:
                         traceback.print_exc()  # a bug of the report does not hide why the run ended
                     raise ended
             checkpoints.finish()
-        return result
 
     def _tracking(self) -> Tracking | None:
         """What the trackers receive; None without any."""

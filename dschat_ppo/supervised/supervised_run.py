@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
@@ -35,7 +34,7 @@ from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.planner.show_plan import show_memory_plan
@@ -243,16 +242,10 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     show_batches(run.name, trainer.plan, trainer.fit, trainer.schedule)
     announce("train")
 
-    def save(folder: Path) -> None:
-        trainer.save(folder, run.tokenizer)
-
-    kept = KeptModels(output, run.save_hf_steps, run.keeps_best, save)
-
-    def train(writer: MetricsWriter, checkpointer: Checkpointer) -> None:
+    kept = KeptModels(output, run.save_hf_steps, run.keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
+    with session.training(trainer) as (writer, checkpointer):
         trainer.health.begin(output)
         trainer.run(writer, checkpointer, run.name, kept, run.console, session.trace)
-
-    session.train(trainer, train)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from stub_runs import Trainer, config_of, open_run, run, steps_of
+from stub_runs import Trainer, config_of, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.common.logging import logger
@@ -117,5 +117,5 @@ def test_the_copy_holds_the_metrics_up_to_the_checkpoint(tmp_path):
         assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
     trainer = Trainer()
     earlier = open_run(tmp_path, "--resume", str(tmp_path / "checkpoints/step_000001"))
-    earlier.train(trainer, trainer.to(2))
+    train(earlier, trainer, trainer.to(2))
     assert steps_of(tmp_path) == [1, 2]

@@ -5,7 +5,7 @@ import platform
 from importlib.metadata import version
 
 import pytest
-from stub_runs import Trainer, open_run, run
+from stub_runs import Trainer, open_run, run, train
 
 from dschat_ppo.errors import StorageError
 from dschat_ppo.html_report.run_folder import read_run
@@ -29,7 +29,7 @@ def test_a_resumed_run_adds_a_line_and_the_report_reads_them(tmp_path):
     run(tmp_path, 2)
     longer = open_run(tmp_path)
     trainer = Trainer()
-    longer.train(trainer, trainer.to(3))
+    train(longer, trainer, trainer.to(3))
     assert [line["step"] for line in starts_of(tmp_path)] == [1, 3]
     assert [start["step"] for start in read_run(tmp_path, "a").starts] == [1, 3]
 
@@ -41,7 +41,7 @@ def test_a_run_that_starts_over_removes_the_lines_and_the_report_of_the_earlier_
     again = open_run(tmp_path, "--overwrite_output_dir", "True")
     assert not (tmp_path / "report.html").exists()
     trainer = Trainer()
-    again.train(trainer, trainer.to(1))
+    train(again, trainer, trainer.to(1))
     assert [line["step"] for line in starts_of(tmp_path)] == [1]
 
 

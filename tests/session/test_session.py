@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 from checkpoints import manifest_of
-from stub_runs import ROWS, Trainer, open_run, run, steps_of
+from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder
@@ -40,7 +40,7 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     longer = open_run(tmp_path)
     assert longer.checkpoint == tmp_path / "checkpoints/step_000002"
     trainer = Trainer()
-    longer.train(trainer, trainer.to(4))
+    train(longer, trainer, trainer.to(4))
     assert names(tmp_path) == ["step_000002", "step_000004"] and steps_of(tmp_path) == [1, 2, 3, 4]
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
@@ -99,7 +99,7 @@ def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_from(patch, 1)
         with pytest.raises(StopRequested):
-            open_run(tmp_path, "--overwrite_output_dir", "True", "--seed", "5").train(trainer, trainer.to(3))
+            train(open_run(tmp_path, "--overwrite_output_dir", "True", "--seed", "5"), trainer, trainer.to(3))
     assert steps_of(tmp_path) == [1] and names(tmp_path) == ["step_000001"]
     assert run(tmp_path, 3, "--overwrite_output_dir", "True", "--seed", "5").position == (3, 0)
     assert steps_of(tmp_path) == [1, 2, 3], "the interrupted run resumes"
@@ -111,12 +111,12 @@ def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
 def test_an_unhealthy_run_ends_with_a_checkpoint_and_a_report(tmp_path, capsys):
     trainer = Trainer()
 
-    def train(writer, checkpointer):
+    def until_end(writer, checkpointer):
         trainer.to(2)(writer, checkpointer)
         checkpointer.stop_if("entropy_collapse")
 
     with pytest.raises(UnhealthyRun, match="entropy_collapse .saved as .*step_000002; run the same command again"):
-        open_run(tmp_path).train(trainer, train)
+        train(open_run(tmp_path), trainer, until_end)
     assert names(tmp_path) == ["step_000002"] and (tmp_path / "report.html").exists()
     assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
@@ -124,21 +124,21 @@ def test_an_unhealthy_run_ends_with_a_checkpoint_and_a_report(tmp_path, capsys):
 def test_a_run_that_ends_with_nan_leaves_a_report(tmp_path):
     trainer = Trainer()
 
-    def train(writer, checkpointer):
+    def until_end(writer, checkpointer):
         trainer.to(2)(writer, checkpointer)
         raise NonFiniteError("the loss is NaN")
 
     with pytest.raises(NonFiniteError):
-        open_run(tmp_path).train(trainer, train)
+        train(open_run(tmp_path), trainer, until_end)
     assert (tmp_path / "report.html").exists()
 
 
 def test_a_run_that_ends_before_its_first_step_says_nothing_about_a_report(tmp_path, capsys):
-    def train(writer, checkpointer):
+    def until_end(writer, checkpointer):
         raise StopRequested("before the first step")
 
     with pytest.raises(StopRequested):
-        open_run(tmp_path).train(Trainer(), train)
+        train(open_run(tmp_path), Trainer(), until_end)
     assert "report" not in capsys.readouterr().out and not (tmp_path / "report.html").exists()
 
 
@@ -148,7 +148,7 @@ def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsy
     with monkeypatch.context() as patch:
         stop_from(patch, 2)
         with pytest.raises(StopRequested, match="step_000002; run the same command again"):
-            open_run(tmp_path).train(trainer, trainer.to(9))
+            train(open_run(tmp_path), trainer, trainer.to(9))
     assert "ZeroDivisionError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
@@ -157,14 +157,14 @@ def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, m
     with monkeypatch.context() as patch:
         stop_from(patch, 3)
         with pytest.raises(StopRequested, match="step_000003; run the same command again"):
-            open_run(tmp_path).train(trainer, trainer.to(9))
+            train(open_run(tmp_path), trainer, trainer.to(9))
     assert steps_of(tmp_path) == [1, 2, 3]
     assert (tmp_path / "report.html").exists()
     (tmp_path / "best").mkdir()
     restarted = open_run(tmp_path, "--resume", "never")
     assert restarted.checkpoint is None and names(tmp_path) == [] and not (tmp_path / "best").exists()
     trainer = Trainer()
-    restarted.train(trainer, trainer.to(1))
+    train(restarted, trainer, trainer.to(1))
     assert steps_of(tmp_path) == [1]
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_folder_restores_the_state_but_no_metrics(tmp_pa
             StopRequested, match="other/checkpoints/step_000002; run the command again with --resume auto"
         ):
             session_of = open_run(other, "--resume", str(place))
-            session_of.train(trainer, lambda writer, checkpointer: checkpointer.save_if_due())
+            train(session_of, trainer, lambda writer, checkpointer: checkpointer.save_if_due())
     assert trainer.position == (2, 0)
     assert names(other) == ["step_000002"], "the message names it"
     (other / "metrics.jsonl").write_text('{"step": 1, "of": "something else"}\n')
@@ -258,7 +258,7 @@ def test_a_stop_before_training_changes_nothing(tmp_path, monkeypatch, opened_fi
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with pytest.raises(StopRequested, match="before training began; run the same command again"):
         if opened_first:
-            opened.train(trainer, trainer.to(9))
+            train(opened, trainer, trainer.to(9))
         else:
             open_run(tmp_path, "--resume", "never", "--overwrite_output_dir")
     assert sorted(path.name for path in tmp_path.rglob("*")) == kept and trainer.position == (0, 0)

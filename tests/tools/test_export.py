@@ -52,7 +52,8 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
             model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), config.fit, config.run
         )
         tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-        session.train(trainer, lambda writer, saver, trainer=trainer: trainer.run(writer, saver, "title"))
+        with session.training(trainer) as (writer, saver):
+            trainer.run(writer, saver, "title")
         trainer.save(folder / f"{name}_saved", tokenizer)
     return folder
 
