@@ -154,7 +154,7 @@ def measure_ppo(flags: PPOConfig, load: Workload) -> dict[str, Any]:
             for role, objective in (("critic", ppo.updates.critic_objective), ("actor", ppo.updates.actor_objective)):
                 ppo.updates.clock = PhaseClock()
                 made = [objective(minibatch)]
-                peaks.measure(role, lambda made=made, step=step: ppo.updates.optimizer_step(made, step),
+                peaks.measure(role, lambda made=made, step=step: ppo.updates.minimise(made, step),
                               ppo.updates.clock)  # fmt: skip
         peaks.gib["critic"] = max(peaks.gib["critic"], peaks.gib.pop("values"))
         peaks.seconds["critic"] += peaks.seconds.pop("values")

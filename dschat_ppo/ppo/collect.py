@@ -136,16 +136,16 @@ class ExperienceCollection:
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
-        baselines, self.reward_scorer.step = None, step - 1
+        scorer, baselines = self.reward_scorer, None
         if self.greedy_baseline:
             greedy = self._timed_rollout(prompts, step, greedy=True)
             with self.clock.phase("reward"):
-                greedy_scores = self.reward_scorer(greedy, prompts.rows).total  # (count,)
+                greedy_scores = scorer(scorer.request(greedy, prompts.rows, step - 1), greedy).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
             report_phase(0, len(rollout.response_ids), "answers")
-            scores = self.reward_scorer(rollout, prompts.rows)
-            self._faults += self.reward_scorer.count_failed_rows()
+            scores = scorer(scorer.request(rollout, prompts.rows, step - 1), rollout)
+            self._faults += scorer.count_failed_rows()
             self._numbers.add(scores.numbers)
         return Scores(scores.total, scores.by_source, baselines)
 
@@ -170,14 +170,14 @@ class ExperienceCollection:
         else:
             self.pool.add(rows)
 
-    def take_rows(self) -> ScoredRollout:
+    def take_rows(self, step: int) -> ScoredRollout:
         """The rows of the PPO step, of all ranks. Collective."""
         self.metrics = {"reward/function_faults": float(self._faults)}
         self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
         if self.pool is None:
             assert self._rows is not None
             rows, self._rows = self._rows, None
-            self._print_answers(rows)
+            self._print_answers(rows, step)
             return rows
         self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
         self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
@@ -189,7 +189,7 @@ class ExperienceCollection:
                 f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; {filled} "
                 "rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
             )
-        self._print_answers(rows)
+        self._print_answers(rows, step)
         return rows
 
     def _timed_rollout(self, prompts: Prompts, step: int, greedy: bool = False) -> Rollout:
@@ -198,9 +198,9 @@ class ExperienceCollection:
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         return rollout
 
-    def _print_answers(self, rows: ScoredRollout) -> None:
+    def _print_answers(self, rows: ScoredRollout, step: int) -> None:
         """Print the answers of all ranks, which rank 0 holds, as one record: no other line comes between."""
-        step, scorer = self.reward_scorer.step + 1, self.reward_scorer
+        scorer = self.reward_scorer
         if dist.is_main() and self.print_interval and step % self.print_interval == 0:
             lines = sample_lines(to_device(rows, "cpu"), scorer.tokenizer, scorer.mixture.names)
             logger().info(printed_answers(step, lines))

@@ -198,8 +198,7 @@ class Evaluation:
 
         Collective; returns the metrics.
         """
-        self.reward_scorer.step = step
-        rows = self._answer_all()
+        rows = self._answer_all(step)
         faults = self.reward_scorer.count_failed_rows()
         score = self.flags.eval_pass_score
         metrics = summary(rows, score) | summary_by_source(rows, score)
@@ -232,24 +231,24 @@ class Evaluation:
         score = before.get("eval/score", math.nan)
         self.best = (score, 0) if math.isfinite(score) else None
 
-    def _answer_all(self) -> list[Answered]:
-        """Answer the held-out prompts; returns those of all ranks, in order."""
+    def _answer_all(self, step: int) -> list[Answered]:
+        """Answer the held-out prompts after PPO step `step`; returns those of all ranks, in order."""
         mine: list[Answered] = []
         prompts, size = self.reward_scorer.prompts, self.flags.eval_batch_size
         for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
             real = [index != PADDING_ROW for index in indices]
-            rows = self._answer(prompts, [max(index, 0) for index in indices])
+            rows = self._answer(prompts, [max(index, 0) for index in indices], step)
             mine += [row for row, counts in zip(rows, real, strict=True) if counts]
         return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
 
-    def _answer(self, prompts: Dataset, indices: list[int]) -> list[Answered]:
+    def _answer(self, prompts: Dataset, indices: list[int], step: int) -> list[Answered]:
         """Answers to some prompts, with their scores; each list entry is one prompt."""
         samples = self.config.samples
         path = (self.generator.seed, STREAM, 0, 0)
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
         rollout = self.generator.answer(prompts, indices, self.config, first, *path)
-        request = self.reward_scorer.request(rollout, indices)
-        scores = self.reward_scorer.score(request, rollout)
+        request = self.reward_scorer.request(rollout, indices, step)
+        scores = self.reward_scorer(request, rollout)
         kl = None
         if self.model_scorer is not None:
             groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(samples)

@@ -49,7 +49,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
             scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
             scored = collection.score(rollout, scores, prompts)  # reference and, if needed, actor and critic: (B, R)
             collection.add(gather_rows(scored))  # (N, R)
-        rows = collection.take_rows()
+        rows = collection.take_rows(step)
     experience = ppo.advantages(rows, step)  # token rewards, values if not scored, advantages, returns: (N, R)
     ppo.begin_updates(experience)
     return ppo.state.experience  # with --experience_on_host, in host memory
@@ -62,7 +62,7 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
         objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
         objectives.append(ppo.updates.critic_objective(minibatch))  # clipped squared error of the values
-    outcome = ppo.updates.optimizer_step(objectives, step)  # forward and backward if not made, clipping, AdamW
+    outcome = ppo.updates.minimise(objectives, step)  # forward and backward if not made, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
         ppo.engines.actor_average.update()
     ppo.state.count_update(outcome)

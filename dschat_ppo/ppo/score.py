@@ -71,10 +71,9 @@ class RewardScorer:
         self.mixture = mixture
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.step = 0  # finished PPO steps, for functions that ask for it
         self._has_counted = False
 
-    def request(self, rollout: Rollout, indices: list[int]) -> RewardRequest:
+    def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
         """The request that the sources receive.
 
         Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose the EOS that ended
@@ -83,6 +82,7 @@ class RewardScorer:
         Args:
             rollout: answers to the prompts at `indices`: the same number to each, one prompt after another.
             indices: row numbers of the prompts.
+            steps_done: finished PPO steps, for functions that ask for it.
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
@@ -91,7 +91,7 @@ class RewardScorer:
             [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
             answers_of(self.tokenizer, rollout),
             [row for row in data for _ in range(samples)],
-            self.step,
+            steps_done,
         )
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
@@ -100,12 +100,8 @@ class RewardScorer:
         rows = zip(rollout.prompt_ids[each].cpu(), rollout.prompt_mask[each].cpu(), strict=True)
         return [readable_text(self.tokenizer, ids[real].tolist()) for ids, real in rows]
 
-    def __call__(self, rollout: Rollout, indices: list[int]) -> Scores:
-        """Score all answers to the prompts at `indices`. Collective."""
-        return self.score(self.request(rollout, indices), rollout)
-
-    def score(self, request: RewardRequest, rollout: Rollout) -> Scores:
-        """Score the answers that `request` was made from. Collective."""
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Scores:
+        """Score the answers of a rollout, from which `request` was made. Collective."""
         found = self.mixture(request, rollout)
         device = rollout.response_ids.device
         return Scores(found.scores.to(device), found.by_source.to(device), numbers=found.numbers)

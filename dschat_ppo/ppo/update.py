@@ -111,7 +111,7 @@ class PPOUpdate:
     def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> RecordedTokens:
         """The critic's objective over rows without values, forward and backward; returns the values. Collective.
 
-        Its gradients wait for `optimizer_step` with the `critic_objective` of the same rows, or for `drop_critic_pass`.
+        Its gradients wait for `minimise` with the `critic_objective` of the same rows, or for `drop_critic_pass`.
         """
         self.drop_critic_pass()
         recorded = RecordedTokens()
@@ -141,7 +141,7 @@ class PPOUpdate:
 
         return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded)
 
-    def optimizer_step(self, objectives: Sequence[Objective], step: int) -> Outcome:
+    def minimise(self, objectives: Sequence[Objective], step: int) -> Outcome:
         """Forward, backward and one update of each engine. Collective.
 
         An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well. With

@@ -30,7 +30,7 @@ class KeptModels:
     output: Path
     every: int
     keeps_best: bool
-    save: Callable[[Path], None]
+    save: Callable[[Path], object]
 
     @property
     def best(self) -> Path:

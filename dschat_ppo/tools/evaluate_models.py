@@ -191,8 +191,8 @@ def _answer(
         seeds = row_seeds(first * config.samples, len(indices) * config.samples, plan.settings.seed, STREAM, 0, 0)
         batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), device_here())
         rollout = generate(model, batch, seeds.to(device_here()), config)
-        request = scorer.request(rollout, indices)
-        scores = scorer.score(request, rollout)
+        request = scorer.request(rollout, indices, 0)
+        scores = scorer(request, rollout)
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
         shown, sources = scorer.shown_prompts(rollout, len(indices)), scorer.mixture.names
         rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)

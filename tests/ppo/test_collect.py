@@ -50,7 +50,10 @@ class RewardScorer:
     def __init__(self):
         self.failure = None
 
-    def __call__(self, rollout, indices):
+    def request(self, rollout, indices, steps_done):
+        return SimpleNamespace(indices=indices, step=steps_done)
+
+    def __call__(self, request, rollout):
         if isinstance(self.failure, RewardServiceError):
             raise self.failure
         total = rollout.response_ids[:, 0].float()
@@ -97,7 +100,7 @@ def collect(collection, step=1, checkpointer=None):
             rollout = collection.generate(prompts, step, checkpointer)
             scores = collection.reward(rollout, prompts, step)
             collection.add(collection.score(rollout, scores, prompts))
-        return collection.take_rows()
+        return collection.take_rows(step)
 
 
 def test_prompts_answers_scores_and_groups_stay_together():
@@ -193,7 +196,8 @@ def alike(collection, keep) -> None:
     """Let answers score alike, except in the groups with these numbers."""
 
     class Scorer(RewardScorer):
-        def __call__(self, rollout, indices):
+        def __call__(self, request, rollout):
+            indices = request.indices
             first, samples = collection.stream.taken - len(indices), len(rollout.response_ids) // len(indices)
             scores = [sample * (first + row in keep) for row in range(len(indices)) for sample in range(samples)]
             total = torch.tensor(scores).float()
@@ -304,9 +308,9 @@ def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
     """Not over the greedy answers of ReMax, nor over those of a cancelled rollout."""
 
     class Scorer(RewardScorer):
-        def __call__(self, rollout, indices):
-            found, number = super().__call__(rollout, indices), rollout.response_ids[:, 0].double()
-            self.greedy = len(number) == len(indices)
+        def __call__(self, request, rollout):
+            found, number = super().__call__(request, rollout), rollout.response_ids[:, 0].double()
+            self.greedy, self.step = len(number) == len(request.indices), request.step
             numbers = {"f/greedy": number * 0 + self.greedy, "f/even": number.where(number % 2 == 0, torch.nan)}
             return replace(found, numbers=numbers)
 

@@ -127,7 +127,8 @@ class RewardScorer:
         self.mixture = SimpleNamespace(close=lambda: setattr(self, "closed", True), names=["number"])
         self.closed = False
 
-    def request(self, rollout, indices):
+    def request(self, rollout, indices, steps_done):
+        self.step = steps_done
         texts = [f"answer {number}" for number in rollout.response_ids[:, 0].tolist()]
         samples = len(texts) // len(indices)
         return SimpleNamespace(prompts=[f"prompt {i}" for i in indices for _ in range(samples)], responses=texts)
@@ -136,7 +137,7 @@ class RewardScorer:
         first = rollout.response_ids[:: len(rollout.response_ids) // count, 0].tolist()
         return [f"prompt {number // (len(rollout.response_ids) // count)}" for number in first]
 
-    def score(self, request, rollout):
+    def __call__(self, request, rollout):
         total = rollout.response_ids[:, 0] / 10
         if self.scores is not None:
             total = torch.tensor(next(self.scores))
@@ -166,8 +167,8 @@ def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_
     """Answers 0 to 5; the copies that fill up the last batch do not count."""
 
     class Scorer(RewardScorer):
-        def score(self, request, rollout):
-            found, number = super().score(request, rollout), rollout.response_ids[:, 0].double()
+        def __call__(self, request, rollout):
+            found, number = super().__call__(request, rollout), rollout.response_ids[:, 0].double()
             return replace(
                 found, numbers={"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
             )

@@ -33,7 +33,8 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
     source = Remembering()
     rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
-    RewardScorer(RewardMixture([(source, 1.0)]), rows, tokenizer)(rollout, [2, 0])
+    scorer = RewardScorer(RewardMixture([(source, 1.0)]), rows, tokenizer)
+    scorer(scorer.request(rollout, [2, 0], 0), rollout)
     assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
     assert source.request.responses == ["hall", "hall"]
     assert source.request.rows == [{"answer": 2}, {"answer": 0}] and source.request.step == 0
@@ -51,7 +52,7 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
         answers, torch.ones_like(answers).bool(), answers, torch.ones_like(answers).bool(), answers.float(), reasons
     )
     rows = Dataset.from_dict({"row": ["{}"]})
-    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0])
+    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
     assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
 
 
@@ -70,7 +71,7 @@ def test_the_answers_to_a_prompt_stand_one_after_another_with_its_data_row():
     ids = torch.tensor([tokenizer.encode("hall")[:1]]).repeat(4, 1)
     rollout = Rollout(ids, torch.ones_like(ids).bool(), ids, torch.ones_like(ids).bool(), ids.float(), torch.zeros(4))
     rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
-    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [2, 0])
+    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [2, 0], 0)
     assert [row["answer"] for row in request.rows] == [2, 2, 0, 0]
 
 
@@ -95,8 +96,7 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     rollout = Rollout(prompts, torch.ones_like(prompts).bool(), answers, mask, mask.float(), reasons)
     function = FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, -1.0)
     scorer = RewardScorer(RewardMixture([(function, 2.0)]), rows, tokenizer)
-    scorer.step = 3
-    scores = scorer(rollout, [0, 1])
+    scores = scorer(scorer.request(rollout, [0, 1], 3), rollout)
     function.close()
     assert function.take_counts().cause is None
     assert scores.total.tolist() == [2 * (3000 + sum(hall)), 2 * (3000 + sum(lamp))]

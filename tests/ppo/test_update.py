@@ -96,7 +96,7 @@ def one_step(monkeypatch, words="", train_actor=True, actor=GOOD, critic=GOOD, t
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
     updates = PPOUpdate(config, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
     objectives = [updates.actor_objective(MINIBATCH)] * train_actor + [updates.critic_objective(MINIBATCH)]
-    outcome = updates.optimizer_step(objectives, 3)
+    outcome = updates.minimise(objectives, 3)
     measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
     assert set(updates.clock.take()[0]) == {"train"}
     return engines, outcome, measured, policy
@@ -231,16 +231,16 @@ def objectives_of(updates) -> list:
 def test_gradients_that_wait_are_applied_before_others_are_computed(monkeypatch):
     engines, updates, values = critic_first(monkeypatch)
     assert engines.done == ["critic gradients"] and len(values._parts) == 2
-    outcome = updates.optimizer_step(objectives_of(updates), 3)
+    outcome = updates.minimise(objectives_of(updates), 3)
     assert engines.done == ["critic gradients", "critic applied", "actor gradients", "actor applied"]
     assert outcome.grad_norms == {"actor": 2.0, "critic": 2.0} and outcome.logprobs is None
-    updates.optimizer_step(objectives_of(updates), 3)
+    updates.minimise(objectives_of(updates), 3)
     assert engines.done[4:] == BOTH, "a pass serves one update"
 
 
 def test_gradients_that_wait_are_aligned_too(monkeypatch):
     engines, updates, _ = critic_first(monkeypatch, "--align_overflow --dtype fp16", critic=OVERFLOW)
-    updates.optimizer_step(objectives_of(updates), 3)
+    updates.minimise(objectives_of(updates), 3)
     assert engines.done == ["critic gradients", "actor gradients", "together critic", "together actor"]
 
 
@@ -263,6 +263,6 @@ def test_log_probs_are_kept_if_every_loss_is_finite(monkeypatch, result, kept):
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
     updates = PPOUpdate(config, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
     unscored = dataclasses.replace(MINIBATCH, micro_batches=[dataclasses.replace(FIRST, old_logprobs=None)])
-    outcome = updates.optimizer_step([updates.actor_objective(unscored)], 3)
+    outcome = updates.minimise([updates.actor_objective(unscored)], 3)
     [seen] = recorded
     assert seen is not None and outcome.logprobs is (seen if kept else None) and engines.done[0] == "actor gradients"

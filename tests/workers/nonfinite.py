@@ -257,7 +257,7 @@ def run_case(assets: Path, out: Path) -> dict:
     score = ppo.collection.reward_scorer
 
     def reward(rollout, prompts, step):
-        scores = score(rollout, prompts.rows)
+        scores = score(score.request(rollout, prompts.rows, step - 1), rollout)
         bad = (numbers == 9) & (step == 2)
         return Scores(torch.where(bad, math.nan, scores.total), scores.by_source)
 

@@ -74,7 +74,7 @@ def main() -> None:
     note(ExperienceCollection, "reward", lambda *_: "reward")
     note(ExperienceCollection, "score", lambda *_: "score")
     note(AdvantageComputation, "__call__", lambda _, rows, step: f"advantages {step}")
-    note(PPOUpdate, "optimizer_step", lambda _, objectives, step: [step, *(part.role for part in objectives)])
+    note(PPOUpdate, "minimise", lambda _, objectives, step: [step, *(part.role for part in objectives)])
     note(TextBatches, "take", lambda _: "texts")
     note(MovingAverage, "update", lambda _: "average")
     note(Evaluation, "run", lambda _, step: f"evaluate {step}")

@@ -91,7 +91,7 @@ def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step
     objectives = [ppo.updates.actor_objective(minibatch)]
     if ppo.engines.critic is not None:
         objectives.append(ppo.updates.critic_objective(minibatch))
-    outcome = ppo.updates.optimizer_step(objectives, step)
+    outcome = ppo.updates.minimise(objectives, step)
     for part in outcome.sums:
         sums.merge(part)
     return outcome

@@ -96,7 +96,7 @@ def note_everything() -> None:
     note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")
     note(advantages.ESTIMATORS, "gae", "gae", "algorithms/advantage_estimators.py")
     note(advantages, "masked_whiten", "masked_whiten", "algorithms/aggregation.py")
-    for name in ("actor_objective", "critic_objective", "optimizer_step"):
+    for name in ("actor_objective", "critic_objective", "minimise"):
         note(update.PPOUpdate, name, name, "ppo/update.py")
     note(update, "accumulate", "accumulate", "engine/optimizer_step.py")
     note(update, "apply", "apply", "engine/optimizer_step.py")
