@@ -146,15 +146,15 @@ def measure_ppo(flags: PPOConfig, load: Workload) -> dict[str, Any]:
         collection.clock = PhaseClock()
         scored = peaks.measure("score", score, collection.clock)
         ppo.updates.clock = PhaseClock()  # a PPO step of one update makes the critic's pass here
-        experience = peaks.measure("values", lambda scored=scored, step=step: ppo.advantages(scored, step),
-                                   ppo.updates.clock)  # fmt: skip
-        ppo.begin_updates(experience)
+        valued = peaks.measure("values", lambda scored=scored, step=step: ppo.critic_pass(
+            ppo.shaping.with_rewards(scored), step), ppo.updates.clock)  # fmt: skip
+        ppo.begin_updates(ppo.shaping.advantages(valued, step), step)
         for minibatch in ppo.minibatches_left(ppo.state.experience, step):
+            critic = ppo.state.take_critic_pass() or ppo.updates.critic_objective(minibatch)
             # the critic first, because gradients that wait are applied first
-            for role, objective in (("critic", ppo.updates.critic_objective), ("actor", ppo.updates.actor_objective)):
+            for objective in (critic, ppo.updates.actor_objective(minibatch)):
                 ppo.updates.clock = PhaseClock()
-                made = [objective(minibatch)]
-                peaks.measure(role, lambda made=made, step=step: ppo.updates.minimise(made, step),
+                peaks.measure(objective.role, lambda made=objective, step=step: ppo.updates.minimise([made], step),
                               ppo.updates.clock)  # fmt: skip
         peaks.gib["critic"] = max(peaks.gib["critic"], peaks.gib.pop("values"))
         peaks.seconds["critic"] += peaks.seconds.pop("values")

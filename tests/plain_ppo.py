@@ -281,7 +281,7 @@ def watch(run: PlainRun) -> list[Any]:
     note(collection, "reward", lambda rollout, prompts, step: f"reward {step}")
     note(collection, "model_scorer", lambda *_: f"score {mode()}")
     note(collection, "add", lambda _: "add")
-    note(ppo, "advantages", lambda rows, step: f"advantages {step}")
+    note(ppo.shaping, "advantages", lambda rows, step: f"advantages {step}")
     note(ppo.updates, "minimise", lambda objectives, step: (step, *(part.role for part in objectives), mode()))
     if engines.actor_average is not None:
         note(engines.actor_average, "update", lambda: "average")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,21 +29,17 @@ SELECTION = 3  # separates the random stream of `selected` from others of the sa
 
 
 class AdvantageComputation:
-    """Computes the experience of a PPO step from the scored rows of all ranks; every rank holds the same state.
+    """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
+    known, the advantages. Every rank holds the same state.
 
     Args:
         flags: of the algorithm.
         max_length: longest answer in tokens.
         seed: of the run.
-        values_of: (rows, PPO step) -> their values (N, R), for rows that were scored without; None: all rows have them.
     """
 
-    def __init__(
-        self, flags: AlgorithmFlags, max_length: int, seed: int,
-        values_of: Callable[[RewardedRollout, int], Tensor] | None = None,
-    ):  # fmt: skip
+    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int):
         self.flags = flags
-        self.values_of = values_of
         self.max_length = max_length
         self.seed = seed
         self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
@@ -52,46 +47,59 @@ class AdvantageComputation:
             self.kl_coef = AdaptiveKL(flags.kl_reward_coef, flags.kl_target, flags.kl_horizon)
         self.running = RunningScale()
         self.used_kl_coef = self.kl_coef.value  # in the last experience, before the coefficient adapted to it
+        self.before = self.state_dict()  # before the last rows
 
-    def __call__(self, rows: ScoredRollout, step: int) -> Experience:
-        """Rewards, advantages and masks of N rows; then adapts the KL coefficient for the next step. Collective if the
-        rows have no values.
+    def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
+        """The score of each answer on its last token minus the KL penalty at each token; the mask of the policy loss.
 
-        Scores are scaled, clipped and penalised for their length. Then the KL penalty is subtracted at each token.
-        Baseline and advantages come last, so a group compares rewards that include the KL penalty.
+        The running scale adapts to the scores first.
         """
         flags, mask = self.flags, rows.response_mask
+        self.before = self.state_dict()
         if flags.normalize_rewards == "running":
             self.running.update(rows.scores)
-        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)  # (N,)
-        if flags.overlong_buffer:
-            lengths = mask.sum(dim=1)
-            scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
-        rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
+        rewards = token_rewards(self._answer_scores(rows), kl, mask, self.used_kl_coef)  # (N, R)
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
-        rewarded = RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
-        if flags.has_critic and rows.values is None:
-            assert self.values_of is not None
-            rewarded = replace(rewarded, values=self.values_of(rewarded, step))
+        return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
+
+    def advantages(self, rows: RewardedRollout, step: int) -> Experience:
+        """Advantages and weights of N rows; then adapts the KL coefficient for the next step.
+
+        The rewards include the KL penalty, and so does what a group compares.
+        """
+        flags, mask = self.flags, rows.response_mask
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
-            rewards, rewarded.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std, scores=scores,
+            rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
+            flags.normalize_group_std, scores=self._answer_scores(rows),
         )  # fmt: skip
         advantages, returns = ESTIMATORS[flags.advantage_estimator](inputs)  # (N, R) each
         if flags.whitens:
             advantages = masked_whiten(advantages, mask)
         experience = Experience(
-            **_fields(rewarded), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rewarded),
+            **_fields(rows), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rows),
             selected=None,
         )  # fmt: skip
         if step > flags.critic_warmup_rollouts and rows.ref_logprobs is not None:  # before, the policy does not move
             mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
         return replace(experience, selected=self._selected(experience, step))
+
+    def undo(self) -> None:
+        """Restore the state before the last `with_rewards`."""
+        self.load_state_dict(self.before)
+
+    def _answer_scores(self, rows: ScoredRollout) -> Tensor:
+        """Scores that are scaled, clipped, and penalised for answers without an end or too long, (N,) fp32."""
+        flags = self.flags
+        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)
+        if not flags.overlong_buffer:
+            return scores
+        lengths = rows.response_mask.sum(dim=1)
+        return scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
 
     def shaped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""

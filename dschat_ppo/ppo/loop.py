@@ -1,7 +1,7 @@
 """PPO: `run`, `make_experience` and `update` are the algorithm; the rest of the package holds what each line does.
 
 On-policy, where a PPO step makes one optimizer step, its forward passes give what scoring would: the critic's pass the
-values (`PPOComponents.values_of`), from which advantages follow, and then the actor's pass the old log-probs.
+values (`critic_pass`), from which advantages follow, and the actor's pass in `update` the old log-probs.
 
 Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K reward sources.
 """
@@ -49,10 +49,11 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
             scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
             scored = collection.score(rollout, scores, prompts)  # reference and, if needed, actor and critic: (B, R)
             collection.add(gather_rows(scored))  # (N, R)
-        rows = collection.take_rows(step)
-    experience = ppo.advantages(rows, step)  # token rewards, values if not scored, advantages, returns: (N, R)
-    ppo.begin_updates(experience)
-    return ppo.state.experience  # with --experience_on_host, in host memory
+        rows = collection.take_rows(step)  # (N, R)
+    rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)
+    valued = ppo.critic_pass(rewarded, step)  # values, where scoring gives none: the critic's forward and backward
+    experience = ppo.shaping.advantages(valued, step)  # GAE or a group's baseline, whitening: (N, R)
+    return ppo.begin_updates(experience, step)  # with --experience_on_host, in host memory
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
@@ -61,8 +62,9 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
-        objectives.append(ppo.updates.critic_objective(minibatch))  # clipped squared error of the values
-    outcome = ppo.updates.minimise(objectives, step)  # forward and backward if not made, clipping, AdamW
+        made = ppo.state.take_critic_pass()  # on-policy, with its gradients
+        objectives.append(made or ppo.updates.critic_objective(minibatch))  # clipped squared error of the values
+    outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
         ppo.engines.actor_average.update()
     ppo.state.count_update(outcome)

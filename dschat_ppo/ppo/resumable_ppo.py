@@ -57,7 +57,7 @@ class ResumablePPO:
         return {
             "progress": ppo.state.state_dict(),
             "collector": ppo.collection.state_dict(),
-            "shaping": ppo.advantage_computation.state_dict(),
+            "shaping": ppo.shaping.state_dict(),
             "entropy_coef": ppo.entropy_coef.state_dict(),
             "health": self.health.state_dict(),
             "guard": ppo.nonfinite.state_dict(),
@@ -87,7 +87,7 @@ class ResumablePPO:
         self._load_reference(ranks)
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         self._check_rows()
-        ppo.advantage_computation.load_state_dict(shared["shaping"])
+        ppo.shaping.load_state_dict(shared["shaping"])
         if ppo.config.algorithm.entropy_target is not None:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
         self.health.load_state_dict(shared["health"], ppo.state.steps)

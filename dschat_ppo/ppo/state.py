@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -36,7 +35,7 @@ from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.score import RewardScorer
-from dschat_ppo.ppo.update import Outcome, PPOUpdate
+from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.types import Experience, RewardedRollout, record_of, tensors_of, to_device
 
@@ -50,6 +49,7 @@ class PPOState:
     applied: int = 0  # those of them that updated the actor
     ended: bool = False  # a limit ended the updates of the PPO step in flight
     experience: Experience | None = None  # of all ranks; None between two PPO steps, or if not finite
+    critic_pass: Objective | None = None  # of the experience in flight, with gradients that wait for its only update
     metrics: dict[str, float] = field(default_factory=dict)  # of the PPO step in flight, known so far
     sums: MetricSums = field(default_factory=MetricSums)  # metrics of the updates, this rank's part
     evaluated: dict[str, float] | None = None  # metrics before the first PPO step; None: not evaluated yet
@@ -65,6 +65,8 @@ class PPOState:
     def begin_updates(self, experience: Experience | None, metrics: dict[str, float]) -> None:
         """Start the updates of a PPO step. Without experience it has none."""
         self.experience, self.metrics, self.sums = experience, metrics, MetricSums()
+        if experience is None:
+            self.critic_pass = None
         self.updates, self.applied, self.ended = 0, 0, False
 
     def count_update(self, outcome: Outcome) -> None:
@@ -87,6 +89,11 @@ class PPOState:
         self.updates += 1
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
+
+    def take_critic_pass(self) -> Objective | None:
+        """The critic's pass that has given the values, for the update that uses its gradients; or None."""
+        made, self.critic_pass = self.critic_pass, None
+        return made
 
     def add_metric(self, name: str, value: float) -> None:
         """Add a metric of the PPO step in flight."""
@@ -159,18 +166,18 @@ class PPOComponents:
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
-        self.advantage_computation = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed, self.values_of)
+        self.shaping = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed)
         models = {
             "actor": engines.actor, "critic": engines.critic,
             "reference": engines.reference if engines.reference_sync else config.reference_folder,
             "reward": config.reward_folder,
         }  # fmt: skip
-        self.advantages = FiniteExperience(
-            self.advantage_computation, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
+        self.is_finite = FiniteExperience(
+            self.shaping, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
         )
         self.collection = ExperienceCollection(
             config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
-            self.advantage_computation.shaped, self.clock, self.old_logprobs,
+            self.shaping.shaped, self.clock, self.old_logprobs,
             several_data_sets=len(self.data_sources) > 1,
         )  # fmt: skip
         # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
@@ -187,30 +194,42 @@ class PPOComponents:
             )  # fmt: skip
         self.updates = PPOUpdate(config, engines, texts, self.entropy_coef, self.nonfinite, self.clock)
 
-    def values_of(self, rows: RewardedRollout, step: int) -> Tensor:
-        """The values of rows that were scored without, (N, R): those of the critic's only update, up to its gradients.
+    def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
+        """The rows with their values (N, R), if there is a critic. Collective.
 
-        Collective.
+        Where the PPO step makes one update, scoring gives no values. The forward and backward pass of that update gives
+        them here, and its gradients wait in `state.critic_pass`.
         """
+        if rows.values is not None or self.engines.critic is None:
+            return rows
         self.engines.train()
         [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
-        return self.updates.critic_pass(minibatch).gathered(rows)
+        self.state.critic_pass = made = self.updates.critic_pass(minibatch)
+        assert made.recorded is not None
+        return replace(rows, values=made.recorded.gathered(rows))
 
-    def begin_updates(self, experience: Experience | None) -> None:
-        """Start the updates of a PPO step, with the metrics of its experience."""
-        if experience is None:
-            self.updates.drop_critic_pass()
-        metrics = dict(self.collection.metrics)
-        if experience is not None:
-            kl_coef = self.advantage_computation.used_kl_coef
+    def begin_updates(self, experience: Experience, step: int) -> Experience | None:
+        """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept.
+
+        None if a number is not finite: then the step has no updates. Collective in that case.
+
+        Raises:
+            NonFiniteError: a number is not finite, and the run is to stop.
+        """
+        metrics, kept = dict(self.collection.metrics), None
+        if self.is_finite(experience, step):
+            kl_coef = self.shaping.used_kl_coef
             names = self.collection.reward_scorer.mixture.names
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
             metrics["kl/coef"] = kl_coef
             for role, engine in self.engines.trained.items():
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["policy/entropy_coef"] = self.entropy_coef.value
-            experience = to_device(experience, self.experience_device)
-        self.state.begin_updates(experience, metrics)
+            kept = to_device(experience, self.experience_device)
+        elif self.state.critic_pass is not None:
+            self.updates.drop(self.state.critic_pass)
+        self.state.begin_updates(kept, metrics)
+        return kept
 
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the actor, if that is due after PPO step `step`. Collective.

@@ -80,7 +80,6 @@ class PPOUpdate:
         self.actor_loss = ActorLoss(
             engines.actor, engines.reference, config.algorithm, config.ppo.temperature, bool(config.run.trackers)
         )
-        self._critic_pass: Objective | None = None
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
@@ -108,31 +107,25 @@ class PPOUpdate:
         constants["text_tokens"] = float(text_tokens) if texts else 1.0
         return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
 
-    def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> RecordedTokens:
-        """The critic's objective over rows without values, forward and backward; returns the values. Collective.
+    def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> Objective:
+        """The critic's objective over rows without values, with the values recorded and the gradients made. Collective.
 
-        Its gradients wait for `minimise` with the `critic_objective` of the same rows, or for `drop_critic_pass`.
+        `minimise` takes it in place of a `critic_objective` of the same rows, or `drop` drops the gradients.
         """
-        self.drop_critic_pass()
-        recorded = RecordedTokens()
-        objective = self._value_objective(minibatch, recorded)
+        objective = self.critic_objective(minibatch, RecordedTokens())
         with self.clock.phase("train"), block("train critic"):
             gradients = accumulate(objective.engine, objective.batches, objective.loss)
-        self._critic_pass = replace(objective, gradients=gradients)
-        return recorded
+        return replace(objective, gradients=gradients)
 
-    def drop_critic_pass(self) -> None:
-        """Drop the gradients of a `critic_pass` whose rows make no update. Collective if there are some."""
-        waiting, self._critic_pass = self._critic_pass, None
-        if waiting is not None and waiting.gradients is not None:
-            apply(waiting.gradients, refused=True)
+    def drop(self, made: Objective) -> None:
+        """Drop the gradients of a `critic_pass` whose rows make no update. Collective."""
+        assert made.gradients is not None
+        apply(made.gradients, refused=True)
 
-    def critic_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
-        """The value loss of the experience; with its gradients, if a `critic_pass` has made them."""
-        made, self._critic_pass = self._critic_pass, None
-        return made or self._value_objective(minibatch)
-
-    def _value_objective(self, minibatch: MiniBatch[Any], recorded: RecordedTokens | None = None) -> Objective:
+    def critic_objective(
+        self, minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience], recorded: RecordedTokens | None = None
+    ) -> Objective:
+        """The value loss of the experience. `recorded` receives the values, of rows that have none."""
         critic, flags, sums = self.engines.critic, self.config.algorithm, MetricSums()
         assert critic is not None
 

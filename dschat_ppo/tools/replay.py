@@ -286,9 +286,9 @@ def replay_rows(
             print(f"  {line}")
 
     if what["role"] == "shaping":
-        advantages = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
-        advantages.load_state_dict(what["constants"]["shaping"])
-        places = bad_places(advantages(rows, what["step"]))
+        shaping = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
+        shaping.load_state_dict(what["constants"]["shaping"])
+        places = bad_places(shaping.advantages(shaping.with_rewards(rows), what["step"]))
         for field, found in places.items():
             print(f"{field}: {len(found)} numbers are not finite, the first at {found[0]}")
         return bool(places)

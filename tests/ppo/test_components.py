@@ -1,6 +1,7 @@
 """The parts of step 3 as the flags ask for them, and the mini-batches that are left of a PPO step."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     experience = make_experience(ppo, 1, Never())
     assert ppo.state.experience is experience and (ppo.state.updates, ppo.state.ended) == (0, False)
     metrics = ppo.state.metrics
-    assert metrics["kl/coef"] == 0.1 != ppo.advantage_computation.kl_coef.value, "the coefficient of these rewards"
+    assert metrics["kl/coef"] == 0.1 != ppo.shaping.kl_coef.value, "the coefficient of these rewards"
     penalty = (0.1 * experience.kl * experience.response_mask).sum(dim=1).mean()
     assert metrics["reward/kl_penalty"] == pytest.approx(float(penalty), rel=1e-6)
     assert (metrics["policy/entropy_coef"], metrics["optim/lr/actor"], metrics["optim/lr/critic"]) == (
@@ -38,7 +39,9 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     )
     assert metrics["reward/score_mean"] == pytest.approx(float(experience.scores.mean()))
     assert metrics["reward/function_faults"] == 0
-    ppo.begin_updates(None)
+    bad = replace(experience, scores=experience.scores * math.nan)
+    ppo.nonfinite.report = lambda *given: None
+    assert ppo.begin_updates(bad, 1) is None
     assert ppo.state.metrics == {"reward/function_faults": 0.0} and ppo.state.experience is None
 
 
@@ -66,7 +69,7 @@ def test_the_minibatches_left_are_those_that_no_update_has_used(run):
     whole = list(ppo.mini_dataset.minibatches(experience, 2, 1))
     assert len(whole) == UPDATES
     for done in range(UPDATES + 1):
-        ppo.begin_updates(experience)
+        ppo.begin_updates(experience, 1)
         ppo.state.updates = done
         ppo.engines.eval()
         left = list(ppo.minibatches_left(experience, 1))
@@ -145,15 +148,15 @@ def test_the_entropy_coefficient_is_fixed_or_adapts(assets, tmp_path, words, val
 def test_a_reference_that_moves_is_saved_for_a_replay_and_another_is_named(assets, tmp_path, words, folder):
     ppo = PlainRun(assets, tmp_path / "run", words).ppo
     moves = "--ref_sync_interval" in words
-    assert ppo.advantages.models["reference"] == (ppo.engines.reference if moves else folder)
+    assert ppo.is_finite.models["reference"] == (ppo.engines.reference if moves else folder)
 
 
 @pytest.mark.parametrize(("words", "in_rank_order"), [("", True), ("--dynamic_sampling", False)])
 def test_the_check_of_rows_knows_their_order_and_the_models_that_computed_them(assets, tmp_path, words, in_rank_order):
     run = PlainRun(assets, tmp_path / "run", f"--n_samples_per_prompt 2 {words}")
-    advantages, engines = run.ppo.advantages, run.ppo.engines
-    assert advantages.in_rank_order is in_rank_order and advantages.policy is run.ppo.nonfinite
-    assert advantages.models == {
+    check, engines = run.ppo.is_finite, run.ppo.engines
+    assert check.in_rank_order is in_rank_order and check.policy is run.ppo.nonfinite
+    assert check.models == {
         "actor": engines.actor, "critic": engines.critic, "reference": str(assets / "lm"),
         "reward": str(assets / "reward"),
     }  # fmt: skip

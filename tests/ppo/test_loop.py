@@ -138,7 +138,7 @@ def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_agai
         before.run(checkpointer)
     assert did_before[-2:] == [last, ("save_if_due", (1, 0), False)]
     state, collection = before.ppo.state, before.ppo.collection
-    assert (state.experience, collection.stream.taken, before.ppo.advantage_computation.running.count) == (None, 4, 4)
+    assert (state.experience, collection.stream.taken, before.ppo.shaping.running.count) == (None, 4, 4)
     assert [line["step"] for line in before.lines] == [0, 1]
     before.save(tmp_path / "saved")
     after, checkpointer, did_after = started(assets, tmp_path / "run", resume_from=tmp_path / "saved")

@@ -123,13 +123,13 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (1, 0)))
     weights = {name: weight.clone() for name, weight in run.weights.items()}
-    adapted = run.ppo.advantage_computation.state_dict()
+    adapted = run.ppo.shaping.state_dict()
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (2, 0)), (length, 2))
     assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "value/loss" not in run.lines[1]
     assert all(torch.equal(weights[name], weight) for name, weight in run.weights.items())
-    assert run.ppo.advantage_computation.state_dict() == adapted
+    assert run.ppo.shaping.state_dict() == adapted
     assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), "the gradients are dropped"
     [folder] = (tmp_path / "run/nonfinite").iterdir()
     what, [rows], _ = read_bundle(folder)

@@ -116,7 +116,7 @@ def test_running_statistics_use_the_default_of_unscored_responses(assets, tmp_pa
     run.run()
     run.ppo.collection.reward_scorer.mixture.close()
     scores = [line["reward/score_mean"] * 4 for line in run.lines]
-    running = run.ppo.advantage_computation.running
+    running = run.ppo.shaping.running
     assert running.count == 12 and float(running.mean) == pytest.approx(sum(scores) / 12)
 
 

@@ -70,7 +70,7 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
     ppo = SimpleNamespace(
         config=config, device=CPU, experience_device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(5, seed=2)) if texts else None,
-        nonfinite=NonFinitePolicy(config.safety), advantage_computation=computation(),
+        nonfinite=NonFinitePolicy(config.safety), shaping=computation(),
         collection=collection_of(collection),
     )  # fmt: skip
     return ResumablePPO(

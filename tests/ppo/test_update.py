@@ -212,7 +212,7 @@ def test_a_limit_is_the_last_number_that_is_allowed(monkeypatch, log_ratios, for
 
 
 def critic_first(monkeypatch, words="", **results: StepResult):
-    """(engines, updates, the critic's pass): its values are known, its gradients wait."""
+    """(engines, updates, the critic's pass): its values are recorded, its gradients wait."""
     config = parse("ppo", (WORDS + words).split())
     engines = Engines(monkeypatch, **{"actor": GOOD, "critic": GOOD, **results})
     monkeypatch.setattr(
@@ -224,34 +224,28 @@ def critic_first(monkeypatch, words="", **results: StepResult):
     return engines, updates, updates.critic_pass(MINIBATCH)
 
 
-def objectives_of(updates) -> list:
-    return [updates.actor_objective(MINIBATCH), updates.critic_objective(MINIBATCH)]
+def objectives_of(updates, made=None) -> list:
+    return [updates.actor_objective(MINIBATCH), made or updates.critic_objective(MINIBATCH)]
 
 
 def test_gradients_that_wait_are_applied_before_others_are_computed(monkeypatch):
-    engines, updates, values = critic_first(monkeypatch)
-    assert engines.done == ["critic gradients"] and len(values._parts) == 2
-    outcome = updates.minimise(objectives_of(updates), 3)
+    engines, updates, made = critic_first(monkeypatch)
+    assert engines.done == ["critic gradients"] and len(made.recorded._parts) == 2
+    outcome = updates.minimise(objectives_of(updates, made), 3)
     assert engines.done == ["critic gradients", "critic applied", "actor gradients", "actor applied"]
     assert outcome.grad_norms == {"actor": 2.0, "critic": 2.0} and outcome.logprobs is None
-    updates.minimise(objectives_of(updates), 3)
-    assert engines.done[4:] == BOTH, "a pass serves one update"
 
 
 def test_gradients_that_wait_are_aligned_too(monkeypatch):
-    engines, updates, _ = critic_first(monkeypatch, "--align_overflow --dtype fp16", critic=OVERFLOW)
-    updates.minimise(objectives_of(updates), 3)
+    engines, updates, made = critic_first(monkeypatch, "--align_overflow --dtype fp16", critic=OVERFLOW)
+    updates.minimise(objectives_of(updates, made), 3)
     assert engines.done == ["critic gradients", "actor gradients", "together critic", "together actor"]
 
 
 def test_gradients_of_rows_without_an_update_are_dropped(monkeypatch):
-    engines, updates, _ = critic_first(monkeypatch)
-    updates.drop_critic_pass()
-    updates.drop_critic_pass()
+    engines, updates, made = critic_first(monkeypatch)
+    updates.drop(made)
     assert engines.done == ["critic gradients", "critic refused"]
-    updates.critic_pass(MINIBATCH)
-    updates.critic_pass(MINIBATCH)
-    assert engines.done[2:] == ["critic gradients", "critic refused", "critic gradients"]
 
 
 @pytest.mark.parametrize(("result", "kept"), [(GOOD, True), (OVERFLOW, True), (BAD, False)])

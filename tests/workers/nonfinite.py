@@ -215,7 +215,7 @@ def outcome_of(call) -> str:
 def skip_case(assets: Path, out: Path) -> dict:
     """Advantages and values that are not finite, with --on_nonfinite skip and at most one in a row."""
     ppo, scored = ppo_for(assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1)
-    experience = ppo.advantage_computation(scored, 1)
+    experience = ppo.shaping.advantages(ppo.shaping.with_rewards(scored), 1)
     advantages = experience.advantages.clone()
     advantages[5, 0] = math.nan
     parts = list(ppo.mini_dataset.minibatches(replace(experience, advantages=advantages), 1, step=4))
@@ -233,9 +233,10 @@ def skip_case(assets: Path, out: Path) -> dict:
     found["stopped"] = outcome_of(lambda: update_once(ppo, parts[number], sums, 6))
     values = scored.values.clone()
     values[12, 0] = math.inf
-    state = ppo.advantage_computation.state_dict()
-    found["rows"] = ppo.advantages(replace(scored, values=values), 7) is None
-    found["nothing adapted"] = ppo.advantage_computation.state_dict() == state
+    state = ppo.shaping.state_dict()
+    bad = ppo.shaping.advantages(ppo.shaping.with_rewards(replace(scored, values=values)), 7)
+    found["rows"] = ppo.begin_updates(bad, 7) is None
+    found["nothing adapted"] = ppo.shaping.state_dict() == state
     return found
 
 
@@ -285,7 +286,7 @@ def saved_case(assets: Path, out: Path) -> dict:
     )
     manager.finish()
     update_too_far(ppo.engines.critic, 1e39)
-    ppo.state.begin_updates(ppo.advantage_computation(scored, 1), {})
+    ppo.state.begin_updates(ppo.shaping.advantages(ppo.shaping.with_rewards(scored), 1), {})
     minibatch = next(iter(ppo.mini_dataset.minibatches(ppo.state.experience, 1, step=1)))
     outcome = update_once(ppo, minibatch, MetricSums(), 1)
     ppo.state.count_update(outcome)
@@ -304,7 +305,7 @@ def limits_case(assets: Path, out: Path) -> dict:
         ("none", (2, 0), ()), ("kl", (3, 1), ("--target_kl", 1e-6)), ("ratio", (2, 3), ("--max_log_ratio", 1e-4)),
     ):  # fmt: skip
         ppo, scored = ppo_for(assets, out / name, stages, *words)
-        experience = ppo.advantage_computation(scored, 1)
+        experience = ppo.shaping.advantages(ppo.shaping.with_rewards(scored), 1)
         if name == "none":
             for part in ppo.mini_dataset.minibatches(experience, 1, step=1):
                 update_once(ppo, part, MetricSums())

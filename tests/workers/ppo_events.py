@@ -73,7 +73,7 @@ def main() -> None:
     note(ExperienceCollection, "generate", lambda _, prompts, step, checkpointer: f"rollout {step}")
     note(ExperienceCollection, "reward", lambda *_: "reward")
     note(ExperienceCollection, "score", lambda *_: "score")
-    note(AdvantageComputation, "__call__", lambda _, rows, step: f"advantages {step}")
+    note(AdvantageComputation, "advantages", lambda _, rows, step: f"advantages {step}")
     note(PPOUpdate, "minimise", lambda _, objectives, step: [step, *(part.role for part in objectives)])
     note(TextBatches, "take", lambda _: "texts")
     note(MovingAverage, "update", lambda _: "average")

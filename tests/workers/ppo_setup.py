@@ -83,14 +83,15 @@ def scored_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = Non
 
 def experience_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> Experience:
     """The experience of the answers of all ranks, as in PPO step 1."""
-    return ppo.advantage_computation(scored_of(ppo, rollout, rows), step=1)
+    rewarded = ppo.shaping.with_rewards(scored_of(ppo, rollout, rows))
+    return ppo.shaping.advantages(ppo.critic_pass(rewarded, 1), step=1)
 
 
 def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step: int = 0) -> Outcome:
     """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
     objectives = [ppo.updates.actor_objective(minibatch)]
     if ppo.engines.critic is not None:
-        objectives.append(ppo.updates.critic_objective(minibatch))
+        objectives.append(ppo.state.take_critic_pass() or ppo.updates.critic_objective(minibatch))
     outcome = ppo.updates.minimise(objectives, step)
     for part in outcome.sums:
         sums.merge(part)

@@ -14,8 +14,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.nonfinite.finite_experience import FiniteExperience
-from dschat_ppo.ppo import advantages, collect, generate, loop, losses, score, update
+from dschat_ppo.ppo import advantages, collect, generate, loop, losses, score, state, update
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.runtime.launch import leave
@@ -26,6 +25,7 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "int64", to
 NEW = {  # fields that a record shows: those that its call adds
     "Rollout": ("prompt_ids", "response_ids", "rollout_logprobs"),
     "ScoredRollout": ("old_logprobs", "ref_logprobs", "kl", "values"),
+    "RewardedRollout": ("rewards", "values"),
     "Experience": ("rewards", "advantages", "returns"),
 }
 rows: list[list] = []
@@ -92,8 +92,10 @@ def note_everything() -> None:
         note(module, "response_scores", "response_scores", "models/forward.py", with_role=True)
         note(module, "response_values", "response_values", "models/forward.py", with_role=True)
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
-    note(FiniteExperience, "__call__", "advantages", "ppo/advantages.py")
+    note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
     note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")
+    note(state.PPOComponents, "critic_pass", "critic_pass", "ppo/state.py")
+    note(advantages.AdvantageComputation, "advantages", "advantages", "ppo/advantages.py")
     note(advantages.ESTIMATORS, "gae", "gae", "algorithms/advantage_estimators.py")
     note(advantages, "masked_whiten", "masked_whiten", "algorithms/aggregation.py")
     for name in ("actor_objective", "critic_objective", "minimise"):
