@@ -73,6 +73,8 @@ def train_config(
     config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
     if dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        # At stage 1, DeepSpeed would otherwise keep the bf16 gradients too, from one micro-batch to the next.
+        config["bf16"]["immediate_grad_update"] = True
     return merge(config, overlay or {})
 
 

@@ -18,6 +18,9 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 LIVE_NUMBERS = 1_000_000_000
 # DeepSpeed's default of reduce_bucket_size and allgather_bucket_size, which a run on a CPU has.
 CPU_BUCKET = 500_000_000
+# Below ZeRO-2 DeepSpeed reduces so many numbers at once, whatever the size of the bucket. It copies them side by side
+# if they are in several tensors: the sums of matrices are one, and those of vectors another, which is small.
+SUMMED_TOGETHER = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,7 @@ def gradients(role: Role) -> Memory:
         return Memory()
     if role.stage == 3:
         return Memory.of(role.part * (2 if role.dtype == "fp16" else FP32), role.offloads_optimizer)
-    if role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer:
-        return Memory.of(FP32 * role.trained)
-    return Memory()
+    return Memory.of(FP32 * role.trained if _sums_at_once(role) else 0)
 
 
 def buckets(role: Role) -> Memory:
@@ -176,20 +177,43 @@ def buckets(role: Role) -> Memory:
     return Memory.of((BUCKET_SIZE if role.on_gpu else role.bucket) * role.itemsize)
 
 
+def accumulated(role: Role) -> Memory:
+    """Gradients that stay from one micro-batch of an update to the next, in addition to `gradients`.
+
+    Stages 0 and 1: those of autograd, s T; with bf16 and an offloaded optimizer sums in fp32, 4 T. Stage 2: this rank's
+    part in fp32, 4 T / N (fp16: 2 T / N); an offloaded optimizer has that in host memory.
+    """
+    if not role.trained or role.stage == 3 or _sums_at_once(role) or role.stage == 2 and role.offloads_optimizer:
+        return Memory()
+    size = role.itemsize if role.dtype == "fp16" else FP32
+    return Memory.of(size * (role.part if role.stage == 2 else role.trained))
+
+
+def _sums_at_once(role: Role) -> bool:
+    """Whether each gradient of autograd is added to the buffer of `gradients` as soon as it is there, and dropped."""
+    return role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer
+
+
 def update_gradients(role: Role) -> Memory:
     """Gradients that an update needs in addition to `gradients` and `buckets`, at its largest, at the end of backward.
 
-    - stage 0 in fp32: the gradients that autograd makes, s T, and a bucket that is reduced, s x min(T, bucket)
-    - stage 1 in bf16: the same, with a bucket in fp32, because the sums that are reduced are in fp32
-    - stage 1 (else) and 2: the same until a bucket of them is reduced, s x min(T, bucket) at stage 2, the bucket, and
-      this rank's part of the sum in fp32, 4 T / N (an offloaded optimizer has that in host memory)
+    - stage 0 in fp32: the gradients that autograd makes, s T, and, with several ranks, a copy of those that are
+      reduced together, s x min(T, bucket)
+    - stage 1 in bf16: the gradient of one parameter in bf16 and in fp32, or, with several ranks, a copy of the sums in
+      bf16, s T, and if they are fewer than `SUMMED_TOGETHER` one in fp32 too
+    - stage 1 (else) and 2: the same as stage 0 until a bucket of them is reduced, s x min(T, bucket) at stage 2, the
+      bucket, and this rank's part of the sum in fp32, 4 T / N (an offloaded optimizer has that in host memory)
     - stage 3: those of the running layers until they are in the bucket, at most as many, s x bucket
     """
     if not role.trained:
         return Memory()
     size = role.itemsize
-    if role.stage == 0 or (role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer):
-        return Memory.of(size * role.trained + FP32 * role.bucket)
+    if role.stage == 0:
+        return Memory.of(size * role.trained + (size * role.bucket if role.ranks > 1 else 0))
+    if _sums_at_once(role):
+        of_one = (size + FP32) * min(role.parts.largest, role.trained)
+        together = FP32 if role.trained <= SUMMED_TOGETHER else 0
+        return Memory.of(max(of_one, (size + together) * role.trained if role.ranks > 1 else 0))
     if role.stage == 3:
         return Memory.of(size * role.bucket)
     autograd = size * (role.trained if role.stage == 1 else role.bucket)

@@ -48,12 +48,13 @@ def load_phase(roles: Sequence[Role], ema: bool) -> Phase:
 
 
 def update_phase(
-    name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, config: Any, ema: bool = False
-) -> Phase:
-    """An update of one model: the larger of the beginning and the end of its backward pass.
+    name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, micro_batches: int, config: Any,
+    ema: bool = False,
+) -> Phase:  # fmt: skip
+    """An update of one model: the larger of the beginning and the end of the backward pass of its last micro-batch.
 
-    At the beginning there are all activations, and the gradient of the head; at the end all gradients, and the
-    activations of the first layer.
+    At the beginning there are all activations, the gradients of earlier micro-batches, and the gradient of the head; at
+    the end all gradients, and the activations of the first layer.
 
     Args:
         name: of the phase.
@@ -61,6 +62,7 @@ def update_phase(
         roles: the models.
         tokens: of a micro-batch on this rank, padding included.
         scored: tokens whose log-probs the loss reads.
+        micro_batches: of an update.
         config: of the step.
         ema: `--enable_ema`.
     """
@@ -72,6 +74,8 @@ def update_phase(
     first.add(role.name, "logits", pass_memory.head_memory(role, scored))
     of_head = role.itemsize * min(role.parts.head or role.parts.embedding, role.trained)
     first.add(role.name, "gradients", Memory.of(of_head))
+    if micro_batches > 1:
+        first.add(role.name, "gradients", role_memory.accumulated(role))
     last.add(role.name, "gradients", role_memory.update_gradients(role))
     last.add(role.name, "activations", Memory.of(max(role.parts.saved.layers, default=0) * tokens))
     return max(first, last, key=lambda phase: phase.total().device + phase.total().host)
@@ -205,6 +209,13 @@ def micro_batch_tokens(config: PPOConfig, plan: PPOPlan) -> int:
     return -(-min(budget, most) // plan.shared)
 
 
+def micro_batches_of_update(config: PPOConfig, plan: PPOPlan) -> int:
+    """Micro-batches of an update, with answers of the maximum length."""
+    ppo = config.ppo
+    tokens = plan.rows_per_rank * (ppo.max_prompt_seq_len + ppo.max_answer_seq_len) * ppo.ppo_epochs
+    return -(-tokens // (plan.updates_per_rollout * micro_batch_tokens(config, plan)))
+
+
 def _scored(config: PPOConfig, tokens: int) -> int:
     """Tokens of answers among the tokens of a micro-batch."""
     ppo = config.ppo
@@ -221,7 +232,8 @@ def ppo_phases(
     for role in roles:
         if role.trained:
             scored = _scored(config, tokens)
-            phase = update_phase(f"{role.name} update", role, roles, tokens, scored, config, ema)
+            name, count = f"{role.name} update", micro_batches_of_update(config, plan)
+            phase = update_phase(name, role, roles, tokens, scored, count, config, ema)
             _add_experience(phase, config, plan, role.on_gpu)
             phases.append(phase)
     phases.append(checkpoint_phase(roles, ema))
@@ -236,7 +248,7 @@ def supervised_phases(config: Any, role: Role) -> list[Phase]:
     fit, roles = config.fit, [role]
     rows = fit.per_device_train_batch_size * rows_per_sample(config)
     tokens = -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size)
-    update = update_phase("update", role, roles, tokens, tokens, config)
+    update = update_phase("update", role, roles, tokens, tokens, fit.gradient_accumulation_steps, config)
     return [load_phase(roles, False), update, checkpoint_phase(roles, False)]
 
 

@@ -11,7 +11,7 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.planner.hardware import Hardware
 from dschat_ppo.planner.role_memory import FP32, MOMENTS, Role
-from dschat_ppo.planner.step_phases import micro_batch_tokens, rows_per_sample, sleeping
+from dschat_ppo.planner.step_phases import micro_batch_tokens, micro_batches_of_update, rows_per_sample, sleeping
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def ppo_time(
         rollout += gather_seconds(actor, hardware, 1)
     if config.ppo_memory.sleep_in_rollout and hardware.on_gpu:
         rollout += 2 * sum(sleeping(roles).values()) / hardware.host_link
-    size = micro_batch_tokens(config, plan)
-    micro_batches = -(-tokens // size)
+    micro_batches = -(-tokens // micro_batch_tokens(config, plan))
     scored = [role for role in roles if role.name in scored_roles(source)]
     scoring = sum(
         compute_seconds(pass_flops(role, tokens, length, 1), role, hardware)
@@ -153,7 +152,7 @@ def ppo_time(
         if role.trained:
             flops = ppo.ppo_epochs * pass_flops(role, tokens, length, update_passes(role))
             updates = plan.updates_per_rollout
-            per_update = -(-tokens * ppo.ppo_epochs // (updates * size))  # micro-batches
+            per_update = micro_batches_of_update(config, plan)
             gathers = gather_seconds(role, hardware, 2 * per_update * updates, updates)
             steps = updates * optimizer_seconds(role, hardware, per_update)
             seconds[f"{role.name} update"] = compute_seconds(flops, role, hardware) + gathers + steps

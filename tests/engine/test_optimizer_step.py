@@ -121,6 +121,43 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
     assert still == [frozen] * 2
 
 
+class Tied(nn.Module):
+    """A table that is also the head, as in a language model with tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 4) / 2)
+        self.layer = nn.Linear(4, 4)
+        self.gradients = []  # whether any was in memory, at each forward pass
+
+    def forward(self, x):
+        self.gradients.append(any(weight.grad is not None for weight in self.parameters()))
+        ids = x.float().abs().sum(dim=1).long() % 7
+        return torch.tanh(self.layer(self.table[ids] + x)) @ self.table.T
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bf16_gradients_are_gone_after_each_backward_pass(stage):
+    """They are in fp32 by then. Weights and norms are those of an engine that keeps them, to the bit, and after steps
+    without an update too."""
+    held = {"bf16": {"immediate_grad_update": False}}
+    engines = []
+    for overlay in ({}, held):
+        torch.manual_seed(0)
+        engines.append(train_engine(Tied().bfloat16(), train_config(stage, "bf16", False, 1, 1.0, overlay), SETTINGS))
+    for step in range(6):
+        parts = batches(step, "bf16")
+        if step % 2 == 0:
+            for bad in (nan_loss, nan_gradient):
+                found = [optimizer_step(engine, parts, bad_in(engine, 1, bad)) for engine in engines]
+                assert repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1  # NaN is not equal to NaN
+        results = [optimizer_step(engine, parts, good(engine)) for engine in engines]
+        assert results[0].applied and results[0] == results[1]
+        assert torch.equal(*map(weights, engines))
+    of_steps = 2 * (6 + 3 + 2 * 3)  # two of three micro-batches; the search for a bad gradient repeats them
+    assert [engine.module.gradients.count(True) for engine in engines] == [0, of_steps]
+
+
 def test_the_search_for_a_bad_gradient_repeats_dropout_and_draws_nothing():
     engine, seen = engine_of(0), []
 

@@ -96,6 +96,21 @@ def test_micro_batches_of_an_update_are_whole_rows_of_all_ranks_that_share_them(
     assert gathered(f"--micro_batch_tokens 2048{shared}") == pytest.approx(3 * 8)
 
 
+def test_earlier_micro_batches_leave_gradients_at_the_peak_of_activations():
+    """In bf16 below ZeRO-2 they are in the fp32 sums of `gradients`, and nowhere else."""
+
+    def gradients(words: str) -> list[int]:
+        words += " --max_seq_len 2048 --per_device_train_batch_size 8 --gradient_accumulation_steps"
+        plans = [plan_step(sft(f"{words} {count}"), {"model": SMALL}, 1, 80 * GIB, HOST, GPU) for count in (1, 2)]
+        return [held(plan, "update", "model", "gradients").device for plan in plans]
+
+    trained = plan_ppo("", SMALL).roles[0].trained
+    head = 1000 * 64
+    assert gradients("--zero_stage 2") == [2 * head, 2 * head + 4 * trained]
+    assert gradients("--dtype fp32") == [4 * head, 4 * head + 4 * trained]
+    assert gradients("") == [2 * head + 4 * trained] * 2
+
+
 def test_many_epochs_of_few_prompts_are_planned():
     assert plan_ppo("--num_train_epochs 1000000 --ppo_epochs 4", SMALL).fits
 

@@ -3,10 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from one_rank import one_rank  # noqa: F401
 from planned_role import PARTS, role
+from torch import nn
 
+from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
+from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.role_memory import Memory, running_stage
+
+SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
 def test_stage_0_runs_as_1_in_half_precision():
@@ -53,8 +62,9 @@ def test_gradients_of_an_offloaded_optimizer_at_stage_3_are_in_host_memory():
 def test_frozen_models_hold_weights_alone():
     frozen = replace(role(3), trains=False)
     assert role_memory.weights(frozen) == Memory(500)
-    held = (role_memory.optimizer, role_memory.gradients, role_memory.buckets, role_memory.update_gradients)
-    assert [part(frozen) for part in held] == [Memory()] * 4
+    held = (role_memory.optimizer, role_memory.gradients, role_memory.buckets, role_memory.accumulated,
+            role_memory.update_gradients)  # fmt: skip
+    assert [part(frozen) for part in held] == [Memory()] * 5
 
 
 def test_weights_that_are_kept_whole_stay_beside_the_part():
@@ -78,12 +88,44 @@ def test_stage_3_holds_its_bucket_on_a_gpu():
 
 
 @pytest.mark.parametrize(("stage", "dtype", "size"), [
-    (0, "fp32", 4 * 1000 + 4 * 1000), (1, "bf16", 2 * 1000 + 4 * 1000), (1, "fp16", 2 * 1000 + 2 * 1000 + 4 * 250),
+    (0, "fp32", 4 * 1000 + 4 * 1000), (1, "bf16", 6 * 1000), (1, "fp16", 2 * 1000 + 2 * 1000 + 4 * 250),
     (2, "bf16", 2 * 1000 + 2 * 1000 + 4 * 250), (3, "bf16", 2 * 1000),
 ])  # fmt: skip
 def test_gradients_of_an_update(stage, dtype, size):
     """All of the 1,000 trained numbers fit into one bucket."""
     assert role_memory.update_gradients(role(stage, dtype)) == Memory(size)
+
+
+def test_one_rank_reduces_nothing():
+    """In bf16 it needs one gradient, the largest, in bf16 and in fp32; in fp32 those of autograd."""
+    assert role_memory.update_gradients(role(1, ranks=1)) == Memory((2 + 4) * 300)
+    assert role_memory.update_gradients(role(0, "fp32", ranks=1)) == Memory(4 * 1000)
+
+
+def test_the_sums_of_a_large_model_are_copied_in_bf16_alone():
+    parts = replace(PARTS, trained=6 * 10**8, other=6 * 10**8)
+    assert role_memory.update_gradients(replace(role(1, on_gpu=True), parts=parts)) == Memory(2 * 6 * 10**8)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("stage", "dtype", "offloads"), [
+    (0, "fp32", False), (0, "bf16", False), (0, "bf16", True), (1, "fp32", False), (1, "fp32", True),
+    (2, "fp32", False), (2, "bf16", False), (3, "bf16", False),
+])  # fmt: skip
+def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, offloads):
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).to(DTYPES[dtype])
+    flags = MemoryFlags(offload_optimizer=offloads)
+    engine = train_engine(model, train_config(stage, dtype, False, 1, 1.0, memory=flags), SETTINGS)
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(torch.ones(2, 20, dtype=DTYPES[dtype])).float().sum(), scale_wrt_gas=False)
+    held = [getattr(weight, name, None) for weight in engine.module.parameters() for name in ("grad", "grad_accum")]
+    held += getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        held += [part for parts in getattr(engine.optimizer, name, {}).values() for part in parts or []]
+    size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
+    planned = role(stage, dtype, ranks=1, offloads_optimizer=offloads)
+    planned = replace(planned, parts=replace(PARTS, trained=900))
+    assert role_memory.accumulated(planned) + role_memory.gradients(planned) == Memory(size)
 
 
 def test_a_bucket_bounds_the_gradients_of_an_update_on_a_gpu():
