@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dschat_ppo.common.dist import on_gpu
+
 
 def capture_rng_state() -> dict[str, Any]:
     """The state of the global streams of Python, numpy and torch (CPU and GPUs), in the form of `save_state`."""
@@ -23,8 +25,8 @@ def capture_rng_state() -> dict[str, Any]:
             "normal": float(legacy["gauss"]),
         },
         "torch": torch.get_rng_state(),
-        "gpus": torch.cuda.get_rng_state_all(),
-        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else 0,
+        "gpus": torch.cuda.get_rng_state_all() if on_gpu() else [],
+        "gpu": torch.cuda.current_device() if on_gpu() else 0,
     }
 
 
@@ -39,7 +41,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     words = legacy["words"].numpy().astype(np.uint32)
     np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_normal"], legacy["normal"]))
     torch.set_rng_state(state["torch"])
-    if not state["gpus"] or not torch.cuda.is_available():
+    if not state["gpus"] or not on_gpu():
         return
     if len(state["gpus"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["gpus"])

@@ -72,6 +72,14 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def on_gpu() -> bool:
+    """Whether this run computes on GPUs. With `DS_ACCELERATOR=cpu` it does not, and must not touch those that torch
+    could use: each process would take memory of one."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cuda")
+
+
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     _SHARING[0] = 1
@@ -83,8 +91,8 @@ def shutdown() -> None:
 def barrier() -> None:
     """Wait for all ranks."""
     if torch_dist.is_initialized():
-        on_gpu = torch_dist.get_backend() == "nccl"  # it would guess the device, and warn
-        torch_dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+        by_nccl = torch_dist.get_backend() == "nccl"  # it would guess the device, and warn
+        torch_dist.barrier(device_ids=[torch.cuda.current_device()] if by_nccl else None)
 
 
 def group_of(size: int) -> Group:

@@ -120,10 +120,12 @@ class PhaseClock:
 
 
 def _gpu() -> Any:
-    """`torch.cuda`, or None if there is no GPU."""
+    """`torch.cuda`, or None if this run has no GPU."""
     import torch  # not at the top: a rank notes its phase before it imports torch, and --help never does
 
-    return torch.cuda if torch.cuda.is_available() else None
+    from dschat_ppo.common.dist import on_gpu
+
+    return torch.cuda if on_gpu() else None
 
 
 def _reset_peak() -> None:

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import Tensor, nn
 
-from dschat_ppo.common.dist import device, gather_cat
+from dschat_ppo.common.dist import device, gather_cat, on_gpu
 from dschat_ppo.types import Engine
 
 
@@ -59,13 +59,13 @@ class StepResult:
 
 def random_state() -> list[Tensor]:
     """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this rank's GPU if any."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if on_gpu() else [])
 
 
 def set_random_state(state: Sequence[Tensor]) -> None:
     """Restore the result of `random_state()`. Without a GPU, the GPU's state is ignored."""
     torch.set_rng_state(state[0])
-    if len(state) > 1 and torch.cuda.is_available():
+    if len(state) > 1 and on_gpu():
         torch.cuda.set_rng_state(state[1])
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from dschat_ppo.common.dist import device, on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.types import Engine
 
@@ -18,6 +20,7 @@ _BUFFERS = (
     "single_partition_of_fp32_groups",
     "fp32_groups_flat_partition", "fp32_groups_gradients_flat",
 )  # fmt: skip
+SMALLEST_LOCKED = 2**20  # bytes: registering less takes longer than its copy
 _PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # this rank's part of a ZeRO-3 parameter; the second one with hpZ
 
 
@@ -62,9 +65,10 @@ class HostMemory:
 
     def take(self, number: int, size: int) -> torch.UntypedStorage:
         """`size` bytes for the tensor of this number: those of the last time, if they were as many."""
-        kept = self._kept.get(number)
-        if kept is None or kept.nbytes() != size:
-            kept = self._kept[number] = host_memory(size)
+        kept = self._kept.pop(number, None)
+        if kept is not None and kept.nbytes() != size:
+            kept = None  # freed before other memory is taken
+        self._kept[number] = kept = host_memory(size) if kept is None else kept
         return kept
 
 
@@ -74,13 +78,19 @@ def host_memory(size: int) -> torch.UntypedStorage:
     It is registered with CUDA instead of taken from torch's allocator, which rounds sizes up to a power of two.
     """
     memory = torch.UntypedStorage(size)
-    if torch.cuda.is_available() and size:
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-        if error:
-            logger().warning(
-                f"--sleep_in_rollout: {size / 2**30:.2f} GiB of host memory cannot be page-locked (CUDA error "
-                f"{error}), so rollouts begin and end more slowly; raise the limit of locked memory (ulimit -l)"
-            )
+    if not on_gpu() or size < SMALLEST_LOCKED:
+        return memory
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()
+    if error := int(runtime.cudaHostRegister(place, size, 0)):
+        with suppress(RuntimeError):  # torch leaves the error behind, and the next kernel would be blamed for it
+            torch.ones(1, device=device())
+        logger().warning(
+            f"--sleep_in_rollout: {size / 2**30:.2f} GiB of host memory cannot be page-locked (CUDA error "
+            f"{error}), so rollouts begin and end more slowly; raise the limit of locked memory (ulimit -l)"
+        )
+        return memory
+    # Before it is freed: CUDA would take other memory at this address for locked. The end of the process needs no call.
+    weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
     return memory
 
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dschat_ppo.common.dist import local_world_size, world_size
+from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.types import Engine
@@ -62,7 +62,7 @@ def may_be_whole(model: nn.Module, config: Config) -> bool:
 
 def _memory_of_device() -> int:
     """Bytes of this rank's GPU, or its share of the host's memory."""
-    if torch.cuda.is_available():
+    if on_gpu():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return host_memory() // local_world_size()
 

@@ -18,11 +18,11 @@ def require_quantisation(bits: Bits) -> None:
     """Check that this machine can run quantised weights.
 
     Raises:
-        UserError: there is no GPU, or the package bitsandbytes is missing.
+        UserError: the run has no GPU, or the package bitsandbytes is missing.
     """
     flag = f"--load_in_{bits}bit"
-    if not torch.cuda.is_available():
-        raise UserError(f"{flag} needs a GPU, and there is none here; omit it to train LoRA over whole weights")
+    if not dist.on_gpu():
+        raise UserError(f"{flag} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
     require_extra("bitsandbytes", flag)
 
 

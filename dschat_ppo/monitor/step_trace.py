@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dschat_ppo.common.dist import rank
+from dschat_ppo.common.dist import on_gpu, rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import blocks_marked_by
@@ -69,7 +68,7 @@ class StepTrace:
     def _recorded(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if on_gpu():
             activities.append(ProfilerActivity.CUDA)
         recorder = profile(activities=activities)
         recorder.start()

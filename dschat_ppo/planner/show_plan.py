@@ -18,7 +18,7 @@ from dschat_ppo.planner.plan_step import plan_step
 
 def hardware_here() -> tuple[Hardware, int]:
     """The kind of this rank's device, and the bytes of its memory (on a CPU, of the host)."""
-    if dist.device().type != "cuda":  # a GPU is not used with DS_ACCELERATOR=cpu
+    if not dist.on_gpu():
         return HARDWARE["cpu"], host_memory()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = properties.name.lower().replace(" ", "")

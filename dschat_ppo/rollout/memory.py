@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dschat_ppo.common.dist import is_main, local_world_size, rank
+from dschat_ppo.common.dist import is_main, local_world_size, on_gpu, rank
 from dschat_ppo.common.host_memory import available_memory
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.models.forward import vocabulary_size
@@ -90,5 +90,5 @@ def warn_of_memory(before: int, after: int) -> None:
     _log.warning(line)
     if not is_main():
         print_line(f"warning: {line}")
-    if torch.cuda.is_available():
+    if on_gpu():
         torch.cuda.empty_cache()

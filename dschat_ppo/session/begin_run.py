@@ -158,10 +158,9 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    on_gpu = accelerator.device_name() == "cuda"
-    if dtype == "bf16" and not on_gpu:
+    if dtype == "bf16" and not dist.on_gpu():
         kernels()  # compiled here, so that no rank waits for another in a forward pass
-    if dtype == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if dtype == "bf16" and dist.on_gpu() and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger().warning(
             f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
             "use --dtype fp16"

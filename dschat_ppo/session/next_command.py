@@ -34,7 +34,7 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     of a machine's GPUs it sets `CUDA_VISIBLE_DEVICES`, which the launcher has set for this run.
     """
     main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
-    ranks, on_gpus = dist.local_world_size(), dist.device().type == "cuda"
+    ranks, on_gpus = dist.local_world_size(), dist.on_gpu()
     all_ranks = torch.cuda.device_count() if on_gpus else 1
     devices: str | None = None
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpus else None

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
@@ -109,7 +109,7 @@ class ChatModel:
         self.name = checked.label
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = dist.device()
         model: Any = load_causal_lm(checked.folder, dtype, None)
         self.model: PreTrainedModel = model.to(device).eval()
         config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.reward_flags import RewardSourceFlags
@@ -45,11 +46,6 @@ REWARD_FLAG = "--reward_model_name_or_path"
 PAIRS_AT_A_TIME = 256
 
 
-def device_here() -> torch.device:
-    """The GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @dataclass(frozen=True)
 class RewardModel:
     """A loaded reward model.
@@ -74,7 +70,7 @@ class RewardModel:
     ) -> RewardModel:
         """Load it from a folder that has been checked."""
         classifier = load_sequence_classifier(folder, dtype, None, new_head=False)
-        return cls(folder, tokenizer, ScalarModel(classifier).to(device_here()).eval(), flags, batch_tokens)
+        return cls(folder, tokenizer, ScalarModel(classifier).to(dist.device()).eval(), flags, batch_tokens)
 
     def source(self, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
         """Scores answers of a model with this tokenizer: its tokens as they are, or else their text, as in step 3."""
@@ -92,7 +88,7 @@ class RewardModel:
                 "--reward_model_max_length"
             )
         return RetokenizedModelReward(
-            self.model, self.tokenizer, int(length), device_here(), self.batch_tokens, steps
+            self.model, self.tokenizer, int(length), dist.device(), self.batch_tokens, steps
         )  # fmt: skip
 
 
@@ -165,7 +161,7 @@ def answers_of(
         UserError: generation does not support the model; or see `RewardScorer`.
     """
     loaded: Any = load_causal_lm(checked.folder, plan.dtype, None)
-    model = loaded.to(device_here()).eval()
+    model = loaded.to(dist.device()).eval()
     stopping = StoppingCriteria(plan.settings.max_tokens, end_ids(checked.tokenizer, model))
     try:
         config = choose_engine(model, GenerationConfig(plan.settings.sampling, stopping, plan.samples))
@@ -189,8 +185,8 @@ def _answer(
     for first in range(0, len(prompts), plan.batch_size):
         indices = list(range(first, min(first + plan.batch_size, len(prompts))))
         seeds = row_seeds(first * config.samples, len(indices) * config.samples, plan.settings.seed, STREAM, 0, 0)
-        batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), device_here())
-        rollout = generate(model, batch, seeds.to(device_here()), config)
+        batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), dist.device())
+        rollout = generate(model, batch, seeds.to(dist.device()), config)
         request = scorer.request(rollout, indices, 0)
         scores = scorer(request, rollout)
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
@@ -228,7 +224,7 @@ def score_pairs(reward_model: RewardModel, rows: Dataset) -> Tensor:
     parts = []
     for first in range(0, len(rows), PAIRS_AT_A_TIME):
         indices = range(first, min(first + PAIRS_AT_A_TIME, len(rows)))
-        batch = to_device(collate_pairs(rows, indices, filler_id(reward_model.tokenizer)), device_here())
+        batch = to_device(collate_pairs(rows, indices, filler_id(reward_model.tokenizer)), dist.device())
         scores = scores_in_batches(reward_model.model, batch.input_ids, batch.lengths, reward_model.batch_tokens)
         parts.append(scores.view(2, -1).T.cpu())
     return torch.cat(parts)

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
@@ -87,7 +88,7 @@ def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:
 @torch.no_grad()
 def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """(content of `summary.json`, samples as (question, answer before PPO, answer after PPO))."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = dist.device()
     rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
     questions = [Question(**row["question"]) for row in rows]
     prompts = [row["prompt"] for row in rows]

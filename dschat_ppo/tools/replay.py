@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch, real_rows
@@ -88,7 +89,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     what, records, states = read_bundle(folder)
     config = parse(what["step_name"], ["--config", str(folder / CONFIG)])
     dtype = dtype or what["dtype"]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = dist.device()
     print(f"{what['role']}, step {what['step']}, rank {what['rank']}: {what['fault']['kind']}; replayed in {dtype}")
     model = load_model(folder, what, config, dtype)
     tokenizer = load_tokenizer(tokenizer_folder(folder, what, config), "model")

@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import torch
-
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line, quiet_libraries
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.data.templates import encode_finished, turn_end
@@ -73,7 +72,7 @@ class Scorer:
         check_vocabulary(self.tokenizer, config, "--model", folder)
         self.max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.max_batch_tokens = max_batch_tokens
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = dist.device()
         self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
 
     def __call__(self, texts: Sequence[str]) -> list[float]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dschat_ppo.checkpoint import rng_state
 from dschat_ppo.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 
@@ -59,7 +60,7 @@ def gpus(monkeypatch):
     def set_all(states):
         machine["streams"] = list(states)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(machine["streams"]))
+    monkeypatch.setattr(rng_state, "on_gpu", lambda: bool(machine["streams"]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(machine["streams"]))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: machine["current"])
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(machine["streams"]))

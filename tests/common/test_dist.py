@@ -1,5 +1,7 @@
 """Ranks and collectives, without a process group and with stand-ins for one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -102,3 +104,10 @@ def test_the_other_ranks_run_even_if_the_first_one_fails(monkeypatch):
     with pytest.raises(ZeroDivisionError), dist.main_rank_of_node_first():
         raise ZeroDivisionError
     assert seen == ["barrier"]
+
+
+def test_only_what_looks_for_a_device_asks_whether_torch_could_use_a_gpu():
+    """All else asks whether the run does: `dist.on_gpu`."""
+    package = Path(dist.__file__).parents[1]
+    asking = {file.stem for file in package.rglob("*.py") if "cuda.is_available" in file.read_text(encoding="utf-8")}
+    assert asking == {"unused_gpu", "chat", "evaluate"}

@@ -152,5 +152,5 @@ def test_a_rank_without_a_gpu_has_its_share_of_the_host(monkeypatch):
     """Which is the limit of a container, if it has one, as in the planner."""
     monkeypatch.setattr(whole_weights, "host_memory", lambda: 8000)
     monkeypatch.setattr(whole_weights, "local_world_size", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(whole_weights, "on_gpu", lambda: False)
     assert whole_weights._memory_of_device() == 2000

@@ -196,10 +196,10 @@ def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_h
         return value
 
     monkeypatch.setattr(rollout_metrics, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(rollout_metrics, "on_gpu", lambda: False)
     assert phase_metrics(PhaseClock(clock.seconds, clock.tokens, clock.peak_gib), torch.device("cpu")) == plain
     stats = {"reserved_bytes.all.current": 3 * 2**30, "num_alloc_retries": 4}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rollout_metrics, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     found = phase_metrics(clock, torch.device("cpu"))
     assert found == plain | {"memory/reserved_gib": 3.0, "memory/alloc_retries": 4.0}

@@ -77,7 +77,7 @@ def test_other_ranks_are_silent(config, capsys, monkeypatch):
     ("Some GPU", 79, "a100-80gb"),
 ])  # fmt: skip
 def test_a_gpu_is_recognised_by_its_name_and_memory(monkeypatch, name, gib, kind):
-    monkeypatch.setattr(show_plan.dist, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(show_plan.dist, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(name=name, total_memory=gib * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -87,6 +87,5 @@ def test_a_gpu_is_recognised_by_its_name_and_memory(monkeypatch, name, gib, kind
 
 def test_a_cpu_has_the_memory_of_the_host(monkeypatch):
     pretend(monkeypatch, 7 * GIB)
-    monkeypatch.setattr(show_plan.dist, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # DS_ACCELERATOR=cpu on a machine with GPUs
+    monkeypatch.setattr(show_plan.dist, "on_gpu", lambda: False)
     assert show_plan.hardware_here() == (HARDWARE["cpu"], 7 * GIB)

@@ -1,11 +1,16 @@
 """The real loop of step 3 on tiny models, in this process: its order, stops and resumes, limits, bad numbers."""
 
+import inspect
 import math
+import sys
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, TokenSum, watch
 
+from dschat_ppo.checkpoint.rng_state import capture_rng_state
+from dschat_ppo.engine.skip_update import random_state as optimizer_random_state
 from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.monitor.step_trace import StepTrace
 
@@ -86,6 +91,35 @@ def test_the_metrics_of_a_run(whole):
         assert line["rollout/logprob_diff_max"] == line["policy/first_log_ratio_abs_max"]
     for line in (first, second, third):
         assert line["reward/function_faults"] == line["optim/nonfinite_skipped"] == 0
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_gpus_calls_none(assets, tmp_path, monkeypatch):
+    called = []
+
+    def noting(name, function):
+        def noted(*arguments, **named):
+            caller = sys._getframe(1)
+            if "/dschat_ppo/" in caller.f_code.co_filename:
+                called.append(f"{name} in {caller.f_code.co_name}")
+                return None
+            return function(*arguments, **named)
+
+        return noted
+
+    for name, value in vars(torch.cuda).items():
+        if inspect.isfunction(value):
+            monkeypatch.setattr(torch.cuda, name, noting(name, value))
+    run, checkpointer, _ = started(assets, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert run.run(checkpointer)["best_step"] == 2
+        capture_rng_state()
+        optimizer_random_state()
+        assert called == []
+    with monkeypatch.context() as patch:  # the same calls are noted where the run is on a GPU
+        patch.setattr(get_accelerator(), "device_name", lambda: "cuda")
+        optimizer_random_state()
+        assert called == ["get_rng_state in random_state"]
 
 
 def resumed_equals(whole, before, did_before, after, did_after, result) -> None:

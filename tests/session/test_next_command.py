@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
@@ -27,7 +26,7 @@ def machine(monkeypatch, tmp_path):
     def set_up(ranks, device="cpu", gpus=0, threads=None, machines=1):
         monkeypatch.setenv("WORLD_SIZE", str(ranks * machines))
         monkeypatch.setenv("LOCAL_SIZE", str(ranks))
-        monkeypatch.setattr(next_command.dist, "device", lambda: torch.device(device))
+        monkeypatch.setattr(next_command.dist, "on_gpu", lambda: device == "cuda")
         monkeypatch.setattr(next_command.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
