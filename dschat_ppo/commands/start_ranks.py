@@ -78,8 +78,9 @@ def start(step: str, argv: Sequence[str]) -> int:
         if config.run.dry_run_ranks is not None:
             return run_training(step, words)
         slots = slots_of(HOSTFILE, count) or [ranks]
-        if len(slots) > 1:
-            os.environ.update(WORLD_SIZE=str(sum(slots)), LOCAL_WORLD_SIZE=str(max(slots)))
+        if len(slots) > 1:  # rank 0 alone, as in such a launch
+            world = {"RANK": "0", "WORLD_SIZE": str(sum(slots)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(max(slots))}
+            os.environ.update(world, MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
         return run_training(step, [*words, "--dry_run_ranks", str(sum(slots))])
     if HOSTFILE.exists():
         number = [] if count is None else ["--num_accelerators", str(count)]

@@ -11,6 +11,7 @@ import pytest
 from dschat_ppo.commands import start_ranks
 from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.launch_environment import complete_environment
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
@@ -22,8 +23,8 @@ class Replaced(Exception):  # noqa: N818
 @pytest.fixture
 def machine(monkeypatch):
     """A function that sets the number of GPUs; the environment is restored."""
-    for name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", "MASTER_PORT",
-                 "SLURM_STEP_NUM_TASKS"):  # fmt: skip
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                 "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # fmt: skip
         monkeypatch.setenv(name, "")  # so that what `start` sets is removed
         monkeypatch.delenv(name)
 
@@ -117,14 +118,15 @@ def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
 
 def test_a_dry_run_counts_the_machines_of_a_hostfile(machine, monkeypatch, tmp_path):
     machine(4)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")  # restored at the end
     monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
     start_ranks.HOSTFILE.write_text("# node0 slots=9\nnode1 slots=4\nnode2  slots = 4 # new\n")
     assert start("sft", [*SFT, "--dry_run"]) == 0
     assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("8", "8", "4")
+    complete_environment(os.environ)  # the run that follows checks it
+    del os.environ["RANK"]  # as in another process
     assert start("sft", [*SFT, "--dry_run", "--num_gpus", "2"]) == 0
     assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("4", "4", "2")
+    del os.environ["RANK"]
     start_ranks.HOSTFILE.write_text("")
     assert start("sft", [*SFT, "--dry_run"]) == 0
     assert start_ranks.ran[-1][1][-1] == "4"

@@ -43,12 +43,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 def bash(script: str, *words: object, program: str = "python", **variables: object) -> subprocess.CompletedProcess[str]:
-    """Run a script with `program` replaced by a function that prints its arguments, each followed by NUL."""
+    """Run a script with `program`, unless it is "", replaced by a function that prints its arguments, each followed by
+    NUL."""
     own = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "RANK", "MACHINES"))}
-    own |= {"DS_ACCELERATOR": "cpu", "MASTER_PORT": "29777", f"BASH_FUNC_{program}%%": PRINTS}
+    own |= {"DS_ACCELERATOR": "cpu", "MASTER_PORT": "29777"}
+    if program:
+        own[f"BASH_FUNC_{program}%%"] = PRINTS
     command = ["bash", str(SCRIPTS / script), *map(str, words)]
     env = own | {name: str(value) for name, value in variables.items()}
-    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=180, check=False)
 
 
 def words_of(script: str, *words: object, **variables: object) -> list[str]:
@@ -84,6 +87,36 @@ def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
         assert "has no effect" not in printed.out, f"{step}: {printed.out}"
         batch = {"ppo": 64, "grpo": 256}.get(step, 64)
         assert re.search(rf"global batch .* = {batch}\n", printed.out), f"{step}: {printed.out}"
+
+
+@pytest.mark.parametrize(("script", "words", "ranks"), [
+    ("single_gpu/train.sh", ["sft", "OUT"], 1), ("single_node/train.sh", ["reward", "OUT"], 8),
+    ("multi_node/train.sh", ["dpo", "OUT"], 8), ("slurm/train.sbatch", ["ppo", "OUT"], 16),
+    ("toy/run_step1_sft.sh", ["TOY", "OUT"], 2), ("examples/gsm8k/run_grpo.sh", ["OUT"], 2),
+])  # fmt: skip
+def test_a_dry_run_of_each_kind_of_script(folder, tmp_path, script, words, ranks):
+    """With the real python; the tests above and below put a function in its place."""
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "toy/data").mkdir(parents=True)
+    model = folder / LARGEST["small"]
+    (tmp_path / "toy/model").symlink_to(model)
+    for name in ("sft", "sft_eval"):
+        shutil.copy(folder / "pairs.jsonl", tmp_path / f"toy/data/{name}.jsonl")
+    data = folder / ("problems.jsonl" if "gsm8k" in script else "pairs.jsonl")
+    given = [{"TOY": tmp_path / "toy", "OUT": tmp_path / "out"}.get(word, word) for word in words]
+    result = bash(script, *given, "--dry_run", program="", HOSTFILE=tmp_path / "hosts", MODEL=model,
+                  REWARD_MODEL=model, DATA=data)  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"dry run for {ranks} rank" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path):
+    model = folder / LARGEST["small"]
+    result = bash("e2e.sh", "--actor-model", model, "--reward-model", model, "--data-path", folder / "pairs.jsonl",
+                  "--output-dir", tmp_path / "out", "--dry-run", program="")  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("dry run for 1 rank") == 3
 
 
 @pytest.mark.parametrize("place", HARDWARE_OF)
