@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,16 +20,21 @@ RATIO_EDGES = (
 _BUCKETS = 50
 
 
-def bucket_counts(values: Tensor, mask: Tensor, edges: Sequence[float]) -> Tensor:
-    """How many `values` are in each bucket, fp64 (n,), on their device and without waiting for it.
+@cache
+def _on_device(edges: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The edges as a tensor: copying numbers to a GPU waits for it, so that it happens once."""
+    return torch.tensor(edges, dtype=dtype, device=device)
+
+
+def bucket_counts(values: Tensor, mask: Tensor, edges: tuple[float, ...]) -> Tensor:
+    """How many `values` are in each bucket, fp64 (n,), on their device. Only the first call waits for it.
 
     Args:
         values: of any shape; those below the first edge and above the last one are in the outer buckets.
         mask: the same shape, bool; values count where it is True.
         edges: n + 1 ascending numbers; bucket i is `[edges[i], edges[i + 1])`.
     """
-    inner = torch.tensor(edges[1:-1], dtype=values.dtype, device=values.device)
-    buckets = torch.bucketize(values.detach(), inner, right=True)
+    buckets = torch.bucketize(values.detach(), _on_device(edges[1:-1], values.dtype, values.device), right=True)
     counts = torch.zeros(len(edges) - 1, dtype=torch.float64, device=values.device)
     return counts.index_add_(0, buckets.flatten(), mask.flatten().double())
 

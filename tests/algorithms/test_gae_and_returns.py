@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ragged import gapped_mask, normal, ragged_mask, returns_by_loop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, returns_to_go, token_rewards
 
@@ -136,6 +137,57 @@ def test_gae_skips_gaps():
         torch.testing.assert_close(returns[row, keep], expected[1][0])
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that launch a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        self.count += not any(tag in str(operator) for tag in ("aten.slice", "aten.view", "aten.unsqueeze"))
+        return operator(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.0, 0.5)])
+def test_long_rows_with_gaps_equal_a_loop_in_few_operators(gamma, lam):
+    """Each operator is a launch on a GPU: a loop over 4,096 columns would make 40,000."""
+    generator = torch.Generator().manual_seed(7)
+    rewards, values = (torch.randn(3, 4096, generator=generator) for _ in range(2))
+    mask = torch.rand(3, 4096, generator=generator) < 0.9
+    mask[1, 1000:] = False
+    mask[2] = False
+    with Operators() as operators:
+        advantages, returns = gae(rewards, values, mask, gamma, lam)
+    assert operators.count <= 100
+    expected = np.zeros((3, 4096))
+    for row in range(3):
+        following, next_value = 0.0, 0.0
+        for t in reversed(np.flatnonzero(mask[row].numpy())):
+            value = float(values[row, t])
+            following = float(rewards[row, t]) + gamma * next_value - value + gamma * lam * following
+            expected[row, t], next_value = following, value
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-5 * largest)
+    np.testing.assert_allclose(returns.numpy(), np.where(mask, expected + values.numpy(), 0.0), atol=1e-5 * largest)
+    with Operators() as operators:
+        found = returns_to_go(rewards, mask, gamma)
+    assert operators.count <= 100
+    by_loop = returns_by_loop(rewards.double().numpy(), mask.numpy(), gamma)
+    np.testing.assert_allclose(found.numpy(), by_loop, atol=1e-5 * np.abs(by_loop).max())
+
+
+@pytest.mark.parametrize("width", [6, 7, 64, 101])
+def test_the_width_of_a_batch_changes_no_bit(width):
+    """The critic's pass computes targets in micro-batches, which are as wide as their longest answer."""
+    rewards, values = random_rows(8)
+    wide = [torch.nn.functional.pad(part, (0, width - 6), value=5.0) for part in (rewards, values)]
+    narrow = gae(rewards, values, MASK, 0.99, 0.95)
+    found = gae(*wide, torch.nn.functional.pad(MASK, (0, width - 6)), 0.99, 0.95)
+    for one, other in zip(narrow, found, strict=True):
+        assert torch.equal(other[:, :6], one) and not other[:, 6:].any()
 
 
 def test_the_score_of_a_row_with_gaps_is_on_its_last_true_token():
