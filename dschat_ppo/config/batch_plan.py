@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
 
@@ -251,7 +251,8 @@ def plan_ppo(
         flags: flags of step 3.
         prompts: number of prompts in the data.
         world_size: number of ranks.
-        warmup_rollouts: PPO steps that train only the critic.
+        warmup_rollouts: PPO steps that train only the critic. A run whose flags limit its steps has fewer if it must,
+            so that its last step trains the actor.
         shared: ranks that share their rows in updates; each generates answers to its own prompts.
         max_steps: `--max_steps`.
 
@@ -276,8 +277,10 @@ def plan_ppo(
         shared=shared,
         max_steps=max_steps,
     )
+    if max_steps or flags.test_stop_step:  # a trial of a longer run, so its last PPO step trains the actor too
+        plan = replace(plan, warmup_rollouts=min(warmup_rollouts, plan.ppo_steps - 1))
     require(
-        warmup_rollouts < plan.ppo_steps,
+        plan.warmup_rollouts < plan.ppo_steps,
         f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps of this run, "
         "or the actor is never trained",
     )

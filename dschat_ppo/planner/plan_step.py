@@ -145,9 +145,8 @@ def plan_step(
     roles = roles_of(config, model_configs, world_size, own, hardware.on_gpu)
     rows = 0
     if isinstance(config, PPOConfig):
-        warmup = config.algorithm.critic_warmup_rollouts
-        steps = config.schedule.max_steps or warmup + 1  # the data are not read, so how long the run is is not known
-        plan = plan_ppo(config.ppo, MANY_PROMPTS, world_size, warmup, shared, steps)
+        steps = config.schedule.max_steps or 1  # the data are not read, so how long the run is is not known
+        plan = plan_ppo(config.ppo, MANY_PROMPTS, world_size, 0, shared, steps)
         of_tensors = int((usable(own) - hardware.context) / (1 + hardware.fragmentation))
         asleep = config.ppo_memory.sleep_in_rollout and (hardware.on_gpu if sleeps is None else sleeps)
         phases, rows = ppo_phases(config, plan, roles, model_configs["actor"], of_tensors, asleep)

@@ -36,10 +36,12 @@ class AdvantageComputation:
         flags: of the algorithm.
         max_length: longest answer in tokens.
         seed: of the run.
+        warmup_rollouts: PPO steps at the start in which the policy does not move.
     """
 
-    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int):
+    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, warmup_rollouts: int = 0):
         self.flags = flags
+        self.warmup_rollouts = warmup_rollouts
         self.max_length = max_length
         self.seed = seed
         self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
@@ -83,7 +85,7 @@ class AdvantageComputation:
             **_fields(rows), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rows),
             selected=None,
         )  # fmt: skip
-        if step > flags.critic_warmup_rollouts and rows.ref_logprobs is not None:  # before, the policy does not move
+        if step > self.warmup_rollouts and rows.ref_logprobs is not None:
             mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
         return replace(experience, selected=self._selected(experience, step))

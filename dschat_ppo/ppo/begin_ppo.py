@@ -24,7 +24,7 @@ from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
 from dschat_ppo.engine.role_models import ModelFolders
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.planner.show_plan import show_memory_plan
@@ -132,6 +132,12 @@ def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
         for model, total in zip(schedules, totals, strict=False)  # there may be no critic
     ]
     show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
+    if plan.warmup_rollouts < config.algorithm.critic_warmup_rollouts:
+        logger().info(
+            f"note: --critic_warmup_rollouts is {plan.warmup_rollouts} in place of "
+            f"{config.algorithm.critic_warmup_rollouts}, so that the last of {counted(plan.ppo_steps, 'PPO step')} "
+            "trains the actor"
+        )
     if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
         logger().info(
             f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "

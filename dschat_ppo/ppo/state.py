@@ -166,7 +166,7 @@ class PPOComponents:
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
-        self.shaping = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed)
+        self.shaping = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed, plan.warmup_rollouts)
         models = {
             "actor": engines.actor, "critic": engines.critic,
             "reference": engines.reference if engines.reference_sync else config.reference_folder,

@@ -191,6 +191,18 @@ def test_training_batches_may_be_larger_than_generation_batches():
     assert (plan.updates_per_rollout, plan.ppo_steps) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("most", "stop", "warmup"), [(2, 0, 1), (1, 0, 0), (3, 2, 1), (20, 0, 5), (0, 4, 3), (0, 0, 5)]
+)
+def test_a_trial_ends_the_warm_up_of_the_critic_before_its_last_step(most, stop, warmup):
+    flags = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 4}
+    trial = ppo_flags(enable_test_mode=stop > 0, test_stop_step=stop, **flags)
+    plan = plan_ppo(trial, 1000, 1, 5, 1, most)
+    assert plan.warmup_rollouts == warmup and plan.actor_updates > 0
+    with pytest.raises(UserError, match="--critic_warmup_rollouts 5 must be below the 5 PPO steps"):
+        plan_ppo(ppo_flags(**flags), 20, 1, 5)
+
+
 @pytest.mark.parametrize(("stop", "steps"), [(2, 2), (5, 5), (9, 5)])
 def test_test_mode_only_shortens_a_run(stop, steps):
     flags = ppo_flags(per_device_generation_batch_size=4, per_device_training_batch_size=4,

@@ -148,7 +148,7 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
 
 def test_the_kl_coefficient_waits_for_the_critic():
     rows = scored()
-    compute = computation(kl_target=0.01, critic_warmup_rollouts=2)
+    compute = Computation(AlgorithmFlags(kl_target=0.01), LONGEST, 0, warmup_rollouts=2)
     values = []
     for step in (1, 2, 3):
         compute(rows, step)
