@@ -1,4 +1,4 @@
-"""Settings of a model folder that name code or other files. The folder chooses neither.
+"""Settings of a model folder that name code or other files, or belong to a run. The folder chooses none of them.
 
 transformers lets `config.json` name an attention or experts kernel, which it fetches from the hub and runs where the
 package `kernels` is installed; Python files (`auto_map`); another file of weights; and a quantisation, whose back ends
@@ -23,6 +23,11 @@ IGNORED = (
     *KERNELS, "auto_map", "custom_generate", "custom_pipelines", "distributed_config", "fusion_config", "kernel_config",
     "use_kernels",
 )  # fmt: skip
+# Settings of a run that some folders keep from the run that wrote them; flags and forward passes of this one set them.
+OF_A_RUN = {
+    "gradient_checkpointing": False, "output_attentions": False, "output_hidden_states": False,
+    "output_router_logits": False, "return_dict": True, "torchscript": False,
+}  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--dtype` chooses the dtype of a run
 
 
@@ -54,13 +59,16 @@ def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -
             raise UserError(f"{refused}: '{name}' must be one of {', '.join(DTYPES)}; it is {value!r}")
     names = sorted({name for name, value in _all_settings(settings) if name.strip("_") in IGNORED and value})
     if names:
-        _note(folder, ", ".join(names))
+        _note(folder, ", ".join(names), "a model folder does not choose code")
+    names = sorted({name for name, value in _all_settings(settings) if name in OF_A_RUN and value != OF_A_RUN[name]})
+    if names:
+        _note(folder, ", ".join(names), "the flags of a run choose it")
 
 
 @cache
-def _note(folder: str, names: str) -> None:
+def _note(folder: str, names: str, reason: str) -> None:
     """Once for a folder, which is read several times."""
-    logger().warning(f"{folder}: {names} in config.json is ignored; a model folder does not choose code")
+    logger().warning(f"{folder}: {names} in config.json is ignored; {reason}")
 
 
 def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -72,7 +80,7 @@ def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def without_code(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, changed in place: transformers chooses its kernels, and no setting names code.
+    """`config`, changed in place: transformers chooses its kernels, and no setting names code or belongs to a run.
 
     The model is saved with this configuration, so the names do not reach later users of the saved folder either.
     """
@@ -83,4 +91,7 @@ def without_code(config: PretrainedConfig) -> PretrainedConfig:
         for name in IGNORED:
             if name in vars(part):
                 delattr(part, name)
+        for name, value in OF_A_RUN.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
     return config

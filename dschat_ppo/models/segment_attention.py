@@ -32,7 +32,7 @@ from dschat_ppo.models.shared_prompts import VarlenSegments
 
 LARGEST_FLASH_HEAD = 256
 OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # options that neither FlashAttention nor blocks have here
-VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # that not every version of PyTorch has
+VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch has
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,17 @@ def varlen_kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if set(inspect.signature(varlen_attn).parameters) >= VARLEN_ARGUMENTS else None
+    known = inspect.signature(varlen_attn).parameters
+    if not set(known) >= VARLEN_ARGUMENTS:
+        return None
+    if "enable_gqa" in known:
+        return varlen_attn
+
+    def without_gqa(*given: Any, enable_gqa: bool, **options: Any) -> Any:
+        """PyTorch 2.11 takes fewer key heads without being asked."""
+        return varlen_attn(*given, **options)
+
+    return without_gqa
 
 
 _VARLEN = varlen_kernel()

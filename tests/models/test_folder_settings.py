@@ -10,7 +10,7 @@ from shutil import copytree
 import pytest
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.folder_settings import IGNORED
+from dschat_ppo.models.folder_settings import IGNORED, OF_A_RUN
 from dschat_ppo.models.loading import load_causal_lm, load_config
 from dschat_ppo.models.model_files import check_settings
 
@@ -114,6 +114,18 @@ def test_settings_that_change_how_a_model_is_built_and_saved_are_ignored(assets,
     model = load_causal_lm(str(changed(assets, tmp_path / "lm", settings)), "fp32", None)
     model.save_pretrained(tmp_path / "saved")
     assert not settings.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
+
+
+@pytest.mark.parametrize("settings", [{name: not value} for name, value in OF_A_RUN.items()], ids=str)
+def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_path, said, settings):
+    """Checkpointing that no flag asks for breaks PPO's updates, and attention weights a rollout."""
+    [name] = settings
+    folder = changed(assets, tmp_path / "lm", settings)
+    model = load_causal_lm(str(folder), "fp32", None)
+    assert not model.is_gradient_checkpointing and getattr(model.config, name, OF_A_RUN[name]) == OF_A_RUN[name]
+    assert [line for line in said if str(folder) in line and name in line]
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing, "by the flag"
 
 
 @pytest.mark.parametrize("method", ["gptq", "mxfp4", "bitsandbytes", "xyz"])

@@ -97,6 +97,19 @@ def test_without_the_kernel_of_newer_versions_of_pytorch(monkeypatch):
     for module in (old, None):  # without the arguments, and without the kernel
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
         assert segment_attention.varlen_kernel() is None
+    received = []
+
+    def of_2_11(q, k, v, *, scale, window_size):
+        received.append((scale, window_size))
+
+    def of_2_13(q, k, v, *, scale, window_size, enable_gqa):
+        received.append((scale, window_size, enable_gqa))
+
+    for kernel in (of_2_11, of_2_13):  # the first takes fewer key heads without being asked
+        old.varlen_attn = kernel
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", old)
+        segment_attention.varlen_kernel()(1, 2, 3, scale=0.5, window_size=(-1, 0), enable_gqa=True)
+    assert received == [(0.5, (-1, 0)), (0.5, (-1, 0), True)]
     assert suits() and not suits(kernel=None)
 
 
