@@ -63,7 +63,10 @@ class _Watch(TorchDispatchMode):
                 raise RuntimeError("called a synchronizing CUDA operation")
         if graph is not None and device.fail_inside:
             problem, device.broken = device.fail_inside.pop()
-            raise problem
+            try:
+                raise problem
+            finally:
+                del problem  # else its traceback and this frame refer to each other
         outputs = function(*args, **(kwargs or {}))
         if graph is not None:
             # A clone of the inputs of an operation is not needed: it reads the tensors that earlier ones wrote.

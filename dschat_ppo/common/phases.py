@@ -15,6 +15,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 _GIB = 2**30
 _CURRENT = ["start"]
 _STEP: list[int] = []
+_PEAKS: dict[str, float] = {}  # phase -> bytes of its largest peak
 
 
 class Marker(Protocol):
@@ -84,6 +85,11 @@ def where(joint: str = ",") -> str:
     return f"phase '{current_phase()}'" + "".join(f"{joint} step {number}" for number in _STEP)
 
 
+def largest_peak(name: str) -> float | None:
+    """Bytes of the largest peak of a phase since the start of the process; None: it has not ended yet."""
+    return _PEAKS.get(name)
+
+
 @dataclass
 class PhaseClock:
     """Measures seconds, tokens and peak memory of named phases since the last `take`."""
@@ -104,7 +110,9 @@ class PhaseClock:
             if (gpu := _gpu()) is not None:
                 gpu.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), _peak_bytes() / _GIB)
+        peak = _peak_bytes()
+        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak / _GIB)
+        _PEAKS[name] = max(_PEAKS.get(name, 0.0), peak)
         _CURRENT.pop()
         heartbeat()
 

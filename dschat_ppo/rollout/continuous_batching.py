@@ -81,23 +81,28 @@ class ContinuousBatching:
 
         When memory runs out, the running sequences start again from their prompts, with half the rows.
         """
-        with installed(self.model, self.attention):
-            while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
-                try:
-                    self._step()
-                    continue
-                except RuntimeError as problem:
-                    if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
-                        raise
-                # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
-                before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
-                self.attention.begin([])
-                if self.memory is not None:
-                    self.memory.forget_graphs()
-                self.buffers.reset(self.scheduler.preempt(after))
-                warn_of_memory(before, after)
+        try:
+            with installed(self.model, self.attention):
+                self._run()
+        finally:
+            self.graphed = None  # it refers to this object and the cache: the cycle would keep the memory for a while
+
+    def _run(self) -> None:
+        while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
+            try:
+                self._step()
+                continue
+            except RuntimeError as problem:
+                if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
+                    raise
+            # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
+            before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
             self.attention.begin([])
-        self.graphed = None  # it refers to this object and to the cache: the cycle would keep the memory for a while
+            if self.memory is not None:
+                self.memory.forget_graphs()
+            self.buffers.reset(self.scheduler.preempt(after))
+            warn_of_memory(before, after)
+        self.attention.begin([])
 
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -114,7 +115,8 @@ class GraphRecorder:
             RuntimeError: the capture failed. Unless memory ran out and the capture ended in order, nothing is recorded
                 any more.
         """
-        graph, ended = torch.cuda.CUDAGraph(), False
+        graph, ended, collects = torch.cuda.CUDAGraph(), False, gc.isenabled()
+        gc.disable()  # it might free memory of older graphs, which CUDA does not allow during a capture
         try:
             with torch.cuda.stream(self._stream):
                 # Only calls of this thread matter: NCCL's watchdog and pinning threads may call CUDA meanwhile.
@@ -129,6 +131,9 @@ class GraphRecorder:
             if not (ended and ran_out_of_memory(problem)):
                 self._refuse(f"a CUDA graph of this model cannot be captured ({problem})")
             raise
+        finally:
+            if collects:
+                gc.enable()
         self.captures += 1
         return graph
 

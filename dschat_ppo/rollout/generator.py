@@ -142,7 +142,8 @@ def _generate_static(
             prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), POLL, limits, room
         )
         rows, slots = pool_limits(model, min(config.rows, buffers.count), buffers.width)
-        memory = StaticMemory(KVPool(SPARE + 1), min(rows, buffers.count), slots, prompts.prompt_ids.device)
+        pool = KVPool(graphs.capacity(key, slots) if graphs else SPARE + 1)
+        memory = StaticMemory(pool, min(rows, buffers.count), slots, prompts.prompt_ids.device)
     scheduler = PoolScheduler(
         *_lengths_and_prompts(buffers), buffers.limits[:-1].cpu().numpy(), memory.entries.shape[1], memory.pool,
         memory.most_slots, POLL, config.samples, MIN_SHARED_TOKENS,

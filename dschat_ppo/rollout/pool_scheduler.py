@@ -69,7 +69,8 @@ class PoolScheduler:
         prompts: (A,) int64, prompt number of each sequence; sequences of one prompt are consecutive.
         limits: (A,) int64, most response tokens of each sequence.
         rows: the largest number of running sequences.
-        pool: its contents are lost.
+        pool: its contents are lost. If it has the capacity that another rollout needed, it grows only once that is
+            used up.
         most_slots: the largest capacity of the pool; raised to what a single sequence needs.
         poll: tokens of a decode step.
         samples: sequences per prompt.
@@ -83,6 +84,7 @@ class PoolScheduler:
         self.prompts = prompts
         self.rows = rows
         self.pool = pool
+        self._proven = pool.capacity  # enough for another rollout, unless the pool is new
         self.poll = poll
         self.samples = samples
         tokens = prompt_lengths - 1  # the first decode step feeds the last token of a prompt
@@ -190,7 +192,7 @@ class PoolScheduler:
             prefixes |= zip(fresh, found[len(grown) :], strict=True)
         else:
             total = self._total(sizes)
-            if total > FULL * capacity:
+            if total > (capacity if capacity == self._proven else FULL * capacity):
                 capacity = max(capacity, total, min(self.most_slots, int(GROWTH * capacity)))
             ends = np.cumsum([SPARE + 1, *lengths.values(), *sizes])
             prefixes, starts = dict(zip(lengths, ends.tolist(), strict=False)), ends[len(lengths) : -1]

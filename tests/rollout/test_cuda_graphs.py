@@ -1,11 +1,14 @@
 """Decode steps at fixed addresses, and graphs of them on a stand-in for a GPU."""
 
+import gc
 import logging
+import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeDevice
+from fake_graphs import FakeDevice, FakeGraph
 from tiny_models import LENGTHS, model_of, prompts_of
 
 from dschat_ppo.rollout import continuous_batching
@@ -251,6 +254,44 @@ def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypat
     assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
     assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_recorded(fails, device, monkeypatch):
+    """It may hold the memory of older graphs, and to free that breaks a capture."""
+    collects, begin, end = [], FakeGraph.capture_begin, FakeGraph.capture_end
+
+    def noted(original):
+        return lambda self, **how: collects.append(gc.isenabled()) or original(self, **how)
+
+    monkeypatch.setattr(FakeGraph, "capture_begin", noted(begin))
+    monkeypatch.setattr(FakeGraph, "capture_end", noted(end))
+    if fails:
+        device.fail_inside.append((RuntimeError("CUDA error: operation not permitted"), True))
+    run(RolloutGraphs())
+    assert collects and not any(collects) and gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_rollout_used_is_freed_at_once(fails, device, monkeypatch):
+    """Also after an error: nothing waits for the collection of garbage."""
+    made, original = [], GraphedDecoder.__init__
+
+    def noting(self, *arguments):
+        original(self, *arguments)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(GraphedDecoder, "__init__", noting)
+    if fails:
+        device.fail_inside.append((ValueError("no error of memory"), False))
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            run(RolloutGraphs())
+        assert not device.fail_inside
+        assert [reference() for reference in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_other_errors_of_a_step_are_raised(device, monkeypatch):

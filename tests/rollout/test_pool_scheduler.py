@@ -18,12 +18,14 @@ class World:
     The tag of a prompt token is 1000 prompt + position, that of a generated token -(1000 sequence + position).
     """
 
-    def __init__(self, rng, prompt_lengths, prompts, rows, samples=1, share_from=0, most_slots=10**6, longest=40):
+    def __init__(
+        self, rng, prompt_lengths, prompts, rows, samples=1, share_from=0, most_slots=10**6, longest=40, pool=None
+    ):
         self.prompt_lengths, self.prompts = np.asarray(prompt_lengths), np.asarray(prompts)
         self.length = rng.integers(1, longest, len(prompts))  # tokens of each sequence
         self.scheduler = PoolScheduler(
-            self.prompt_lengths, self.prompts, np.full(len(prompts), longest), rows, KVPool(SPARE + 1), most_slots,
-            POLL, samples, share_from,
+            self.prompt_lengths, self.prompts, np.full(len(prompts), longest), rows, pool or KVPool(SPARE + 1),
+            most_slots, POLL, samples, share_from,
         )  # fmt: skip
         self.clock: dict[int, int] = {}
         self.finished: list[int] = []
@@ -187,6 +189,29 @@ def test_preempted_sequences_start_again_with_half_the_rows(preempt_at):
     world = World(rng, *groups(rng, 12, 4, 30), rows=16, samples=4, share_from=3, most_slots=1600)
     world.run(preempt_at)
     assert (world.scheduler.rows, world.scheduler.most_slots) == (8, 800)
+
+
+@pytest.mark.parametrize(("samples", "share_from", "rows"), [(1, 0, 40), (1, 0, 9), (4, 8, 40)])
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_pool_with_the_capacity_of_an_equal_rollout_does_not_grow(samples, share_from, rows, equal):
+    """Neither the same pool nor a new one. Segments move together instead, with all slots in use."""
+    rng = np.random.default_rng(0)
+    lengths, prompts = groups(rng, 40 // samples, samples, 30)
+    lengths = np.full_like(lengths, 30) if equal else lengths
+    answers, pool, versions = rng.integers(1, 40, 40), None, []
+    for kept in (False, True, False):
+        pool = pool if kept or pool is None else KVPool(pool.capacity)
+        before = 0 if pool is None else pool.version
+        world = World(rng, lengths, prompts, rows, samples, share_from, pool=pool)
+        world.length = np.full(40, 40) if equal else answers
+        world.run()
+        pool = world.scheduler.pool
+        versions.append(pool.version - before)
+    assert versions[0] > 1 and versions[1:] == [0, 0]
+    larger = World(rng, lengths + 60, prompts, rows, samples, share_from, longest=90, pool=pool)
+    larger.length = np.full(40, 90)
+    larger.run()
+    assert pool.version > 0, "what needs more slots than there are makes it grow"
 
 
 def test_prefills_have_a_maximum_number_of_tokens(monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from fake_graphs import FakeDevice
 from tiny_models import new_model, prompts_of
 
+from dschat_ppo.rollout import pool_scheduler, rollout_graphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
@@ -92,6 +93,45 @@ def test_a_large_cache_is_not_kept(device, model, monkeypatch):
         rollout(model, graphs, FIRST)
         assert (graphs._kept is not None) is kept
     assert graphs._kept.memory.pool.nbytes == token * slots
+
+
+@pytest.mark.parametrize(("peak", "kept"), [(None, False), (0.8699, True), (0.8701, False)])
+def test_a_larger_cache_is_kept_if_updates_leave_room_for_it(peak, kept, device, model, monkeypatch):
+    """It takes 3 % of the memory, and updates `peak` of it; later they take 3 % more, because they hold the cache."""
+    total = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, total))
+    graphs, peaks = RolloutGraphs(), {"train": peak and peak * total}
+    monkeypatch.setattr(rollout_graphs, "largest_peak", peaks.get)
+    monkeypatch.setattr(KVPool, "nbytes", int(0.03 * total) - 30_000)  # what else is kept takes less than that
+    rollout(model, graphs, FIRST)
+    for _ in range(2):
+        before = device.attempts
+        rollout(model, graphs, FIRST)
+        assert (device.attempts == before) is kept
+        peaks["train"] = peak and peak * total + int(0.03 * total)
+    peaks["train"] = 0.95 * total  # longer rows came
+    rollout(model, graphs, FIRST)
+    assert graphs._kept is None
+
+
+def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device, model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 0))
+    for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
+        monkeypatch.setattr(pool_scheduler, name, 4)
+    graphs, expected, growths, original = RolloutGraphs(), rollout(model, None, FIRST), [0], KVPool.repack
+
+    def noting(self, sources, targets, capacity):
+        growths[-1] += capacity > self.capacity
+        original(self, sources, targets, capacity)
+
+    monkeypatch.setattr(KVPool, "repack", noting)
+    for _ in range(3):
+        captures = graphs.recorder.captures
+        assert_equal(rollout(model, graphs, FIRST), expected)
+        assert graphs._kept is None and graphs.recorder.captures > captures
+        growths.append(0)
+    assert growths[0] > 1 and growths[1:] == [0, 0, 0]
+    assert graphs.capacity(("another", 6), 100) == 1 and graphs.capacity(*graphs._capacities, 7) == 7
 
 
 def test_nothing_is_kept_after_memory_ran_out(device, model, monkeypatch):
