@@ -29,9 +29,10 @@ def test_the_gradient_is_the_difference_of_probability_and_label():
     assert scores.grad.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-SCORES = torch.tensor([[0.5, -1.0, 2.0, 9.0], [-3.0, 7.0, 7.0, -40.0]])
-MASK = torch.tensor([[True, False, True, False], [True, False, False, True]])
-STEPS = [[0.5, 2.0], [-3.0, -40.0]]
+# In the last row the columns of the steps, 1 and 2, add up to that of no step, 3.
+SCORES = torch.tensor([[0.5, -1.0, 2.0, 9.0], [-3.0, 7.0, 7.0, -40.0], [8.0, 1.0, -0.5, 8.0]])
+MASK = torch.tensor([[True, False, True, False], [True, False, False, True], [False, True, True, False]])
+STEPS = [[0.5, 2.0], [-3.0, -40.0], [1.0, -0.5]]
 
 
 @pytest.mark.parametrize(("how", "of"), [

@@ -237,6 +237,38 @@ def test_covariance_losses_select_tokens_of_the_whole_step(loss):
     assert computation()(rows, step=1).selected is None
 
 
+TRUNCATED_TOO = {
+    "--high_entropy_share": {"high_entropy_share": 0.5},
+    "kl_cov": {"policy_loss": "kl_cov", "covariance_share": 0.5, "whiten_advantages": False},
+    "clip_cov": {
+        "policy_loss": "clip_cov", "covariance_share": 1.0, "clip_cov_low": -100.0, "clip_cov_high": 100.0,
+        "whiten_advantages": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", TRUNCATED_TOO.values(), ids=TRUNCATED_TOO)
+def test_tokens_are_chosen_among_those_of_the_loss(flags):
+    """With `--mask_truncated_answers` 6 of 14 tokens are left; the 8 others have the largest entropies, and log-probs
+    that would move the mean of the covariances."""
+    rows = scored()
+    left = rows.response_mask & (rows.finish_reason == EOS).unsqueeze(1)  # (6, 4)
+    rows = replace(
+        rows, entropies=rows.entropies + 9.0 * ~left, old_logprobs=rows.old_logprobs - 50.0 * (rows.response_mask & ~left)
+    )
+    found = computation(mask_truncated_answers=True, kl_coef=0.0, **flags)(rows, step=1)
+    advantages, logprobs = found.advantages[left].double(), rows.old_logprobs[left].double()
+    covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    if flags.get("policy_loss") == "kl_cov":
+        assert found.selected.sum() == 3
+        assert found.selected[left].tolist() == (covariances >= covariances.sort().values[3]).tolist()
+    elif "policy_loss" in flags:
+        assert torch.equal(found.selected, left)
+    else:
+        entropies = rows.entropies[left]
+        assert (found.loss_weights[left] > 0).tolist() == (entropies >= entropies.sort().values[3]).tolist()
+
+
 def test_running_scaling_divides_by_the_deviation_of_all_scores_so_far():
     compute = computation(normalize_rewards="running", kl_coef=0.0, reward_clip=0.0)
     first, second = scored(), scored(scores=torch.tensor(SCORES) * 10 + 1)
