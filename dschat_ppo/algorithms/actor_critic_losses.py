@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import row_means, zero_outside
+from dschat_ppo.algorithms.kl import smooth_abs
 
 LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
 
@@ -132,11 +133,13 @@ def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025).
 
+    The absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise.
+
     Raises:
         ValueError: no tokens were selected.
     """
     ratio = _log_ratio(terms).exp()
-    distance = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask).abs()
+    distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
     penalty = zero_outside(distance, _selected(terms))
     return _unclipped(-zero_outside(terms.advantages, terms.mask) * ratio + settings.kl_cov_coef * penalty, ratio)
 

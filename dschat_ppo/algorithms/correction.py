@@ -154,7 +154,8 @@ def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
         (B, R) bool, False outside the mask.
     """
     tokens = mask.nonzero()  # (N, 2) row and column
-    highest = torch.topk(covariances[mask], min(len(tokens), _token_count(mask, share))).indices  # (n,)
+    # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.
+    highest = covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]  # (n,)
     rows, columns = tokens[highest].unbind(dim=1)  # (n, 2) -> (n,) each
     chosen = torch.zeros_like(mask)
     chosen[rows, columns] = True

@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
 
 LARGEST_K3_EXPONENT = 20.0
+SMOOTH_BELOW = 0.01  # nats: a change of a probability by 1 %; rounding is 1e-6 in fp32
 
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -66,6 +68,15 @@ def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # (..., V) -> (...)
 
 
+def smooth_abs(difference: Tensor) -> Tensor:
+    """`|d| - s / 2`, and `d^2 / (2 s)` for |d| below s = 0.01; the same shape.
+
+    The slope of |d| is +-1 beside 0, and where two log-probs are equal up to rounding, its sign is noise: micro-batches
+    and ranks would change the gradient. The slope of this function is the difference divided by s there.
+    """
+    return smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none", beta=SMOOTH_BELOW)
+
+
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     """The value of the first tensor with the gradient of the second; both have the same shape."""
     return gradient_of - gradient_of.detach() + value.detach()
@@ -80,7 +91,8 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bo
         ref_logprobs: (B, R) fp32 of the reference, finite everywhere too.
         estimator: key of `KL_ESTIMATORS`, which gives the value.
         straight: use the gradient of k2, which on samples of the policy is that of KL(policy || reference). False: use
-            the estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs.
+            the estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs (for
+            abs that of `smooth_abs`: at the start of a run the policy equals the reference up to rounding).
 
     Returns:
         (B, R) fp32 with gradient.
@@ -89,4 +101,6 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bo
         KeyError: there is no such estimator.
     """
     value = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
+    if estimator == "abs" and not straight:
+        return straight_through(value, smooth_abs(logprobs - ref_logprobs))
     return straight_through(value, kl_k2(logprobs, ref_logprobs)) if straight else value

@@ -149,6 +149,16 @@ def test_gradients_of_k2_and_abs_by_hand():
     assert d.grad.tolist() == [1.0, -1.0]
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("straight", [False, True])
+def test_rounding_does_not_decide_the_gradient_where_policy_and_reference_are_equal(estimator, straight):
+    logprobs, gradients = torch.full((2,), -1.0, requires_grad=True), []
+    for noise in (-2e-6, 2e-6):
+        loss = kl_loss(logprobs, torch.full((2,), -1.0 + noise), estimator, straight)
+        gradients += torch.autograd.grad(loss.sum(), logprobs)
+    torch.testing.assert_close(*gradients, atol=5e-4, rtol=0)
+
+
 def test_k1_by_hand():
     difference = kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
     assert difference.tolist() == [0.5, -1.0]
