@@ -253,9 +253,8 @@ def test_tokens_are_chosen_among_those_of_the_loss(flags):
     that would move the mean of the covariances."""
     rows = scored()
     left = rows.response_mask & (rows.finish_reason == EOS).unsqueeze(1)  # (6, 4)
-    rows = replace(
-        rows, entropies=rows.entropies + 9.0 * ~left, old_logprobs=rows.old_logprobs - 50.0 * (rows.response_mask & ~left)
-    )
+    gone = rows.response_mask & ~left
+    rows = replace(rows, entropies=rows.entropies + 9.0 * gone, old_logprobs=rows.old_logprobs - 50.0 * gone)
     found = computation(mask_truncated_answers=True, kl_coef=0.0, **flags)(rows, step=1)
     advantages, logprobs = found.advantages[left].double(), rows.old_logprobs[left].double()
     covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
