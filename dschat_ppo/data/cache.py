@@ -8,6 +8,7 @@ file, and then renamed. An entry whose files do not match their records is made 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -99,15 +100,25 @@ def _entry_lock(folder: Path) -> Iterator[None]:
 
 def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
     unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
-    rows = make(empty_folder(unfinished / "work"))
-    content = {}
-    for number, file in enumerate(rows.cache_files):
-        path = unfinished / f"rows_{number:05d}.arrow"
-        os.replace(file["filename"], path)
-        content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
-    remove_folder(unfinished / "work")
-    write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
-    replace_folder(folder, unfinished)
+    try:
+        rows = make(empty_folder(unfinished / "work"))
+        content = {}
+        for number, file in enumerate(rows.cache_files):
+            path = unfinished / f"rows_{number:05d}.arrow"
+            os.replace(file["filename"], path)
+            content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
+        remove_folder(unfinished / "work")
+        write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
+        replace_folder(folder, unfinished)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are stored there; free disk "
+            "space there, or name another folder with --data_output_path"
+        ) from None
+    finally:
+        remove_folder(unfinished)  # what a failure leaves may have filled the disk
     return list(content)
 
 

@@ -14,6 +14,7 @@ from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.processes import signal_when_parent_ends
 
 POLL_SECONDS = 0.5
+_OUT_OF_MEMORY = "memory is too short to convert it whole: free memory, split the file, or read it with --streaming"
 
 
 def conversion_error(convert: Callable[[], None]) -> str | None:
@@ -41,8 +42,10 @@ def conversion_error(convert: Callable[[], None]) -> str | None:
         if stop_requests.requested():
             raise
         code = process.exitcode or 0
+        if code == -signal.SIGKILL:  # the system's choice when memory is short
+            return _OUT_OF_MEMORY
         end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"its reader ended with {end}: the file is damaged or nested too deeply, or memory is short"
+        return f"its reader ended with {end}: the file is damaged or nested too deeply"
     finally:  # also after a second Ctrl-C, while the child still converts
         process.kill()
         process.join()
@@ -57,7 +60,10 @@ def _convert(sender: Connection, parent: int, convert: Callable[[], None]) -> No
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         with reading("cannot be read as a table"):
-            convert()
+            try:
+                convert()
+            except MemoryError:  # pyarrow's derives from it
+                raise UserError(_OUT_OF_MEMORY) from None
         sender.send(None)
     except UserError as problem:
         sender.send(str(problem))

@@ -12,7 +12,7 @@ from datasets import Dataset, Json
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.cache import cached_dataset, file_key
 from dschat_ppo.data.conversion import conversion_error
-from dschat_ppo.data.row_readers import KINDS, Kind, Skipped, read_skipped, unpack, write_table
+from dschat_ppo.data.row_readers import KINDS, Kind, Skipped, read_skipped, unpack, write_table, written_to
 from dschat_ppo.data.sources import COMPRESSED, SUFFIXES
 from dschat_ppo.errors import UserError, in_one_line, reading
 
@@ -95,18 +95,11 @@ def _read_file(
 
     def convert(folder: Path) -> None:
         source = path
-        try:
+        with written_to(folder):
             if path.suffix.lower() in COMPRESSED:
                 source = folder / "unpacked"
                 unpack(path, source)
             write_table(kind, source, folder / "rows.arrow", number, skip, as_json)
-        except OSError as problem:
-            if problem.errno is None:
-                raise
-            raise UserError(
-                f"cannot be converted in {folder}: {problem.strerror}; free disk space, or name another "
-                "folder with --data_output_path"
-            ) from None
 
     def make(folder: Path) -> Dataset:
         if path.suffix.lower() in COMPRESSED:

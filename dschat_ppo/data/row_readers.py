@@ -8,6 +8,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
@@ -43,6 +44,24 @@ class Skipped:
 
     count: int = 0
     first: str = ""
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """For a block that writes converted or unpacked data.
+
+    Raises:
+        UserError: they cannot be written, as on a full disk. The message does not name the data.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is None:  # not of the system
+            raise
+        raise UserError(
+            f"cannot be converted in {folder}: {problem.strerror}; free disk space there, or name another folder with "
+            "--data_output_path"
+        ) from None
 
 
 def unpack(path: Path, target: Path) -> None:

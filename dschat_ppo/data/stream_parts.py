@@ -25,7 +25,7 @@ from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_fil
 from dschat_ppo.data.hub import hub_stream
 from dschat_ppo.data.json_rows import JsonColumns, is_json_lines, json_batches, line_batches
 from dschat_ppo.data.raw_stream import PartBatch, Row, StreamPart
-from dschat_ppo.data.row_readers import Kind, read_tables, unpack
+from dschat_ppo.data.row_readers import Kind, read_tables, unpack, written_to
 from dschat_ppo.data.sources import COMPRESSED, DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 
@@ -69,7 +69,8 @@ class FilePart:
             return
         with tempfile.TemporaryFile(dir=self.scratch) as unpacked:  # without a name it cannot outlive the process
             path = Path(f"/dev/fd/{unpacked.fileno()}")
-            unpack(self.path, path)
+            with written_to(self.scratch):
+                unpack(self.path, path)
             yield from _batches(kind, path, place, BadLines(self.skip))
 
 

@@ -1,5 +1,7 @@
 """Cached data sets: intact entries are reused, damaged ones are made again."""
 
+import errno
+
 import datasets
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
@@ -131,6 +133,16 @@ def test_an_unwritable_cache_is_named_in_the_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/dschat_ppo: cannot be written \(.*name another .* --data_output_path"):
         cached_dataset(str(tmp_path / "file"), "key", Rows(tmp_path).make)
+
+
+def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
+    def make(folder):
+        (folder / "rows.arrow").write_bytes(b"many rows")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match=r"dschat_ppo: .*No space left on device.* --data_output_path"):
+        cached_dataset(str(tmp_path), "key", make)
+    assert [path.name for path in (tmp_path / "dschat_ppo").iterdir()] == ["key.lock"]
 
 
 def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monkeypatch):

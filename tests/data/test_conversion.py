@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import pyarrow as pa
 import pytest
 
 from dschat_ppo.data.conversion import conversion_error
@@ -32,10 +33,22 @@ def test_the_reason_is_that_of_the_user_error_or_of_the_library():
     assert conversion_error(lambda: [][0]) == "cannot be read as a table: list index out of range"
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_crashed_child_is_an_error_of_the_file(capfd, number):
-    fault = conversion_error(lambda: os.kill(os.getpid(), number))
-    assert fault.startswith(f"its reader ended with {number.name}: ")
+def no_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("convert", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), ["ended with SIGSEGV", "damaged"]),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), ["memory", "--streaming"]),  # as Linux does when memory is short
+        (no_memory, ["memory", "--streaming"]),
+        (lambda: pa.allocate_buffer(2**60), ["memory", "--streaming"]),
+    ],
+)
+def test_a_crashed_child_is_an_error_of_the_file(capfd, convert, said):
+    fault = conversion_error(convert)
+    assert all(part in fault for part in said) and ("damaged" in fault) is ("damaged" in said)
     assert capfd.readouterr().err == ""
 
 

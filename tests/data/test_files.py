@@ -105,13 +105,17 @@ def test_a_truncated_parquet_file_is_an_error_in_both_modes(tmp_path):
 
 
 def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
-    def fail(*_):
+    """The parts that were written until then do not keep it full."""
+
+    def fail(source, target):
+        target.write_bytes(b"some of the file")
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(files, "unpack", fail)
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
-    with pytest.raises(UserError, match=r"No space left on device; free disk space, or .* --data_output_path"):
+    with pytest.raises(UserError, match=r"cache.*: No space left on device; free disk space .* --data_output_path"):
         load(tmp_path, tmp_path / "d.csv.gz")
+    assert [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [".lock"]
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
