@@ -25,7 +25,7 @@ WHERE_AND_WHEN = frozenset({
     "logging_steps", "verbose",
     "profile",
     "data_output_path", "preprocessing_num_workers",
-    "reward_workers", "reward_timeout",
+    "reward_workers", "reward_timeout", "allow_weak_sandbox",
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
     "stop_on_health", "health_window", "health_kl_spike", "health_negative_kl", "health_entropy_factor",
     "health_score_std", "health_distinct_share", "health_length_growth", "health_ended_drop", "health_clip_fraction",

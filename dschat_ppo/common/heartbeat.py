@@ -7,6 +7,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+_MOST_SECONDS_AT_ONCE = 2.0
+
+
+class TimeLeft:
+    """A time limit that counts only while this process runs, not while it is stopped (SIGSTOP).
+
+    Args:
+        limit: in seconds. Call `seconds` at least once a second: more than two are not counted at once.
+    """
+
+    def __init__(self, limit: float):
+        self._left, self._asked = limit, time.monotonic()
+
+    def seconds(self) -> float:
+        """How many are left; 0 or less when the limit has passed."""
+        now = time.monotonic()
+        self._left -= min(now - self._asked, _MOST_SECONDS_AT_ONCE)
+        self._asked = now
+        return self._left
+
 
 @dataclass
 class _State:

@@ -54,6 +54,11 @@ class RewardSourceFlags:
     reward_workers: int = flag("number of worker processes on each rank, for each reward function", 2)
     reward_timeout: float = flag("timeout of a reward function call, in seconds", 10.0)
     reward_default: float = flag("score of a row whose reward function call failed, or that no source scores", 0.0)
+    allow_weak_sandbox: bool = flag(
+        "run code_tests also where this machine permits no namespaces: programs of the model can then write and delete "
+        "the files of this user",
+        False,
+    )
     remote_reward_url: str | None = flag(
         "URL of a reward service, http://host:port/get_reward; separate several by commas", None
     )

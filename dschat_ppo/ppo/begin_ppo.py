@@ -31,7 +31,7 @@ from dschat_ppo.planner.show_plan import show_memory_plan
 from dschat_ppo.ppo.check_models import ACTOR, REFERENCE, check_models, model_folders, report_lengths
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.plain_text import TextBatches
-from dschat_ppo.rewards.build_rewards import check_routes, check_sources
+from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan, warn_of_little_data
 from dschat_ppo.session.session import Session, open_session
@@ -70,6 +70,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         check_sources(config.rewards)
         if config.validation.eval_reward_function:
             evaluation_reward(config).close()  # fails here if it cannot be used
+            check_sandbox(
+                config.rewards, [parse_function(config.validation.eval_reward_function, "--eval_reward_function")]
+            )
 
     device, output = begin_run("ppo", config, config.run, models, validate_only, check_rewards)
     read_overlay(config.run.deepspeed_config)

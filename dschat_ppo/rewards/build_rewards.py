@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.rewards.function_reward import FLAG, FunctionReward, parse_function
+from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation
+from dschat_ppo.runtime.processes import deny_access_to_memory
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
 # Reserved names: `reward/NAME_share` and, with several sources, `reward/NAME_mean` and `_std` are other metrics.
@@ -54,19 +55,36 @@ def check_sources(flags: RewardSourceFlags) -> None:
         function.close()
         if spec.rule is None:
             logger().info(f"{spec}: {function.pool.signature.call.description}")
+    check_sandbox(flags, specs)
+
+
+def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> None:
+    """Check what the machine offers for the isolation of `code_tests`, if it is one of the functions, and its limits.
+
+    Raises:
+        UserError: files are not protected, and no flag accepts it; or the time limits do not go together.
+    """
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if sandboxed:
+        name = str(sandboxed[0])
         try:
             missing = missing_isolation()
         except RuntimeError as problem:
-            raise UserError(f"{FLAG} code_tests: {in_one_line(problem)}") from None
+            raise UserError(f"{name}: {in_one_line(problem)}") from None
+        if "files" in missing and not flags.allow_weak_sandbox:
+            raise UserError(
+                f"{name}: this machine does not permit the namespaces that protect its files: {WEAKER['files']}. "
+                "Permit them (docs/rewards.md says how), or accept this with --allow_weak_sandbox"
+            )
+        if "files" in missing:
+            deny_access_to_memory()
         for what in missing:
-            logger().warning(f"{FLAG} code_tests: weaker isolation on this machine: {WEAKER[what]} (docs/rewards.md)")
+            logger().warning(f"{name}: weaker isolation on this machine: {WEAKER[what]} (docs/rewards.md)")
     for spec in sandboxed:  # a program that uses up its time must score 0, not get the default
         wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
         if wall >= flags.reward_timeout:
             raise UserError(
-                f"{FLAG} code_tests: wall_seconds={wall:g} must be below --reward_timeout {flags.reward_timeout:g}, "
+                f"{spec}: wall_seconds={wall:g} must be below --reward_timeout {flags.reward_timeout:g}, "
                 "or a program that takes too long would get --reward_default"
             )
 

@@ -1,7 +1,6 @@
 """Run the code in a response against the row's tests in an isolated process with resource limits.
 
-docs/rewards.md describes the protection and its limits. The module imports only the standard library, so that workers
-start fast.
+docs/rewards.md describes the protection and its limits. The module imports little, so that workers start fast.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import os
 import re
 import secrets
 import select
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from dschat_ppo.common.heartbeat import TimeLeft
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 _FENCES = (
@@ -28,6 +27,7 @@ _FENCES = (
     re.compile(r"```[ \t]*\n(.*?)```", re.DOTALL),
 )
 _MOST_REPORT_BYTES = 2**16
+_END_SECONDS = 5.0  # for the watcher to kill the program and all that it started
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 
 
@@ -103,16 +103,20 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD), str(report_end)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder, pass_fds=(report_end,),
-            start_new_session=True,
+            bufsize=0, start_new_session=True,
         )  # fmt: skip
         os.close(report_end)
         try:
-            text = _exchange(process, json.dumps(job).encode(), report, time.monotonic() + limits.wall_seconds)
+            text = _exchange(process, json.dumps(job).encode() + b"\n", report, limits.wall_seconds)
         finally:
             os.close(report)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()  # its watcher then kills the program with all that it started, and ends
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
     if not lines:
         raise RuntimeError("the sandbox could not run the program (too little memory or time, or see above)")
@@ -120,19 +124,20 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
     return Outcome([str(number) in passed for number in range(len(tests))], json.loads(missing))
 
 
-def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, deadline: float) -> bytes:
-    """Send the job, and read the report until its end, the deadline or the size limit."""
+def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, seconds: float) -> bytes:
+    """Send the job, and read the report until its end, the time limit or the size limit."""
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:
+    with suppress(BrokenPipeError):
         process.stdin.write(job)
-    poll = select.poll()
+    poll, left = select.poll(), TimeLeft(seconds)
     poll.register(report, select.POLLIN)
     text = b""
-    while len(text) < _MOST_REPORT_BYTES and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        part = os.read(report, _MOST_REPORT_BYTES)
-        if not part:
-            break
-        text += part
+    while len(text) < _MOST_REPORT_BYTES and (most := left.seconds()) > 0:
+        if poll.poll(1000 * min(most, 1.0)):
+            part = os.read(report, _MOST_REPORT_BYTES)
+            if not part:
+                break
+            text += part
     return text
 
 

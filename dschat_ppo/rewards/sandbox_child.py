@@ -19,18 +19,20 @@ import select
 import signal
 import struct
 import sys
+import time
 import types
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 READ_ONLY, PRIVATE = 1, 1 << 18
 NO_SUID, NO_DEVICES, NO_PROGRAMS, BIND = 2, 4, 8, 4096
-SET_DEATH_SIGNAL, SET_DUMPABLE, SET_FILTER, SET_NO_NEW_PRIVILEGES = 1, 4, 22, 38
+SET_DEATH_SIGNAL, SET_DUMPABLE, SET_FILTER, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 CAPABILITY_VERSION_3 = 0x20080522
 INSIDE = 1000  # user and group number that the program sees
 FOLDER_MODE = 0o700
 DEVICES = ("null", "zero", "full", "random", "urandom")
 WATCH_MILLISECONDS = 100
+MOST_SECONDS_AT_ONCE = 2.0  # counted of the time limit, which waits while the machine sleeps or all is stopped
 
 PROCESS_EVENTS = (
     "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen",
@@ -57,9 +59,16 @@ CALLS: dict[str, dict[str, tuple]] = {
         "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     },
 }  # fmt: skip
-CLONE, CLONE3, CLONE_THREAD = (56, 220), 435, 0x10000
+CLONE, CLONE3, CLONE_THREAD, ANY_NEW_NAMESPACE = (56, 220), 435, 0x10000, 0x7E020000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+# (numbers of a system call, argument, test, value, result of the test): the call fails if the test has this result
+NEW_PROCESS = (CLONE, 0, ANY_BIT, CLONE_THREAD, False)
+ARGUMENTS = [
+    (CLONE, 0, ANY_BIT, ANY_NEW_NAMESPACE, True),  # in a new user namespace, a program has all capabilities
+    ((157, 167), 0, EQUAL, SET_DEATH_SIGNAL, True),  # prctl
+    ((72, 25), 1, EQUAL, 8, True), ((72, 25), 1, EQUAL, 15, True),  # fcntl(F_SETOWN), (F_SETOWN_EX): they signal others
+]  # fmt: skip
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -175,19 +184,53 @@ def memory_of(process: int) -> int:
         return 0
 
 
-def watch(child: int, most_kib: int) -> None:
-    """Wait for the end of the program, and kill it if its processes together hold more than `most_kib`.
+def shared_memory_of(process: int) -> dict[str, int]:
+    """Inode -> KiB of each shared mapping of memory: it holds pages that no process has mapped any more."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as file:
+        for place, rights, offset, _, inode, *path in map(str.split, file):
+            if rights[3] == "s" and path[:1] == ["/dev/zero"]:
+                start, end = (int(number, 16) for number in place.split("-"))
+                found[inode] = max(found.get(inode, 0), (int(offset, 16) + end - start) // 1024)
+    return found
 
-    Without a private /proc, nothing is counted here. RLIMIT_AS limits a program of one process.
+
+def watch(child: int, seconds: float, most_kib: int) -> None:
+    """Wait for the end of the program; kill it and all that it started at its time limit, if its processes together
+    hold more than `most_kib`, or if the caller closes standard input, at the latest by its own end.
+
+    Without a private /proc, no memory is counted here. RLIMIT_AS limits a program of one process.
     """
+    program, looked = os.pidfd_open(child), time.monotonic()
     poll = select.poll()
-    poll.register(os.pidfd_open(child), select.POLLIN)
-    while not poll.poll(WATCH_MILLISECONDS):
+    poll.register(program, select.POLLIN)
+    poll.register(0, 0)  # without events `poll` reports only that the other end closed
+    while not poll.poll(WATCH_MILLISECONDS) and seconds > 0:
+        before, looked = looked, time.monotonic()
+        seconds -= min(looked - before, MOST_SECONDS_AT_ONCE)
         inside = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         is_private = not os.path.exists(f"/proc/{os.getpid()}/cmdline")
-        if is_private and len(inside) > 1 and sum(map(memory_of, inside)) > most_kib:
-            os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+        if is_private and len(inside) > 1:
+            shared: dict[str, int] = {}
+            for process in inside:
+                shared |= {name: max(kib, shared.get(name, 0)) for name, kib in shared_memory_of(process).items()}
+            if sum(map(memory_of, inside)) + sum(shared.values()) > most_kib:
+                break
+    signal.pidfd_send_signal(program, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-1, 0)  # the children of what ends here are now this process's own: it is their subreaper
+            for orphan in children():
+                os.kill(orphan, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """The processes whose parent is this one; none where /proc is that of the namespace, which ends with its first."""
+    try:
+        with open("/proc/thread-self/children") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:
+        return []
 
 
 def drop_rights() -> None:
@@ -214,23 +257,24 @@ def set_limits(job: dict, missing: list[str]) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def instructions(architecture: int, denied: list[int], threads_only: int | None) -> bytes:
+def instructions(architecture: int, denied: list[int], denied_arguments: list[tuple]) -> bytes:
     """A filter of system calls in classic BPF: those in `denied` fail with EPERM.
 
     Args:
         architecture: its AUDIT_ARCH; calls of another one (such as 32-bit calls) fail.
         denied: numbers of system calls.
-        threads_only: the number of `clone`, which may then only start threads; None permits processes.
+        denied_arguments: (number, argument, test, value, result): the call fails if the test has this result.
     """
-    number, kind, first_argument = 0, 4, 16  # offsets in `struct seccomp_data`
+    number, kind, arguments = 0, 4, 16  # offsets in `struct seccomp_data`
     refuse = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
     lines = [(LOAD, 0, 0, kind), (EQUAL, 1, 0, architecture), refuse]
     lines += [(LOAD, 0, 0, number), (AT_LEAST, 0, 1, 0x40000000), refuse]  # x32
     for call in denied:
         lines += [(EQUAL, 0, 1, call), refuse]
-    if threads_only is not None:  # libc then uses clone, whose flags a filter can read
-        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)]
-        lines += [(EQUAL, 0, 3, threads_only), (LOAD, 0, 0, first_argument), (ANY_BIT, 1, 0, CLONE_THREAD), refuse]
+    lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)]  # libc then uses clone: flags to read
+    for call, argument, test, value, result in denied_arguments:
+        lines += [(EQUAL, 0, 4, call), (LOAD, 0, 0, arguments + 8 * argument)]
+        lines += [(test, *((0, 1) if result else (1, 0)), value), refuse, (LOAD, 0, 0, number)]
     lines.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
@@ -241,8 +285,9 @@ def filter_calls(groups: list[str]) -> bool:
     if architecture == 0 or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     numbers = [number[column] for group in groups for number in CALLS[group].values()]
+    rules = [*ARGUMENTS, *([NEW_PROCESS] if "processes" in groups else [])]
     program = instructions(
-        architecture, [n for n in numbers if n is not None], CLONE[column] if "processes" in groups else None
+        architecture, [n for n in numbers if n is not None], [(call[column], *rule) for call, *rule in rules]
     )
     filters = FilterProgram(len(program) // 8, program)
     return libc.prctl(SET_FILTER, 2, ctypes.byref(filters), 0, 0) == 0
@@ -296,13 +341,15 @@ def restore_signals() -> None:
 
 def main() -> None:
     outlive_signals()
-    report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.read())
-    prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.readline())
     folder = os.getcwd()
     missing = isolate(folder, job)
+    prctl(SET_SUBREAPER, 1)
     child = os.fork()  # process 1 of the new namespace: when it ends, all others in it end
     if child:
-        watch(child, job["memory_mb"] * 1024)
+        os.close(report)
+        prctl(SET_DUMPABLE, 0)  # the program cannot write into this process
+        watch(child, job["wall_seconds"], job["memory_mb"] * 1024)
         os._exit(0)
     if "network" not in missing:
         try:

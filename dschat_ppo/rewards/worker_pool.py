@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pickle import PicklingError, dumps
 from typing import Any, NoReturn
 
-from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
 from dschat_ppo.rewards.call_arguments import Signature
 from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.worker_process import LENGTH
@@ -35,6 +34,10 @@ _START_CODE = (
 
 class CallError(Exception):
     """A call or the start of its worker failed; the message is the cause."""
+
+
+class WorkerDiedError(CallError):
+    """The process of the worker has ended, by the call or before it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ class Worker:
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
         try:
-            late = f"was not imported within {START_SECONDS:g} s"
-            ready = self._receive("ready", time.monotonic() + START_SECONDS, late)
+            ready = self._receive("ready", TimeLeft(START_SECONDS), f"was not imported within {START_SECONDS:g} s")
         except CallError:
             self.stop()
             raise
@@ -85,18 +87,18 @@ class Worker:
         """
         if self.process is None:
             self.start()
-        deadline = time.monotonic() + seconds
+        left = TimeLeft(seconds)
         late = f"took longer than {seconds:g} s (--reward_timeout) and was killed"
         try:
             body = dumps(arguments)
         except (PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
-        self._write(LENGTH.pack(len(body)) + body, deadline, late)
-        values = self._receive("values", deadline, late)
+        self._write(LENGTH.pack(len(body)) + body, left, late)
+        values = self._receive("values", left, late)
         try:
             return [Returned(score, numbers) for score, numbers in values]
         except (TypeError, ValueError):
-            self._fail(_GARBAGE)
+            self._fail(CallError(_GARBAGE))
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -110,53 +112,53 @@ class Worker:
         self.process.stdout.close()
         self.process = None
 
-    def _receive(self, kind: str, deadline: float, late: str) -> Any:
+    def _receive(self, kind: str, left: TimeLeft, late: str) -> Any:
         """The next reply, of one kind. An error that the worker reports leaves it alive; any other failure ends it."""
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, late))
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, left, late))
         if length > _MOST_BYTES:
-            self._fail(_GARBAGE)
+            self._fail(CallError(_GARBAGE))
         try:
-            reply = json.loads(self._read(length, deadline, late))
+            reply = json.loads(self._read(length, left, late))
         except ValueError:
-            self._fail(_GARBAGE)
+            self._fail(CallError(_GARBAGE))
         if not isinstance(reply, dict) or not {kind, "error"} & set(reply):
-            self._fail(_GARBAGE)
+            self._fail(CallError(_GARBAGE))
         if "error" in reply:
             raise CallError(str(reply["error"]))
         return reply[kind]
 
-    def _read(self, size: int, deadline: float, late: str) -> bytes:
+    def _read(self, size: int, left: TimeLeft, late: str) -> bytes:
         assert self.process is not None and self.process.stdout is not None
         number, data = self.process.stdout.fileno(), b""
         while len(data) < size:
-            self._wait(number, select.POLLIN, deadline, late)
+            self._wait(number, select.POLLIN, left, late)
             part = os.read(number, size - len(data))
             if not part:
-                self._fail(_DIED)
+                self._fail(WorkerDiedError(_DIED))
             data += part
         return data
 
-    def _write(self, data: bytes, deadline: float, late: str) -> None:
+    def _write(self, data: bytes, left: TimeLeft, late: str) -> None:
         assert self.process is not None and self.process.stdin is not None
         number, view = self.process.stdin.fileno(), memoryview(data)
         while view:
-            self._wait(number, select.POLLOUT, deadline, late)
+            self._wait(number, select.POLLOUT, left, late)
             try:
                 view = view[os.write(number, view) :]
             except BrokenPipeError:
-                self._fail(_DIED)
+                self._fail(WorkerDiedError(_DIED))
 
-    def _wait(self, number: int, event: int, deadline: float, late: str) -> None:
+    def _wait(self, number: int, event: int, left: TimeLeft, late: str) -> None:
         poll = select.poll()
         poll.register(number, event)
-        while not poll.poll(1000 * min(_HEARTBEAT_SECONDS, max(0.0, deadline - time.monotonic()))):
+        while not poll.poll(1000 * min(_HEARTBEAT_SECONDS, max(0.0, left.seconds()))):
             heartbeat()  # a call that hangs is found by its own time limit
-            if time.monotonic() >= deadline:
-                self._fail(late)
+            if left.seconds() <= 0:
+                self._fail(CallError(late))
 
-    def _fail(self, cause: str) -> NoReturn:
+    def _fail(self, problem: CallError) -> NoReturn:
         self.stop()
-        raise CallError(cause)
+        raise problem
 
 
 class WorkerPool:
@@ -185,7 +187,8 @@ class WorkerPool:
     def map(self, calls: Sequence[dict[str, Any]]) -> list[list[Returned] | CallError]:
         """Result or failure of each call, in order. Each worker takes the next call when it is free.
 
-        Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced.
+        A call whose worker dies is repeated once. Takes at most `ceil(len(calls) / size) * seconds`, plus
+        `START_SECONDS` per round if every worker is replaced, and both once more for calls whose worker dies.
         """
         waiting = queue.SimpleQueue[int]()
         for number in range(len(calls)):
@@ -199,10 +202,15 @@ class WorkerPool:
                 except queue.Empty:
                     return
                 heartbeat()
-                try:
-                    results[number] = worker.call(calls[number], self.seconds)
-                except CallError as problem:
-                    results[number] = problem
+                for _ in range(2):  # a process may be killed without the fault of this call (out of memory)
+                    try:
+                        results[number] = worker.call(calls[number], self.seconds)
+                    except WorkerDiedError as problem:
+                        results[number] = problem
+                        continue
+                    except CallError as problem:
+                        results[number] = problem
+                    break
 
         list(self.threads.map(serve, self.workers[: len(calls)]))
         return results

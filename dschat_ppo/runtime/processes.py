@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_SET_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4  # PR_SET_PDEATHSIG and PR_SET_DUMPABLE of prctl(2)
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -22,6 +22,12 @@ def signal_when_parent_ends(number: int) -> None:
     """
     if _LIBC is not None:
         _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
+
+
+def deny_access_to_memory() -> None:
+    """From here on, other processes of this user can neither read nor write this one's memory through /proc."""
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_DUMPABLE, ctypes.c_ulong(0))
 
 
 @dataclass(frozen=True)

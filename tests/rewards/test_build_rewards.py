@@ -126,7 +126,8 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
 
 def test_missing_isolation_is_logged_once(monkeypatch, capsys):
     monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
-    check_sources(flags(reward_function=["code_tests", "code_tests:2"]))
+    monkeypatch.setattr(build_rewards, "deny_access_to_memory", lambda: None)  # of pytest
+    check_sources(flags(reward_function=["code_tests", "code_tests:2"], allow_weak_sandbox=True))
     printed = capsys.readouterr().out
     assert printed.count("weaker isolation") == 2
     assert "only Python keeps programs from the network" in printed and "can write every file" in printed

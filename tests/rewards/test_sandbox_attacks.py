@@ -9,13 +9,15 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from marked_processes import mark_sandboxes, marked_processes
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
-from dschat_ppo.rewards import build_rewards, sandbox_child
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards import build_rewards, sandbox, sandbox_child
 from dschat_ppo.rewards.build_rewards import WEAKER
 from dschat_ppo.rewards.sandbox import Limits, missing_isolation, run_tests
 
@@ -26,6 +28,14 @@ needs_processes = pytest.mark.skipif("processes" in MISSING, reason="this machin
 needs_filter = pytest.mark.skipif("calls" in MISSING, reason="this machine does not filter system calls")
 HAS_NAMESPACES = not {"files", "processes"} <= set(MISSING)
 everywhere = pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
+
+
+@pytest.fixture
+def open_python(monkeypatch):
+    """A Python that other users can read, where there is one, so that root drops its user id."""
+    places = [place for place in (sys.executable, "/usr/bin/python3") if os.path.exists(place)]
+    is_open = [place for place in places if sandbox_child.others_may(5, os.path.realpath(place))]
+    monkeypatch.setattr(sandbox, "sys", SimpleNamespace(executable=(is_open or places)[0]))
 
 
 def passed(*tests: str, namespaces: bool = True, limits: Limits = LIMITS) -> list[bool]:
@@ -239,6 +249,77 @@ def test_a_daemon_does_not_outlive_its_program(namespaces, tmp_path, monkeypatch
     assert marked_processes(mark) == []
 
 
+LEFT_ALONE = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+if libc.fork() == 0:
+    libc.setsid()
+libc.prctl(1, 0)
+libc.setsid()
+while True: time.sleep(0.05)
+"""
+CALLER = """
+from dschat_ppo.rewards import sandbox
+sandbox.sys.executable = {python!r}
+sandbox._ENVIRONMENT["MARK"] = {mark!r}
+sandbox.run_tests("", [{program!r}], sandbox.Limits(wall_seconds=30.0), {namespaces}, {filters})
+"""
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "filters"), [(True, True), (True, False), (False, True), (False, False)]
+)  # fmt: skip
+@pytest.mark.parametrize("ended", ["at its time limit", "with its caller"])
+def test_a_program_that_gives_up_its_parent_ends(namespaces, filters, ended, tmp_path, monkeypatch, open_python):
+    """It leaves the session, and asks the kernel for no signal when its parent ends; so does its child."""
+    mark = str(tmp_path)
+    mark_sandboxes(monkeypatch, mark)
+    if ended == "at its time limit":
+        run_tests("", [LEFT_ALONE], Limits(wall_seconds=1.0), namespaces, filters)
+    else:
+        script = CALLER.format(**locals(), python=sandbox.sys.executable, program=LEFT_ALONE)
+        caller = subprocess.Popen([sys.executable, "-c", script])
+        deadline = time.monotonic() + 10
+        while len(marked_processes(mark)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert len(marked_processes(mark)) >= 2
+        caller.kill()
+        caller.wait()
+        deadline = time.monotonic() + 3
+        while marked_processes(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert marked_processes(mark) == []
+
+
+@needs_filter
+@everywhere
+def test_refused_arguments(namespaces, open_python):
+    """No namespace where a program has all capabilities, no life after its parent, no signal to another process."""
+    numbers = [call[COLUMN] for call, *_ in sandbox_child.ARGUMENTS]
+    clone, prctl, fcntl = numbers[:3]
+    start = "import ctypes, errno, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    tests = [CALL.format(f"{clone}, {flag | 17}, 0, 0, 0, 0") for flag in (2**17, 2**25, 2**26, 2**28, 2**30)]
+    tests += [
+        CALL.format(f"{prctl}, 1, 0, 0, 0, 0"),
+        f"{start}assert libc.prctl(1, 0) == -1 and ctypes.get_errno() == 1",
+    ]
+    tests += [CALL.format(f"{fcntl}, 0, {command}, {os.getpid()}, 0, 0") for command in (8, 15)]
+    tests += [f"import fcntl\ntry: fcntl.fcntl(0, fcntl.F_SETOWN, {os.getpid()})\n"
+              "except PermissionError: pass\nelse: raise AssertionError"]  # fmt: skip
+    tests += ["import fcntl; fcntl.fcntl(0, fcntl.F_GETFD)", f"{start}assert libc.prctl(4, 1) == 0"]  # others work
+    assert passed(*tests, namespaces=namespaces) == [True] * len(tests)
+
+
+@needs_filter
+def test_the_memory_of_the_trainer_is_closed():
+    """A process that is not dumpable belongs to root in /proc; asked in one that ends."""
+    script = "import ctypes; from dschat_ppo.runtime.processes import deny_access_to_memory as deny; "
+    script += "before = ctypes.CDLL(None).prctl(3); deny(); print(before, ctypes.CDLL(None).prctl(3))"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100).stdout
+    assert printed.split() == ["1", "0"]
+
+
 @pytest.mark.parametrize(("mode", "leaves"), [(0o711, True), (0o700, False)], ids=["open", "private"])
 def test_root_stays_root_where_no_other_user_reaches_the_temporary_folder(monkeypatch, mode, leaves):
     """Otherwise the program could not write into its own folder."""
@@ -298,10 +379,30 @@ def test_endless_output_takes_no_memory(stream, namespaces, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+UNMAPPED = """
+import mmap, os, time
+for n in range(5):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, {})
+        for start in range(0, len(held), 2**18):
+            held[start] = 1
+            held.madvise(mmap.MADV_DONTNEED)
+        time.sleep(60)
+time.sleep(1.5)
+"""
+
+
+@needs_files
+def test_shared_memory_counts_after_its_pages_are_unmapped(open_python):
+    limits = Limits(memory_mb=300, wall_seconds=20.0)
+    assert passed(UNMAPPED.format(20 * 2**20), limits=limits) == [True]
+    assert passed(UNMAPPED.format(150 * 2**20), limits=limits) == [False]
+
+
 DENY_NAMESPACES = """
 from dschat_ppo.rewards import sandbox, sandbox_child
 sandbox_child.prctl(sandbox_child.SET_NO_NEW_PRIVILEGES, 1)
-sandbox_child.CALLS["always"] = {"unshare": (272, 97)}
+sandbox_child.CALLS["always"], sandbox_child.ARGUMENTS = {"unshare": (272, 97)}, []
 assert sandbox_child.filter_calls(["always"])
 print(*sandbox.missing_isolation())
 """
@@ -313,7 +414,12 @@ def test_a_run_in_a_container_without_namespaces_says_so(monkeypatch, capsys):
     probe = subprocess.run([sys.executable, "-c", DENY_NAMESPACES], capture_output=True, text=True, timeout=100)
     assert probe.stdout.split() == ["files", "processes"], probe.stderr
     monkeypatch.setattr(build_rewards, "missing_isolation", probe.stdout.split)
-    build_rewards.check_sources(RewardSourceFlags(reward_function=["code_tests"]))
+    with pytest.raises(UserError, match="code_tests: .* programs can write every file .*--allow_weak_sandbox"):
+        build_rewards.check_sources(RewardSourceFlags(reward_function=["code_tests"]))
+    closed = list[bool]()
+    monkeypatch.setattr(build_rewards, "deny_access_to_memory", lambda: closed.append(True))
+    build_rewards.check_sources(RewardSourceFlags(reward_function=["code_tests"], allow_weak_sandbox=True))
+    assert closed == [True]
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("weaker isolation on this machine") == 2
     assert "programs can write every file" in printed and "programs may not start processes" in printed

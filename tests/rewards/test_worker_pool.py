@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from test_function_reward import FILE, HERE, ask, of_responses
 
@@ -94,6 +95,63 @@ def test_no_process_outlives_the_trainer(tmp_path, how):
     parent.send_signal(how)
     parent.wait()
     wait_until_gone(pids)
+
+
+KILLED = """
+import os, pathlib, signal
+def killed(response):
+    mark = pathlib.Path(__file__).with_name(response)
+    if response == "during" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    mark.write_text(str(os.getpid()))
+    return len(response)
+"""
+
+
+def test_a_worker_killed_before_or_during_a_call_costs_no_row(tmp_path):
+    """As the kernel does when memory runs out: its process is not the one to blame."""
+    (tmp_path / "mine.py").write_text(KILLED)
+    reward = FunctionReward(FunctionSpec(str(tmp_path / "mine.py"), "killed"), 1, 20.0, -1.0)
+    try:
+        assert reward(of_responses("during"), None).tolist() == [6]
+        os.kill(int((tmp_path / "during").read_text()), signal.SIGKILL)
+        assert reward(of_responses("before"), None).tolist() == [6]
+        assert reward.take_counts().failed == 0
+    finally:
+        reward.close()
+
+
+SLOW = """
+from threading import Thread
+from dschat_ppo.rewards.sandbox import Limits, run_tests
+from dschat_ppo.rewards.worker_pool import Target, WorkerPool
+pool = WorkerPool(Target({file!r}, "slow"), 1, 4.0)
+call = Thread(target=lambda: print(pool.map([dict(response="")])))
+program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0)).passed))
+print("ready", flush=True)
+for thread in (call, program): thread.start()
+for thread in (call, program): thread.join()
+pool.close()
+"""
+
+
+def test_a_limit_waits_while_all_processes_are_stopped(tmp_path):
+    """For longer than the limits of a call and of a program."""
+    (tmp_path / "slow.py").write_text("import time\ndef slow(response):\n    time.sleep(2)\n    return 7.0\n")
+    script = SLOW.format(file=str(tmp_path / "slow.py"))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    time.sleep(1.0)
+    every = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+    assert len(every) >= 5  # both halves of the worker and of the sandbox
+    for process in every:
+        process.suspend()
+    time.sleep(6.0)
+    for process in every:
+        process.resume()
+    printed, _ = parent.communicate(timeout=30)
+    assert "score=7.0" in printed and "[True]" in printed, printed
 
 
 def test_large_rows_go_through_the_pipe():
