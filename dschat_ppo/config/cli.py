@@ -16,6 +16,7 @@ import yaml
 
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
+from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
@@ -34,6 +35,7 @@ _ADVICE = {  # flags of other trainers
         for name in ("num_accelerators", "num_gpus")
     },
 }
+_SET_BY_THEM = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
 _OF_TRAINING = (
     "report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps", "eval_interval", "save_best",
     "metric_for_best",
@@ -102,6 +104,9 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     parser = flag_parser([kind for _, kind in groups], add_help=False)
     parser.helps_by_name = True
     parser.set_defaults(**defaults)
+    rates = {name: parser.get_default(name) for _, kind in groups for name in kind.__dataclass_fields__
+             if name.endswith("learning_rate")}  # fmt: skip
+    parser.set_defaults(**dict.fromkeys(rates))  # None: not given
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
     known = {field.name for field in fields} - {"config", "local_rank"}
     known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
@@ -117,8 +122,10 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         )
     # after unknown flags: often one of them is a required flag under another name
     values = vars(found)
+    values |= learning_rates(values, rates)
     if missing := _missing(fields, values):
-        raise UserError(f"required: {', '.join(missing)} (all flags: --help all)")
+        named = ", ".join(_SET_BY_THEM.get(flag, flag) for flag in missing)
+        raise UserError(f"required: {named} (all flags: --help all)")
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }

@@ -57,8 +57,11 @@ class DataFlags:
         "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and .zst), a folder, or"
         " a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to mix several (required)",
         list,
+        commas=True,
     )
-    data_split: str = flag("shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4")
+    data_split: str = flag(
+        "shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4", commas=True
+    )
     data_split_seed: int = flag("seed of the split; use the same one in all three steps", 1234)
     data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
     preprocessing_num_workers: int | None = flag(

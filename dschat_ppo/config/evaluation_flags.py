@@ -14,7 +14,9 @@ class EvaluationFlags:
 
     _argument_group_name: ClassVar[str] = "evaluation"
 
-    eval_data_path: list[str] = flag_list("data sets of held-out prompts, used whole; not given: no evaluation", list)
+    eval_data_path: list[str] = flag_list(
+        "data sets of held-out prompts, used whole; not given: no evaluation", list, commas=True
+    )
     eval_interval: int = flag(
         "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two", 0
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -46,6 +47,11 @@ class FlagParser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
             raise argparse.ArgumentError(action, "expected a value, got '--'")
+        if getattr(action, "commas", False):
+            parts = [part for word in arg_strings for part in _between_commas(word)]
+            arg_strings = parts if action.nargs == "*" else [",".join(parts)]
+            if action.nargs == "+":  # a text
+                return super()._get_values(action, arg_strings)[0]
         return super()._get_values(action, arg_strings)
 
     @property
@@ -53,6 +59,14 @@ class FlagParser(argparse.ArgumentParser):
         """The flags, by their names without dashes."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         return {flag[2:].replace("-", "_"): flag for flag in reversed(flags)}
+
+
+def _between_commas(word: str) -> list[str]:
+    """The values in one word of a command line. The name of a file, perhaps with a weight or a number of rows behind
+    it, may have commas of its own."""
+    if os.path.lexists(os.path.expanduser(re.sub(r"[:@][\d.]+$", "", word))):
+        return [word]
+    return [part.strip() for part in word.split(",") if part.strip()]
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -97,7 +111,8 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
 
     A field `some_name` becomes `--some_name` and `--some-name`, with the aliases in its metadata. A field of type bool
     takes a value or none (true), and with the default True it also has `--no_some_name`. A list takes any number of
-    values. A field without a default has no attribute in the result if its flag is not given.
+    values; with `commas` in its metadata, a list or a text takes them between commas or spaces. A field without a
+    default has no attribute in the result if its flag is not given.
 
     Args:
         groups: the dataclasses; their types may be `T`, `T | None` or `list[T]`, with T a Literal, bool, int, float or
@@ -124,10 +139,12 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
     elif field.default is not dataclasses.MISSING:
         default = field.default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    section.add_argument(
-        *names, *field.metadata.get("aliases", []), default=default, **values_of(kind),
+    read, commas = values_of(kind), field.metadata.get("commas", False)
+    action = section.add_argument(
+        *names, *field.metadata.get("aliases", []), default=default, **({"nargs": "+"} if commas else {}) | read,
         help=argparse.SUPPRESS if is_hidden else help_of(field, kind),
     )  # fmt: skip
+    action.commas = commas
     if default is True:
         section.add_argument(
             f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,

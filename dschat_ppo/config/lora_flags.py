@@ -18,10 +18,11 @@ from dschat_ppo.config.schema import (
 )
 
 _TARGETS = (
-    "that get LoRA: parts of their names, separated by commas, such as 'layers.' or 'q_proj,v_proj'; not given: all "
+    "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
     "linear layers of the decoder blocks, without routers"
 )
 _BOUND = "an update of AdamW moves each weight by about this rate"
+_GIVEN = "not given: with --only_optimize_lora, a given {}"
 _MOST_RANK = 2**16
 _RANK_BOUND = "no weight matrix of a layer has a higher rank"
 
@@ -69,8 +70,10 @@ class LoraFlags:
     lora_dim: int = flag(
         "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off", 0
     )
-    lora_module_name: str | None = flag(f"layers {_TARGETS}", None)
-    lora_learning_rate: float = flag("peak learning rate of the LoRA parameters, at most 1", 5e-4)
+    lora_module_name: str | None = flag(f"layers {_TARGETS}", None, commas=True)
+    lora_learning_rate: float = flag(
+        f"peak learning rate of the LoRA parameters, at most 1; {_GIVEN.format('--learning_rate')}", 5e-4
+    )
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lora_dim")
@@ -86,11 +89,16 @@ class PPOLoraFlags:
     _argument_group_name: ClassVar[str] = "LoRA"
 
     actor_lora_dim: int = flag("LoRA rank of the actor; 0 = off", 0)
-    actor_lora_module_name: str | None = flag(f"layers of the actor {_TARGETS}", None)
-    actor_lora_learning_rate: float = flag("peak learning rate of the actor's LoRA parameters, at most 1", 5e-4)
+    actor_lora_module_name: str | None = flag(f"layers of the actor {_TARGETS}", None, commas=True)
+    actor_lora_learning_rate: float = flag(
+        f"peak learning rate of the actor's LoRA parameters, at most 1; {_GIVEN.format('--actor_learning_rate')}", 5e-4
+    )
     critic_lora_dim: int = flag("LoRA rank of the critic; 0 = off", 0)
-    critic_lora_module_name: str | None = flag(f"layers of the critic {_TARGETS}", None)
-    critic_lora_learning_rate: float = flag("peak learning rate of the critic's LoRA parameters, at most 1", 5e-4)
+    critic_lora_module_name: str | None = flag(f"layers of the critic {_TARGETS}", None, commas=True)
+    critic_lora_learning_rate: float = flag(
+        f"peak learning rate of the critic's LoRA parameters, at most 1; {_GIVEN.format('--critic_learning_rate')}",
+        5e-4,
+    )
     share_base: bool = flag(
         "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
         "(needs --only_optimize_lora)",
@@ -103,6 +111,25 @@ class PPOLoraFlags:
         rates = "actor_lora_learning_rate critic_lora_learning_rate"
         require_positive(self, rates)
         require_at_most(self, rates, 1, _BOUND)
+
+
+def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
+    """The learning rates of a step, by flag: those that were given, else their defaults.
+
+    With `--only_optimize_lora` the adapter trains in place of the weights, so the rate that was given for the weights
+    of a model is also that of its adapter.
+
+    Args:
+        given: the values of all flags; None for a rate that was not given.
+        defaults: flag -> default, of all rates.
+    """
+    rates = {}
+    for name, default in defaults.items():
+        whole, prefix = name.replace("lora_", ""), name.removesuffix("lora_learning_rate")
+        is_alone = whole != name and given["only_optimize_lora"] and given[f"{prefix}lora_dim"] > 0
+        rates[name] = given[name] if given[name] is not None or not is_alone else given[whole]
+        rates[name] = default if rates[name] is None else rates[name]
+    return rates
 
 
 @dataclass(frozen=True)

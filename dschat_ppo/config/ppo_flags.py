@@ -66,7 +66,7 @@ class PPOFlags:
     n_samples_per_prompt: int = flag("number of answers sampled for each prompt", 1)
     min_answer_seq_len: int = flag("minimum new tokens of an answer; EOS and stop tokens are suppressed until then", 0)
     stop_strings: list[str] = flag_list("strings that end an answer; they are part of it", list)
-    stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list)
+    stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list, commas=True)
     rollout_rows: int = flag(
         "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)", 0
     )
@@ -129,8 +129,8 @@ class PPOFlags:
     enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
     test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
 
-    num_padding_at_beginning: int = flag(
-        "no effect (kept for old scripts): the attention mask gives the score position", 1
+    num_padding_at_beginning: int | None = flag(
+        "no effect (kept for old scripts): the attention mask gives the score position", None
     )
     add_eot_token: bool = flag(
         "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False

@@ -72,8 +72,8 @@ class PreferenceFlags:
         "step is read at the token that completes it, that of the last step at the answer's final token",
         "\\n",
     )
-    num_padding_at_beginning: int = flag(
-        "no effect (kept for old scripts): the attention mask gives the score position", 1
+    num_padding_at_beginning: int | None = flag(
+        "no effect (kept for old scripts): the attention mask gives the score position", None
     )
     offload_reference_model: bool = flag(
         "no effect (kept for old scripts): the log-probs of the reference are computed once, before training", False

@@ -34,7 +34,7 @@ class RewardSourceFlags:
     )
     reward_model_weight: float = flag("weight of the learned reward; 0 = only log it", 1.0)
     reward_model_sources: list[str] = flag_list(
-        "data sources whose rows the learned reward scores; not given: all rows", list
+        "data sources whose rows the learned reward scores; not given: all rows", list, commas=True
     )
     reward_model_max_length: int | None = flag(
         "maximum tokens per row for a --reward_model_name_or_path with its own tokenizer; longer rows are cut at the "
@@ -60,11 +60,11 @@ class RewardSourceFlags:
         False,
     )
     remote_reward_url: str | None = flag(
-        "URL of a reward service, http://host:port/get_reward; separate several by commas", None
+        "URL of a reward service, http://host:port/get_reward, or of several", None, commas=True
     )
     remote_reward_weight: float = flag("weight of the remote reward; 0 = only log it", 1.0)
     remote_reward_sources: list[str] = flag_list(
-        "data sources whose rows are sent to the reward service; not given: all rows", list
+        "data sources whose rows are sent to the reward service; not given: all rows", list, commas=True
     )
     remote_reward_timeout: float = flag("timeout of a request, in seconds", 60.0)
     remote_reward_retries: int = flag("number of retries after a connection error, a timeout, or status 429 or 5xx", 5)

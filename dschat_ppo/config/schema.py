@@ -28,17 +28,19 @@ LARGEST_BETA = 1 - 1e-6  # of AdamW: 1 - beta of a larger one has hardly a signi
 SMALLEST_NORM = 1e-6  # of clipped gradients: smaller ones vanish against the usual epsilon
 
 
-def flag(help: str, default: Any = MISSING, *aliases: str) -> Any:
+def flag(help: str, default: Any = MISSING, *aliases: str, commas: bool = False) -> Any:
     """A dataclass field that becomes the command-line flag of the same name; required without a default.
 
-    `aliases` are other names of the flag, as other libraries call it.
+    `aliases` are other names of the flag, as other libraries call it. `commas`: its text has parts between commas,
+    which may also be words of their own.
     """
-    return field(default=default, metadata={"help": help, "aliases": [f"--{name}" for name in aliases]})
+    names = [f"--{name}" for name in aliases]
+    return field(default=default, metadata={"help": help, "aliases": names} | ({"commas": True} if commas else {}))
 
 
-def flag_list(help: str, default: Callable[[], list[Any]]) -> Any:
-    """A flag that takes any number of values."""
-    return field(default_factory=default, metadata={"help": help})
+def flag_list(help: str, default: Callable[[], list[Any]], *, commas: bool = False) -> Any:
+    """A flag that takes any number of values; `commas`: also between commas."""
+    return field(default_factory=default, metadata={"help": help} | ({"commas": True} if commas else {}))
 
 
 def require(condition: bool, message: str) -> None:
@@ -162,6 +164,7 @@ class RunFlags:
         "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
         '-e ".[wandb]". none: no tracker, even with --enable_tensorboard',
         list,
+        commas=True,
     )
     run_name: str | None = flag(
         "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
@@ -295,7 +298,7 @@ class SupervisedFlags:
         "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then", 0
     )
     eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
-    eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list)
+    eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list, commas=True)
     eval_fraction: float = flag(
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
     )

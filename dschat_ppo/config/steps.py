@@ -121,7 +121,8 @@ def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
 
 def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dict[str, str]:
     found = idle_lora_flags(_adapted(config.fit), config.lora, config.adapters)
-    if config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head:
+    alone = config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head
+    if alone and config.fit.learning_rate != config.lora.lora_learning_rate:
         found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
     return found | idle_flags(config.schedule, fit_schedules(config.fit), config.fit)
 
@@ -259,7 +260,7 @@ class PPOConfig:
             names = ["critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"]
             without = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
             reasons |= dict.fromkeys(given_among(self.lora, names), without)
-        if self.actor_base_is_frozen:
+        if self.actor_base_is_frozen and ppo.actor_learning_rate != self.lora.actor_lora_learning_rate:
             reasons["actor_learning_rate"] = "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
         if ppo.align_overflow and not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"

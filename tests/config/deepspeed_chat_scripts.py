@@ -1,6 +1,7 @@
-"""The 37 training scripts of DeepSpeed-Chat: the flags that each passes to `main.py`, with its default arguments.
+"""The 39 training scripts of DeepSpeed-Chat: the flags that each passes to `main.py`, with its default arguments.
 
-`sweep` scripts call `run_single.sh` in a loop; their entry is its call with the most flags.
+`sweep` scripts call `run_single.sh` in a loop; their entry is its call with the most flags. Those of the DPO step are
+those of the reward step.
 """
 
 from dataclasses import dataclass
@@ -146,6 +147,13 @@ SCRIPTS = {
     "dpo/opt/multi_node/run_350m": Script("dpo", FOUR_SETS, _fit(f"{OPT}350m", 2, "5e-5", "0.1", 1, NO_DROPOUT)),
     "dpo/opt/single_gpu/run_350m": Script("dpo", (), f"--model_name_or_path {SMALL}"),
     "dpo/opt/single_node/run_350m": Script("dpo", FOUR_SETS, _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, NO_DROPOUT)),
+    "dpo/opt/single_node/sweep/run_single": Script(
+        "dpo", FOUR_SETS, _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, f"{PADDING} 1 {NO_DROPOUT}")
+    ),
+    "dpo/opt/single_node/sweep/run_step2_sweep": Script(
+        "dpo", FOUR_SETS,
+        _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, f"{PADDING} 1 --dropout 0.0 --zero_stage 3 --offload"),
+    ),
     "step3/llama2/run_llama2_7b": Script(
         "ppo", (RM_STATIC,), _ppo(1, 3, f"{CHECKPOINTING} --offload_reference_model {HYBRID}")
     ),

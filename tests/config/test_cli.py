@@ -43,7 +43,8 @@ def test_a_missing_required_flag_is_named(step, missing):
 def test_all_missing_flags_are_named_in_one_line(step, words, missing):
     with pytest.raises(UserError) as problem:
         parse(step, words)
-    assert str(problem.value) == f"required: {missing} (all flags: --help all)"
+    named = missing.replace("--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)")
+    assert str(problem.value) == f"required: {named} (all flags: --help all)"
 
 
 def test_a_switch_can_be_turned_off_by_a_value_or_a_no_flag():

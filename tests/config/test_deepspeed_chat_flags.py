@@ -16,15 +16,19 @@ DEVIATIONS = {
 FIT_DEVIATIONS = {
     "lora_module_name": None,  # all linear layers of the blocks, under any name; decoder.layers. is OPT's
 }
+PADDING = {"num_padding_at_beginning": None}  # without effect; so that 1, which scripts give, prints its note
 SFT_DEVIATIONS = {
     **FIT_DEVIATIONS,
+    "eot_token": None,  # the same
     "learning_rate": 2e-5,  # 1e-3 is meant for LoRA, and ruins a pretrained model if all weights are trained
 }
 PAIR_DEVIATIONS = {
     **FIT_DEVIATIONS,
+    **PADDING,
     "beta": None,  # the default depends on the objective; 0.1 for dpo
 }
 PPO_DEVIATIONS = {
+    **PADDING,
     "seed": 1234,  # runs are reproducible by default
     "actor_lora_module_name": None,
     "critic_lora_module_name": None,
@@ -86,6 +90,9 @@ def test_flags_without_effect_print_a_note(step, name):
     lines = notes(step, parse(step, [*NEEDED[step], *words_for(step, name)]))
     assert len(lines) == 1
     assert lines[0].startswith(f"--{name} has no effect: ")
+    default = DEEPSPEED_CHAT[step][name][0]
+    if default is not False:  # given with DeepSpeed-Chat's default too
+        assert notes(step, parse(step, [*NEEDED[step], f"--{name}", str(default)])) == lines
 
 
 @pytest.mark.parametrize("step", NEEDED)

@@ -16,13 +16,19 @@ def words_of(name: str) -> list[str]:
     return script.words if script.data else ["--data_path", "Dahoas/rm-static", *script.words]
 
 
-def test_there_are_37():
-    assert len(SCRIPTS) == 37 and set(REFUSED) < set(SCRIPTS)
+def test_there_are_39():
+    assert len(SCRIPTS) == 39 and set(REFUSED) < set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in REFUSED])
 def test_a_script_parses(name):
     parse(SCRIPTS[name].step, words_of(name))
+
+
+def test_the_message_names_the_data_set_that_scripts_leave_to_a_default():
+    for name in (name for name, script in SCRIPTS.items() if not script.data):
+        with pytest.raises(UserError, match=r"--data_path \(DeepSpeed-Chat's default: Dahoas/rm-static\)"):
+            parse(SCRIPTS[name].step, SCRIPTS[name].words)
 
 
 @pytest.mark.parametrize("name", REFUSED)

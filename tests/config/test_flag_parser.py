@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 from transformers import HfArgumentParser
 
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.schema import flag, flag_list
 from dschat_ppo.errors import UserError
@@ -55,6 +56,33 @@ def test_values_are_those_of_the_parser_of_transformers(words):
 
 def test_a_list_may_be_empty():
     assert read("--names")["names"] == []
+
+
+@pytest.mark.parametrize(("step", "words", "found"), [
+    ("ppo", "--actor_lora_module_name q_proj v_proj", "q_proj,v_proj"), ("sft", "--lora_module_name q,v", "q,v"),
+    ("sft", "--lora_module_name q, v", "q,v"), ("sft", "--data_split 1 0 0", "1,0,0"),
+    ("sft", "--data_path a.jsonl,b.jsonl:0.5", ["a.jsonl", "b.jsonl:0.5"]), ("sft", "--data_path a b", ["a", "b"]),
+    ("sft", "--data_path with,comma.jsonl@5 b", ["with,comma.jsonl@5", "b"]),
+    ("sft", "--eval_data_path a,b", ["a", "b"]), ("ppo", "--eval_data_path a,b", ["a", "b"]),
+    ("sft", "--sft_only_data_path a,b", ["a", "b"]), ("sft", "--report_to tensorboard,wandb", ["tensorboard", "wandb"]),
+    ("ppo", "--stop_token_ids 3,4 5", [3, 4, 5]), ("ppo", "--reward_model_sources a,b", ["a", "b"]),
+    ("ppo", "--remote_reward_sources a,b --remote_reward_url u", ["a", "b"]),
+    ("ppo", "--remote_reward_url http://a/x http://b/x", "http://a/x,http://b/x"),
+    ("ppo", "--stop_strings a,b c", ["a,b", "c"]),  # text
+    ("ppo", "--reward_function math,code=exact_match length", ["math,code=exact_match", "length"]),  # a route
+])  # fmt: skip
+def test_values_of_a_list_are_between_spaces_or_commas(tmp_path, monkeypatch, step, words, found):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "with,comma.jsonl").touch()
+    needed = {"sft": "--model_name_or_path m", "ppo": "--actor_model_name_or_path a --critic_model_name_or_path c"}
+    first, *values = words.split()
+    config = flatten(parse(step, [*needed[step].split(), "--data_path", "d", "--output_dir", "o", first, *values]))
+    assert config[first.removeprefix("--")] == found
+
+
+def test_a_wrong_value_between_commas_is_named():
+    with pytest.raises(UserError, match="--report_to wand: expected one of .*; did you mean wandb"):
+        parse("sft", ["--report_to", "tensorboard,wand"])
 
 
 def test_a_required_flag_that_is_not_given_has_no_value():

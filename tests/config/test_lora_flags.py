@@ -131,9 +131,11 @@ def test_merging_is_what_happens_if_all_weights_train():
 
 
 @pytest.mark.parametrize(("step", "words", "noted"), [
-    ("sft", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", "learning_rate"),
-    ("dpo", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", "learning_rate"),
-    ("ppo", "--actor_learning_rate 1e-3 --actor_lora_dim 8 --only_optimize_lora", "actor_learning_rate"),
+    ("sft", "--learning_rate 2e-3 --lora_learning_rate 1e-3 --lora_dim 8 --only_optimize_lora", "learning_rate"),
+    ("dpo", "--learning_rate 2e-3 --lora_learning_rate 5e-4 --lora_dim 8 --only_optimize_lora", "learning_rate"),
+    ("ppo", "--actor_learning_rate 1e-3 --actor_lora_learning_rate 2e-3 --actor_lora_dim 8 --only_optimize_lora",
+     "actor_learning_rate"),
+    ("sft", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", None),
     ("sft", "--lora_dim 8 --only_optimize_lora", None),
     ("sft", "--learning_rate 2e-3 --lora_dim 8", None),
     ("reward", "--learning_rate 2e-3 --lora_dim 8 --only_optimize_lora", None),  # of the score head
@@ -144,3 +146,22 @@ def test_a_learning_rate_of_which_no_weight_has_use_prints_a_note(step, words, n
     found = notes_of(step, *words.split())
     assert [line.split(" has no effect: ")[0] for line in found] == ([] if noted is None else [f"--{noted}"])
     assert all("LoRA parameters train, with --" in line for line in found)
+
+
+@pytest.mark.parametrize(("step", "words", "rates"), [
+    ("sft", "--learning_rate 5e-6 --lora_dim 8 --only_optimize_lora", {"": 5e-6}),
+    ("sft", "--learning_rate 2e-5 --lora_dim 8 --only_optimize_lora", {"": 2e-5}),  # given, although the default
+    ("reward", "--learning-rate=9e-6 --lora_dim 8 --only_optimize_lora", {"": 9e-6}),  # and of the score head
+    ("sft", "--config FILE --lora_dim 8", {"": 3e-6}),
+    ("sft", "--lora_dim 8 --only_optimize_lora", {"": 5e-4}),
+    ("sft", "--learning_rate 5e-6 --lora_dim 8", {"": 5e-4}),  # other weights train at 5e-6
+    ("sft", "--learning_rate 5e-6 --lora_learning_rate 1e-4 --lora_dim 8 --only_optimize_lora", {"": 1e-4}),
+    ("ppo", "--actor_learning_rate 1e-6 --actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora",
+     {"actor_": 1e-6, "critic_": 5e-4}),
+    ("ppo", "--critic_learning_rate 9e-6 --critic_lora_dim 8 --only_optimize_lora", {"actor_": 5e-4, "critic_": 9e-6}),
+    ("ppo", "--critic_learning_rate 9e-6 --actor_lora_dim 8 --only_optimize_lora", {"actor_": 5e-4, "critic_": 5e-4}),
+])  # fmt: skip
+def test_a_given_rate_is_that_of_an_adapter_that_trains_in_place_of_the_weights(tmp_path, step, words, rates):
+    (tmp_path / "c.yaml").write_text("learning_rate: 3e-6\nonly_optimize_lora: true\n")
+    found = read(step, *words.replace("FILE", str(tmp_path / "c.yaml")).split())
+    assert {prefix: found[f"{prefix}lora_learning_rate"] for prefix in rates} == rates
