@@ -22,6 +22,7 @@ Message = dict[str, Any]
 Messages = list[Message]
 Tools = list[Any]
 _EXAMPLE = "An answer."
+_LONGEST_TAG = 64  # characters of the text with which a template opens an answer, such as `<think>`
 _BESIDES_CONTENT = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # what templates render of an answer
 
 
@@ -72,11 +73,18 @@ class TurnEnd:
     `kept` ends with the end-of-turn token, whose id is `token`, and belongs to the answer. `dropped`, such as the line
     break after ChatML's `<|im_end|>`, does not, because generation stops before it. If the template has no end-of-turn
     token, `kept` is empty and `token` is the tokenizer's EOS.
+
+    `earlier` is what the template renders in place of `kept` where another message follows, up to and including its
+    first added token: `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM. It is "" if that is `kept` too.
+    `earlier_token` is the id of that token; None without one, or if answers hold the token themselves, as those of
+    gpt-oss do after their thinking.
     """
 
     kept: str
     dropped: str
     token: int
+    earlier: str = ""
+    earlier_token: int | None = None
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -93,21 +101,31 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
 
     `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both.
     """
-    closing = ""
+    rendered, closing, between, thought = "", "", "", ""
+    ask: Message = {"role": "user", "content": "A question."}
+    answer: Message = {"role": "assistant", "content": _EXAMPLE}
+    thinking = answer | dict.fromkeys(("reasoning_content", "thinking"), "A thought.")
     with suppress(UserError):  # no template, or it rejects the example; it may still accept the rows
-        example = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _EXAMPLE}]
-        rendered = render(tokenizer, example, open_answer=False)
+        rendered = render(tokenizer, [ask, answer], open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
+        talk = [ask, answer, {"role": "user", "content": "Another question."}]
+        between = render(tokenizer, talk, open_answer=True).partition(_EXAMPLE)[2]
+        thought = render(tokenizer, [ask, thinking], open_answer=False).rpartition(_EXAMPLE)[0]
+    added = _added_tokens(tokenizer)
     found = [
         (not special, closing.index(token), -len(token), token, number)
-        for token, number, special in _added_tokens(tokenizer)
+        for token, number, special in added
         if token in closing
     ]
-    if not found:
-        return TurnEnd("", closing, eos_id)
-    _, first, _, token, number = min(found)
+    _, first, _, token, number = min(found, default=(False, 0, 0, "", eos_id))
     last = first + len(token)
-    return TurnEnd(closing[:last], closing[last:], number)
+    kept = closing[:last]
+    token, other = max(((token, n) for token, n, _ in added if between.lstrip().startswith(token)), default=("", None))
+    if not token or (kept and between.startswith(kept)):
+        return TurnEnd(kept, closing[last:], number)
+    is_inside = thought.count(token) > rendered.rpartition(_EXAMPLE)[0].count(token)
+    earlier = between[: between.index(token) + len(token)]
+    return TurnEnd(kept, closing[last:], number, earlier, None if is_inside else other)
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
@@ -118,8 +136,10 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bo
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
-    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
+    """Ids of the tokens that end an answer: EOS, and those of the chat template's `turn_end` that differ."""
+    end = turn_end(tokenizer)
+    earlier = () if end.earlier_token is None else (end.earlier_token,)
+    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), end.token, *earlier)))
 
 
 def encode_answer(
@@ -242,6 +262,7 @@ def render_answer(
     message = {**message, "content": content} if message.get("content") is not None else message
     whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
     is_text = not any(message.get(key) for key in _BESIDES_CONTENT)
+    unopened = _without_opening(content, opening)
     if whole.startswith(opening):
         rest = whole[len(opening) :]
         if rest.endswith(end.kept + end.dropped):
@@ -249,7 +270,7 @@ def render_answer(
             if not is_text:
                 check_rendered(turn, [message], None)
                 return turn, end.token
-            if content.strip() in turn or _letters(turn) >= _letters(content + end.kept):
+            if any(text.strip() in turn or _letters(turn) >= _letters(text + end.kept) for text in (content, unopened)):
                 return turn, end.token
         elif not is_text:  # some templates end tool calls with another token
             check_rendered(rest, [message], None)
@@ -263,17 +284,16 @@ def render_answer(
             "cannot be told from the prompt; give the answer as text, or take another template (--chat_template)"
         )
     # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
-    return _without_opening(content, opening, whole) + end.kept, end.token
+    return unopened + end.kept, end.token
 
 
-def _without_opening(content: str, opening: str, whole: str) -> str:
-    """`content` without what `opening` already has of it: templates that open an answer with `<think>` do not render it
-    again, but answers of a data set begin with it."""
-    shared = next((i for i, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(whole))
-    for begun in (opening[shared:], opening[shared:].strip()):
-        if begun and content.startswith(begun):
-            return content[len(begun) :]
-    return content
+def _without_opening(content: str, opening: str) -> str:
+    """`content` without its start if `opening` ends with that: templates that open an answer with `<think>` do not
+    render it again, but answers of a data set begin with it."""
+    tail = opening[-_LONGEST_TAG:]
+    texts = (text[start:] for start in range(len(tail)) for text in (tail, tail.rstrip()))
+    begun = next((text for text in texts if len(text.strip()) > 2 and content.startswith(text)), "")
+    return content[len(begun) :]
 
 
 def _without_final(answer: str, final: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from dschat_ppo.errors import UserError, reading
 Span = tuple[int, int]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "PROBE7f3aPROBE"  # stands for an answer's content
+_PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # the same, with the number of the message
 
 
 def turn_spans(
@@ -25,9 +26,9 @@ def turn_spans(
 ) -> list[Span]:
     """Ranges of characters of `opening` that are answers of the assistant, each with its end-of-turn token.
 
-    They come from the `{% generation %}` marks of the template if it has them, and otherwise from what each message
-    adds to the rendering. A template that renders an answer differently once it is an earlier one (without its
-    thinking) is rendered with another text in its place: the range is what changes.
+    They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with
+    other texts in place of all answers: the ranges are what changes. If it refuses that, as some do for the answer of a
+    tool without its call, they are what each message adds to the rendering, which takes time quadratic in the turns.
 
     Args:
         tokenizer: has the template.
@@ -48,6 +49,8 @@ def turn_spans(
         pairs = zip(turns, marked, strict=True)
         if all(_holds(opening[slice(*span)], prompt[turn].get("content"), end) for turn, span in pairs):
             return marked
+    if spans := _probed_spans(tokenizer, prompt, turns, opening, tools, end):
+        return spans
     found = [_span_of_turn(tokenizer, prompt, turn, opening, tools, end) for turn in turns]
     spans = [span for span in found if span is not None]
     if len(spans) < len(turns) or any(first[1] > second[0] for first, second in pairwise(spans)):
@@ -119,6 +122,52 @@ def _marked_spans(
     return [(start, stop) for start, stop in marks[0] if start < stop] if texts[0] == opening else []
 
 
+def _probed_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None,
+    end: TurnEnd,
+) -> list[Span]:  # fmt: skip
+    """The range of each of `turns`, from three renderings; [] if one is not certain."""
+    probes = {turn: f"PROBE7f3a{turn}PROBE" for turn in turns}
+    probed = [
+        {"role": "assistant", "content": probes[turn]} if turn in probes else message
+        for turn, message in enumerate(prompt)
+    ]
+    try:
+        parts = _PROBES.split(render(tokenizer, probed, open_answer=True, tools=tools))
+    except UserError:  # such as a tool's message without a call before it
+        return []
+    if parts[1::2] != [str(turn) for turn in turns]:
+        return []
+    contents, begin = list[Span](), len(parts[0])
+    if not opening.startswith(parts[0]):
+        return []
+    for turn, after in zip(turns, parts[2::2], strict=True):
+        content = prompt[turn].get("content") or ""
+        stop = next(
+            (begin + len(text) for text in (content, content.strip()) if opening.startswith(text + after, begin)),
+            opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after),
+        )
+        if stop < begin or not opening.startswith(after, stop) or not _holds(opening[begin:stop], content, end):
+            return []
+        try:
+            check_rendered(opening[begin:stop], [prompt[turn]], None)
+        except UserError:
+            return []
+        contents.append((begin, stop))
+        begin = stop + len(after)
+    if begin < len(opening):
+        return []
+    lead = ""  # what the template renders of an answer before its content, such as a space or a channel's name
+    for turn, (begin, _) in list(zip(turns, contents, strict=True))[turns[0] == 0 :][:1]:
+        before = render(tokenizer, prompt[:turn], open_answer=True, tools=tools)
+        lead = opening[len(before) : begin] if opening.startswith(before) else ""
+    stops = [_to_end(opening, begin, stop, end) for begin, stop in contents]
+    return [
+        (begin - len(lead) if turn > 0 and opening.endswith(lead, before, begin) else begin, stop)
+        for turn, (begin, _), stop, before in zip(turns, contents, stops, [0, *stops], strict=False)
+    ]
+
+
 def _span_of_turn(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, turn: int, opening: str, tools: Tools | None, end: TurnEnd
 ) -> Span | None:
@@ -151,15 +200,16 @@ def _span_of_turn(
 
 def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
     """Where an answer ends that begins at `start` and reaches about to `stop`: after its end-of-turn token."""
-    closing = end.kept + end.dropped
-    for back in range(min(len(closing), stop - start), -1, -1):
-        if end.kept and text.startswith(end.kept, stop - back) and closing.startswith(text[stop - back : stop]):
-            return stop - back + len(end.kept)
+    closings = ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier))
+    for kept, closing in ((kept, closing) for kept, closing in closings if kept):
+        for back in range(min(len(closing), stop - start), -1, -1):
+            if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
+                return stop - back + len(kept)
     return stop
 
 
 def _holds(text: str, content: str | None, end: TurnEnd) -> bool:
     """Whether `text` is an answer with this content, or with the rest of it that the template keeps."""
     content = (content or "").strip()
-    rest = text.removesuffix(end.kept).strip()
+    rest = text.removesuffix(end.kept).removesuffix(end.earlier).strip()
     return content in text or (bool(rest) and rest in content)

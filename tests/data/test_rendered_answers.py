@@ -1,0 +1,127 @@
+"""Templates as people have them: each answer once, each trained turn with its end, rendered in linear time."""
+
+import pytest
+from test_prepare import flags_for, write_jsonl
+from test_turn_end import tokenizer_of
+
+from dschat_ppo.data import templates
+from dschat_ppo.data.chunk_reader import ChunkReader
+from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.templates import answer_ends, encode_prompt
+
+# As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose theirs.
+OPENS_THINK = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set text = m.content %}{% set thought = '' %}"
+    "{% if m.role == 'assistant' and '</think>' in text %}"
+    "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+DROPS_ALL_THINKING = OPENS_THINK.replace("thought + '\n</think>", "'</think>")
+# The last answer ends with a token that earlier ones do not have: gpt-oss; those of GLM end with the next role.
+OTHER_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}THOUGHT[final]{% endif %}"
+    "{{ m.content }}{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|endoftext|>"
+    "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THOUGHT = "{% if m.thinking %}[thought]{{ m.thinking }}<|im_end|>{% endif %}"
+NEXT_ROLE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
+
+
+def thinking(thought: str, text: str) -> dict:
+    return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{text}"}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+ASK, AGAIN = user("Where is the lamp?"), user("And its colour?")
+MULTI = [{"messages": [ASK, thinking("I saw it.", "In the hall."), AGAIN, thinking("It is red.", "red.")]}]
+PAIRS = [
+    {"prompt": [ASK], "chosen": [thinking("I saw it.", "In the hall.")], "rejected": [thinking("No idea.", "Find it.")]}
+]
+
+
+@pytest.fixture(autouse=True)
+def no_reader_left():
+    yield
+    while ChunkReader._running:
+        ChunkReader._running.pop().end()
+
+
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "streaming_rows": 2}])
+@pytest.mark.parametrize("template", [OPENS_THINK, DROPS_ALL_THINKING])
+@pytest.mark.parametrize(("use", "rows"), [("sft", MULTI), ("sft", PAIRS), ("preference", PAIRS), ("prompt", PAIRS)])
+def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use, rows, template, streaming):
+    tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
+    path = write_jsonl(tmp_path / "rows.jsonl", rows * 3)
+    flags = flags_for(tmp_path, path, use=use, apply_chat_template=None, **streaming)
+    row = prepare(use, tokenizer, flags, 256, all_turns=use == "sft").train[0]
+    answers = [tokenizer.decode(answer) for answer in row["answers"]]
+    opening = tokenizer.decode(row["prompt_ids"])
+    assert opening.endswith("<|im_start|>assistant\n<think>\n")
+    assert opening.count("<think>") == 1
+    wanted = ["It is red.\n</think>\n\nred.<|im_end|>"] if rows is MULTI else [
+        "I saw it.\n</think>\n\nIn the hall.<|im_end|>", "No idea.\n</think>\n\nFind it.<|im_end|>"
+    ]  # fmt: skip
+    assert answers == wanted[: {"prompt": 0, "sft": 1, "preference": 2}[use]]
+
+
+@pytest.mark.parametrize("answer", ["lamp", "s:\nlamp", "<think>", "think>\nlamp"])
+def test_an_answer_that_begins_as_the_opening_ends_keeps_its_start(answer):
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}Answers:\n", "</s>", MARKERS)
+    assert tokenizer.decode(templates.encode_answer(tokenizer, [ASK], answer)) == f"{answer}<|im_end|>"
+
+
+TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN, {"role": "assistant", "content": "red."}, ASK]
+
+
+@pytest.mark.parametrize(
+    ("template", "earlier", "last", "ends"),
+    [
+        (OTHER_END.replace("THOUGHT", ""), "[final]{}<|im_end|>", "[final]{}<|endoftext|>",
+         ["<|endoftext|>", "<|im_end|>"]),
+        (OTHER_END.replace("THOUGHT", THOUGHT), "[final]{}<|im_end|>", "[final]{}<|endoftext|>", ["<|endoftext|>"]),
+        (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>", ["<|endoftext|>", "<|user|>"]),
+    ],
+    ids=["other end", "gpt-oss", "GLM"],
+)  # fmt: skip
+def test_each_trained_turn_ends_with_its_end_token(template, earlier, last, ends):
+    tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
+    (found,) = encode_examples(tokenizer, [Example(TALK, ["lamp"])], True)
+    trained = [tokenizer.decode(found.prompt[start:stop]) for start, stop in found.prompt_spans]
+    assert trained == [earlier.format("In the hall."), earlier.format("red.")]
+    assert [tokenizer.decode(answer) for answer in found.answers] == [last.format("lamp")]
+    assert found.prompt == encode_prompt(tokenizer, TALK)
+    assert tokenizer.convert_ids_to_tokens(answer_ends(tokenizer)) == ends
+
+
+@pytest.mark.parametrize("template", [OPENS_THINK, OTHER_END.replace("THOUGHT", ""), NEXT_ROLE])
+def test_four_times_the_turns_are_four_times_the_rendered_characters(template, monkeypatch):
+    tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
+    rendered = []
+
+    def counted(*arguments):
+        rendered.append(whole(*arguments))
+        return rendered[-1]
+
+    whole = templates.rendered_within_limits
+    monkeypatch.setattr(templates, "rendered_within_limits", counted)
+    counts = []
+    for turns in (50, 200):
+        rendered.clear()
+        talk = [
+            *[part for number in range(turns) for part in (user(f"q{number:3}"), thinking("x", f"a{number:3}"))],
+            ASK,
+        ]
+        (found,) = encode_examples(tokenizer, [Example(talk, ["lamp"])], True)
+        assert len(found.prompt_spans) == turns
+        counts.append(sum(map(len, rendered)))
+    assert counts[1] < 4.2 * counts[0]
