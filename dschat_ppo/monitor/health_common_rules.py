@@ -29,11 +29,15 @@ def fp16_overflows(history: History, _: Any) -> Seen | None:
     return None
 
 
+SMALLEST_NORM = 1e-6  # of a gradient that is not rounding noise
+
+
 def gradient_explodes(history: History, flags: PPOHealthFlags | FitHealthFlags) -> Seen | None:
-    """A gradient norm exceeds its mean over the window by a factor. (Infinity is an overflow of fp16.)"""
+    """A gradient norm exceeds its mean over the window by a factor. (Infinity is an overflow of fp16; in a step whose
+    scores are all equal, estimators that compare answers have a gradient of 0, which is no size to compare with.)"""
     for name, norm in history.now.items():
         if name == "grad_norm" or name.startswith("optim/grad_norm/"):
-            mean = history.mean(name)
+            mean = history.mean(name, above=SMALLEST_NORM)
             if mean is not None and flags.health_grad_growth * mean < norm < float("inf"):
                 limit = f"{flags.health_grad_growth:g} times (--health_grad_growth) its mean over the previous steps"
                 return Seen(f"{name} is {norm:.3g}, above {limit}, {mean:.3g}", history.step)

@@ -9,6 +9,7 @@ from dschat_ppo.monitor.health_rule import History, Rule, Seen
 CHANCE = 0.55  # accuracy of a reward model on pairs; 0.5 is that of guessing
 LEARNS_AFTER = 2  # windows; until then a small learning rate may not have had an effect
 SMALL_LOSS = 0.05  # added before losses are compared, because the ratio of two losses near 0 is noise
+WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
 
 
 def loss_grows(history: History, flags: FitHealthFlags) -> Seen | None:
@@ -28,7 +29,10 @@ def overfits(history: History, flags: FitHealthFlags) -> Seen | None:
         return None
     best, *_ = sorted(history.evaluations, key=lambda evaluation: evaluation[1])
     last = history.evaluations[-count:]
-    if any(evaluation[0] <= best[0] or evaluation[1] <= best[1] for evaluation in last) or last[-1][2] >= best[2]:
+    if (
+        any(evaluation[0] <= best[0] or evaluation[1] <= best[1] + WORSE for evaluation in last)
+        or last[-1][2] >= best[2]
+    ):
         return None
     held_out = f"eval_loss is {last[-1][1]:.3g}, and was {best[1]:.3g} at step {best[0]}"
     text = f"{held_out}, while the mean training loss fell from {best[2]:.3g} to {last[-1][2]:.3g}"

@@ -8,8 +8,12 @@ from dschat_ppo.monitor.health_rule import History, Metrics, Rule, Seen, above, 
 
 SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
 FAULTY_SHARE = 0.1  # of the answers on which a reward function may fail
-NEVER_ENDS = 0.01  # share of answers
+NEVER_ENDS = 0.1  # share of answers; a tenth of few answers is still above 0 in each step
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
+# Below these, numbers are noise: their ratio says nothing, and 0 would make each later number infinitely larger.
+SMALL_KL = 0.01  # nats per token
+SMALL_ENTROPY = 0.05  # nats per token
+EXPLAINED = 0.02  # share of the returns' variance
 
 
 def ratio_not_one(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
@@ -41,7 +45,7 @@ def kl_spike(history: History, flags: PPOHealthFlags) -> Seen | None:
 def entropy_collapse(history: History, flags: PPOHealthFlags) -> Seen | None:
     """The entropy is a fraction of its mean over the window."""
     entropy, mean = history.now.get("policy/entropy"), history.mean("policy/entropy")
-    if entropy is None or mean is None or entropy * flags.health_entropy_factor >= mean:
+    if entropy is None or mean is None or entropy * flags.health_entropy_factor >= mean or mean < SMALL_ENTROPY:
         return None
     text = f"policy/entropy is {entropy:.3g}, less than its mean over the previous steps, {mean:.3g}, divided by "
     return Seen(f"{text}{flags.health_entropy_factor:g} (--health_entropy_factor)", history.step)
@@ -50,7 +54,7 @@ def entropy_collapse(history: History, flags: PPOHealthFlags) -> Seen | None:
 def entropy_explosion(history: History, flags: PPOHealthFlags) -> Seen | None:
     """The entropy is a multiple of its mean over the window."""
     entropy, mean = history.now.get("policy/entropy"), history.mean("policy/entropy")
-    if entropy is None or mean is None or entropy <= mean * flags.health_entropy_factor:
+    if entropy is None or mean is None or entropy <= max(mean, SMALL_ENTROPY) * flags.health_entropy_factor:
         return None
     text = f"policy/entropy is {entropy:.3g}, more than {flags.health_entropy_factor:g} times (--health_entropy_factor)"
     return Seen(f"{text} its mean over the previous steps, {mean:.3g}", history.step)
@@ -96,10 +100,10 @@ def exploited_reward(history: History, flags: PPOHealthFlags) -> Seen | None:
     if names[0] not in halves or names[1] not in halves:
         return None
     (score, score_now), (length, length_now), (kl, kl_now) = (halves.get(name, (0.0, 0.0)) for name in names)
-    rises = score_now - score > RISE * history.now.get("reward/score_std", 0.0)
+    rises = score_now - score > RISE * max(history.now.get("reward/score_std", 0.0), flags.health_score_std)
     explodes = kl_now > max(flags.health_kl_spike, 3 * kl)
     factor = flags.health_length_growth
-    climbs = length_now > factor * length and (kl_now > factor * kl or names[2] not in halves)
+    climbs = length_now > factor * length and (kl_now > factor * max(kl, SMALL_KL) or names[2] not in halves)
     if not rises or not (explodes or climbs):
         return None
     grown = ", ".join(f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items())
@@ -110,7 +114,7 @@ def length_creep(history: History, flags: PPOHealthFlags) -> Seen | None:
     """Answers are longer than at the start of the run."""
     name = "rollout/length_mean"
     length, start = history.halves(name), history.start.get(name)
-    if length is None or start is None or length[1] <= flags.health_length_growth * start:
+    if length is None or not start or length[1] <= flags.health_length_growth * start:
         return None
     text = f"{name} is {length[1]:.3g} tokens, {length[1] / start:.2g} times that of the first {history.window} steps"
     return Seen(f"{text}, above {flags.health_length_growth:g} (--health_length_growth)", history.middle)
@@ -133,18 +137,19 @@ def never_ends(metrics: Metrics, _: PPOHealthFlags) -> str | None:
 
 
 def explains_nothing(metrics: Metrics, _: PPOHealthFlags) -> str | None:
-    """The critic's values explain no variance of the returns."""
+    """The critic's values explain hardly any variance of the returns; a little more than 0 is chance."""
     explained = metrics.get("value/explained_variance", 1.0)
-    return f"value/explained_variance is {explained:.3g}, not above 0" if explained <= 0 else None
+    return f"value/explained_variance is {explained:.3g}, below {EXPLAINED:g}" if explained < EXPLAINED else None
 
 
-def critic_lags(metrics: Metrics, _: PPOHealthFlags) -> str | None:
-    """The mean value is further from the mean return than one standard deviation of the returns."""
+def critic_lags(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
+    """The mean value is further from the mean return than one standard deviation of the returns. (Where the returns are
+    all equal, `scores_equal` is the rule.)"""
     names = ("value/mean", "value/return_mean", "value/return_std")
     if any(name not in metrics for name in names):
         return None
     value, target, spread = (metrics[name] for name in names)
-    if abs(value - target) <= spread:
+    if abs(value - target) <= spread or spread < flags.health_score_std:
         return None
     return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
 

@@ -43,10 +43,10 @@ class History:
     lowest: Metrics
     evaluations: Sequence[tuple[int, float, float]] = ()
 
-    def mean(self, name: str) -> float | None:
+    def mean(self, name: str, above: float = -math.inf) -> float | None:
         """The mean of a metric over the window before this step; None until half of the window has it. Infinity does
-        not count: it is the gradient norm of an fp16 overflow."""
-        values = [metrics[name] for _, metrics in self.past if math.isfinite(metrics.get(name, math.nan))]
+        not count (it is the gradient norm of an fp16 overflow), and neither does what is not above the bound."""
+        values = [metrics[name] for _, metrics in self.past if above < metrics.get(name, math.nan) < math.inf]
         return sum(values) / len(values) if 2 * len(values) >= self.window else None
 
     def halves(self, name: str) -> tuple[float, float] | None:

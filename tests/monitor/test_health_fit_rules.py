@@ -72,6 +72,10 @@ def test_a_rising_held_out_loss_is_no_overfitting_while_the_training_loss_rises_
     assert events_of(fit_watch(), evaluated([0.9, 0.7, 0.71, 0.72], [1.0, 0.8, 0.9, 0.9])) == []
 
 
+def test_equal_held_out_losses_are_no_overfitting():
+    assert events_of(fit_watch(), evaluated([0.7, 0.7000001, 0.7000002], [0.8, 0.6, 0.5])) == []
+
+
 def test_more_evaluations_can_be_asked_for():
     steps = evaluated([0.7, 0.71, 0.72], [0.8, 0.6, 0.5])
     assert [event.name for event in events_of(fit_watch(), steps)] == ["overfitting"]
