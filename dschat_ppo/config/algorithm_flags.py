@@ -123,7 +123,11 @@ class AlgorithmFlags:
         0.0,
     )
 
-    reward_clip: float = flag("clip scores to +- this; 0 = off", 5.0)
+    reward_clip: float | None = flag(
+        "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the learned reward is the only"
+        " source, as in DeepSpeed-Chat; else off, because scores beyond the clip would all be equal",
+        None,
+    )
     normalize_rewards: Literal["none", "model", "running"] = flag(
         "'model': standardise the reward model's scores by the statistics saved with it; 'running': divide scores by "
         "their running standard deviation",

@@ -114,6 +114,22 @@ class RewardSourceFlags:
         """The URLs in `--remote_reward_url`; empty if it is not given."""
         return [] if self.remote_reward_url is None else [url.strip() for url in self.remote_reward_url.split(",")]
 
+    @property
+    def learned_alone(self) -> bool:
+        """Whether scores are those of the learned reward: the other sources, if there are any, are only logged."""
+        others = [split_weight(text)[1] for text in self.reward_function]
+        others += [self.remote_reward_weight] if self.remote_urls else []
+        return self.use_reward_model and not any(others)
+
+
+def split_weight(text: str) -> tuple[str, float]:
+    """`"name:0.5"` of a `--reward_function` -> ("name", 0.5); without a number at its end the weight is 1."""
+    before, colon, number = text.rpartition(":")
+    try:
+        return (before, float(number)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
 
 def require_learned_reward(
     rewards: RewardSourceFlags, folder: str | None, algorithm: AlgorithmFlags, ppo: PPOFlags

@@ -224,6 +224,14 @@ class PPOConfig:
         return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
 
     @property
+    def score_clip(self) -> float:
+        """`--reward_clip`, or its default; 0 is off. A function may return any numbers, and estimators that compare
+        answers would find no difference between two that are clipped."""
+        if self.algorithm.reward_clip is not None:
+            return self.algorithm.reward_clip
+        return 5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0  # 5 as in DeepSpeed-Chat
+
+    @property
     def reward_flag(self) -> str:
         """The flag that names `reward_folder`."""
         named = self.rewards.reward_model_name_or_path is not None

@@ -90,14 +90,14 @@ FIGURES = [
         _REWARD, "Spread of the scores",
         "The standard deviation of the scores must stay above 0, because nothing is learned from answers that all "
         "score the same.",
-        ("reward/score_std", "reward/equal_groups_share"),
+        ("reward/score_std", "reward/clipped_std", "reward/clipped_share", "reward/equal_groups_share"),
     ),
     Figure(
         _REWARD, "Reward by source",
         "One line for each reward source or data set: a source that stays flat adds nothing, and one that falls is "
         "traded for the others.",
         ("reward/*_mean", "reward/score_mean/*", "reward/*_share"),
-        without=("reward/score_mean", "reward/total_mean", "reward/equal_groups_share"),
+        without=("reward/score_mean", "reward/total_mean", "reward/equal_groups_share", "reward/clipped_share"),
     ),
     Figure(
         _POLICY, "Response length",

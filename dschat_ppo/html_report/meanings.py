@@ -22,6 +22,8 @@ _MEANINGS = [
     ("reward/score_mean", "mean score, as the reward sources give it"),
     ("reward/total_mean", "mean sum of the token rewards, after clipping, penalties and KL"),
     ("reward/score_std", "standard deviation of the scores"),
+    ("reward/clipped_share", "share of the scores that --reward_clip changes"),
+    ("reward/clipped_std", "standard deviation of the clipped scores"),
     ("reward/equal_groups_share", "share of prompts whose responses all have the same score"),
     ("reward/*_mean", "mean score of this reward source"),
     ("reward/*_share", "share of the responses that this source scores"),

@@ -61,14 +61,14 @@ def entropy_explosion(history: History, flags: PPOHealthFlags) -> Seen | None:
 
 
 def equal_scores(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
-    """All answers score the same."""
-    spread = metrics.get("reward/score_std", 1.0)
-    if spread >= flags.health_score_std or metrics.get("rollout/count", 1) < 2:
-        return None
-    mean = metrics.get("reward/score_mean", 0.0)
-    return (
-        f"reward/score_std is {spread:.3g}, below {flags.health_score_std:g} (--health_score_std); all score {mean:.3g}"
-    )
+    """All answers score the same, or do once the scores are clipped."""
+    for name in ("reward/score_std", "reward/clipped_std"):
+        spread = metrics.get(name, 1.0)
+        if spread < flags.health_score_std and metrics.get("rollout/count", 1) >= 2:
+            clipped, mean = metrics.get("reward/clipped_share", 0.0), metrics.get("reward/score_mean", 0.0)
+            text = f"{name} is {spread:.3g}, below {flags.health_score_std:g} (--health_score_std); "
+            return text + (f"{clipped:.0%} are clipped" if name == "reward/clipped_std" else f"all score {mean:.3g}")
+    return None
 
 
 def constant_source(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
@@ -76,7 +76,7 @@ def constant_source(metrics: Metrics, flags: PPOHealthFlags) -> str | None:
     count, constant = metrics.get("rollout/count", 1), []
     for name, spread in metrics.items():
         source = name.removesuffix("_std")
-        if source == name or not name.startswith("reward/") or source == "reward/score":
+        if source == name or not name.startswith("reward/") or source in ("reward/score", "reward/clipped"):
             continue
         if spread < flags.health_score_std and count * metrics.get(f"{source}_share", 1.0) >= 2:
             constant.append(f"{name} is {spread:.3g}")
@@ -214,9 +214,10 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scores_equal", "warning", at_once(equal_scores),
-        "the reward does not tell the answers apart: it is constant, fails on all of them, or the task is solved",
-        "read the answers (--print_answers) and test the reward on them; use harder prompts, a higher --temperature or "
-        "more --n_samples_per_prompt",
+        "the reward does not tell the answers apart: it is constant, fails on all of them, is clipped, or the task is "
+        "solved",
+        "read the answers (--print_answers) and test the reward on them; raise --reward_clip if it clips them; use "
+        "harder prompts, a higher --temperature or more --n_samples_per_prompt",
     ),
     Rule(
         "source_constant", "warning", for_a_window(constant_source),

@@ -16,8 +16,9 @@ from dschat_ppo.types import Experience
 
 
 def experience_metrics(
-    rows: Experience, kl_coef: float, sources: Sequence[str], data_sources: Sequence[str] = ()
-) -> dict[str, float]:
+    rows: Experience, kl_coef: float, sources: Sequence[str], data_sources: Sequence[str] = (),
+    clip: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Metrics of the experience of all ranks.
 
     Args:
@@ -27,6 +28,7 @@ def experience_metrics(
             that it scores; their share is reported if it is below 1.
         data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
             than one, scores, lengths and KL are also those of each data set that has rows.
+        clip: scores (B,) before and after they are clipped; None: they are not.
     """
     mask = rows.response_mask
     kept = _real_tokens(mask)
@@ -42,6 +44,9 @@ def experience_metrics(
         "rollout/ended_share": ended,
     }
     found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
+    if clip is not None:
+        found["reward/clipped_share"] = (clip[0] != clip[1]).double().mean()
+        found["reward/clipped_std"] = mean_and_std(clip[1])[1]
     for name, scores in zip(sources, rows.source_scores.T, strict=True):
         scored = ~scores.isnan()  # (B,); other rows are not this source's
         found[f"reward/{name}_share"] = scored.float().mean()
@@ -56,7 +61,8 @@ def experience_metrics(
         if values is not None:
             found[f"{name}mean"], found[f"{name}std"] = mean_and_std(kept(values))
     if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
-        found["reward/equal_groups_share"] = 1 - groups_that_differ(rows.scores, rows.groups).float().mean().double()
+        differ = groups_that_differ(rows.scores if clip is None else clip[1], rows.groups)
+        found["reward/equal_groups_share"] = 1 - differ.float().mean().double()
     for name, own in _rows_by_data_set(rows, data_sources):
         found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
         found[f"rollout/length_mean/{name}"] = lengths[own].mean()

@@ -36,11 +36,13 @@ class AdvantageComputation:
         flags: of the algorithm.
         max_length: longest answer in tokens.
         seed: of the run.
+        score_clip: bound of the scores, 0 = off.
         warmup_rollouts: PPO steps at the start in which the policy does not move.
     """
 
-    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, warmup_rollouts: int = 0):
+    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
         self.flags = flags
+        self.score_clip = score_clip
         self.warmup_rollouts = warmup_rollouts
         self.max_length = max_length
         self.seed = seed
@@ -105,9 +107,11 @@ class AdvantageComputation:
 
     def shaped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""
-        if self.flags.normalize_rewards == "running":
-            scores = self.running.scale(scores)
-        return clip_scores(scores, self.flags.reward_clip)
+        return clip_scores(self.scaled(scores), self.score_clip)
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores after scaling, (N,) fp32."""
+        return self.running.scale(scores) if self.flags.normalize_rewards == "running" else scores
 
     def _loss_weights(self, rows: RewardedRollout) -> Tensor:
         """Factors of the token losses, (N, R) fp32."""

@@ -65,7 +65,8 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
     def check_rewards() -> None:
         logger().info(
-            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}"
+            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}, "
+            + (f"scores clipped to +- {config.score_clip:g}" if config.score_clip else "scores not clipped")
         )
         check_sources(config.rewards)
         if config.validation.eval_reward_function:

@@ -166,7 +166,9 @@ class PPOComponents:
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
-        self.shaping = AdvantageComputation(algorithm, ppo.max_answer_seq_len, seed, plan.warmup_rollouts)
+        self.shaping = AdvantageComputation(
+            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts
+        )
         models = {
             "actor": engines.actor, "critic": engines.critic,
             "reference": engines.reference if engines.reference_sync else config.reference_folder,
@@ -220,7 +222,10 @@ class PPOComponents:
         if self.is_finite(experience, step):
             kl_coef = self.shaping.used_kl_coef
             names = self.collection.reward_scorer.mixture.names
-            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources)
+            clip = None
+            if self.shaping.score_clip:
+                clip = self.shaping.scaled(experience.scores), self.shaping.shaped(experience.scores)
+            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip)
             metrics["kl/coef"] = kl_coef
             for role, engine in self.engines.trained.items():
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}

@@ -18,7 +18,7 @@ from dschat_ppo.runtime.processes import deny_access_to_memory
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
 # Reserved names: `reward/NAME_share` and, with several sources, `reward/NAME_mean` and `_std` are other metrics.
-TAKEN_ALONE = ("equal_groups",)
+TAKEN_ALONE = ("equal_groups", "clipped")
 TAKEN = (*TAKEN_ALONE, "score", "total")
 WEAKER = {
     "network": "only Python keeps programs from the network, and programs can circumvent that",

@@ -17,6 +17,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
+from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.call_arguments import arguments_of, hint_of_text, missing_columns, token_ids_of
@@ -75,7 +76,7 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     given = f"{flag} {spec}"
     sources, unrouted = _split_route(spec, given)
     head, mark, tail = unrouted.partition("?")
-    rest, weight = _split_weight(tail if mark else head)
+    rest, weight = split_weight(tail if mark else head)
     place, settings = (head, _parse_settings(rest, given)) if mark else (rest, ())
     if not math.isfinite(weight):
         raise UserError(f"{given}: the weight must be finite, got {weight}")
@@ -105,15 +106,6 @@ def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
     if not all(sources):
         raise UserError(f"{given}: expected a data source before '=', or several separated by commas")
     return sources, spec[len(names) + 1 :]
-
-
-def _split_weight(text: str) -> tuple[str, float]:
-    """`"name:0.5"` -> ("name", 0.5); without a number at its end the weight is 1."""
-    before, colon, number = text.rpartition(":")
-    try:
-        return (before, float(number)) if colon else (text, 1.0)
-    except ValueError:
-        return text, 1.0
 
 
 def _parse_settings(text: str, given: str) -> tuple[tuple[str, str], ...]:

@@ -287,7 +287,9 @@ def replay_rows(
             print(f"  {line}")
 
     if what["role"] == "shaping":
-        shaping = AdvantageComputation(config.algorithm, config.ppo.max_answer_seq_len, config.run.seed)
+        shaping = AdvantageComputation(
+            config.algorithm, config.ppo.max_answer_seq_len, config.run.seed, config.score_clip
+        )
         shaping.load_state_dict(what["constants"]["shaping"])
         places = bad_places(shaping.advantages(shaping.with_rewards(rows), what["step"]))
         for field, found in places.items():

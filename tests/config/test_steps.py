@@ -26,6 +26,30 @@ def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic
         assert config.reward_folder == reward[0]
 
 
+FUNCTION_ALONE = "--use_reward_model False --reward_function exact_match"
+
+
+@pytest.mark.parametrize(
+    ("words", "clip"),
+    [
+        ("", 5.0),
+        ("--reward_model_sources a --reward_function length:0 exact_match?strip=1:0.0", 5.0),  # these are only logged
+        ("--remote_reward_url http://a/b --remote_reward_weight 0", 5.0),
+        ("--remote_reward_url http://a/b", 0.0),
+        ("--reward_function length:0 exact_match?strip=1:0.5", 0.0),
+        ("--reward_function a,b=exact_match", 0.0),
+        (FUNCTION_ALONE, 0.0),
+        (f"{FUNCTION_ALONE} --reward_clip 5", 5.0),
+        ("--reward_clip 0", 0.0),
+        ("--advantage_estimator grpo --n_samples_per_prompt 2", 0.0),
+        ("--advantage_estimator grpo --n_samples_per_prompt 2 --reward_clip 3", 3.0),
+        ("--advantage_estimator remax", 0.0),
+    ],
+)
+def test_scores_are_clipped_by_default_for_ppo_with_the_learned_reward_alone(words, clip):
+    assert parse("ppo", [*NEEDED["ppo"], *words.split()]).score_clip == clip
+
+
 @pytest.mark.parametrize("step", NEEDED)
 def test_what_follows_training_has_no_effect_without_it(step):
     words = [*NEEDED[step], *"--report_to tensorboard --profile 2 --stop_on_health error --validate_only".split()]

@@ -152,6 +152,13 @@ def test_a_number_that_is_no_longer_0_is_no_trend(case):
     assert [event.seen for event in events if event.name not in ("scores_equal", "length_creep")] == []
 
 
+def test_scores_that_are_equal_after_the_clip_alone_are_seen():
+    clipped = {"reward/score_std": 2.0, "reward/clipped_std": 0.0, "reward/clipped_share": 1.0}
+    [event] = events_of(ppo_watch(), [clipped] * 20)
+    assert event.name == "scores_equal" and "reward/clipped_std is 0" in event.seen and "100% are clipped" in event.seen
+    assert events_of(ppo_watch(), [{**clipped, "reward/clipped_std": 0.1}] * 20) == []
+
+
 def test_gradients_explode_from_the_mean_of_those_that_are_not_0():
     steps = [{"optim/grad_norm/actor": 0.5 * (step % 2)} for step in range(10)]
     assert events_of(ppo_watch(), [*steps, {"optim/grad_norm/actor": 4.9}]) == []

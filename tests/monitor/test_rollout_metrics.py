@@ -155,6 +155,17 @@ def test_the_share_of_groups_with_equal_scores(groups, share):
     assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share
 
 
+def test_the_share_of_clipped_scores_and_what_is_left_of_their_differences():
+    scores = torch.tensor([7.0, 9.0, 2.0, 3.0])
+    rows = experience(scores=scores, groups=torch.tensor([1, 1, 2, 2]))
+    plain = experience_metrics(rows, KL_COEF, SOURCES)
+    found = experience_metrics(rows, KL_COEF, SOURCES, clip=(scores, scores.clamp(-5, 5)))
+    changed = {name: value for name, value in found.items() if plain.get(name) != value}
+    assert changed == pytest.approx({
+        "reward/clipped_share": 0.5, "reward/clipped_std": np.std([5, 5, 2, 3]), "reward/equal_groups_share": 0.5,
+    })  # fmt: skip
+
+
 def test_a_source_is_measured_over_the_rows_that_it_scores():
     nan = float("nan")
     scores = torch.tensor([[1.0, nan, nan], [nan, nan, 4.0], [0.0, nan, nan], [0.5, nan, -2.0]])

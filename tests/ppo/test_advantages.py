@@ -47,7 +47,7 @@ class Computation(AdvantageComputation):
 
 
 def computation(**flags) -> Computation:
-    return Computation(AlgorithmFlags(**flags), LONGEST, seed=0)
+    return Computation(AlgorithmFlags(**flags), LONGEST, seed=0, score_clip=flags.get("reward_clip", 5.0))
 
 
 def rewards_by_loop(rows: ScoredRollout, scores, kl_coef: float) -> np.ndarray:
@@ -148,7 +148,7 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
 
 def test_the_kl_coefficient_waits_for_the_critic():
     rows = scored()
-    compute = Computation(AlgorithmFlags(kl_target=0.01), LONGEST, 0, warmup_rollouts=2)
+    compute = Computation(AlgorithmFlags(kl_target=0.01), LONGEST, 0, score_clip=5.0, warmup_rollouts=2)
     values = []
     for step in (1, 2, 3):
         compute(rows, step)

@@ -83,7 +83,12 @@ def test_the_metrics_of_routed_functions_by_hand(assets, tmp_path, functions):
     run.run()
     run.ppo.collection.reward_scorer.mixture.close()
     assert sorted(n for numbers in run.taken for n in numbers) == list(range(PROMPTS))
-    names = {"reward/score_std", "reward/total_mean", "reward/kl_penalty"}  # and deviations: test_rollout_metrics.py
+    names = {
+        "reward/score_std",
+        "reward/total_mean",
+        "reward/kl_penalty",
+        "reward/clipped_share",
+    }  # and deviations: test_rollout_metrics.py
     for step, (numbers, line) in enumerate(zip(run.taken, run.lines, strict=True), 1):
         found = {name: value for name, value in line.items() if name.startswith("reward/") and name not in names}
         found = {name: value for name, value in found.items() if not name.endswith("_std")}
