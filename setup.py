@@ -39,7 +39,8 @@ setup(
     ],
     entry_points={
         "console_scripts": [
-            f"dschat-{step} = dschat_ppo.commands.start_ranks:{step}" for step in ("sft", "reward", "dpo", "ppo")
+            f"dschat-{name} = dschat_ppo.__main__:installed"
+            for name in "sft reward dpo ppo chat data evaluate export plan replay report serve-reward".split()
         ]
     },
     packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),

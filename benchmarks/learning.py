@@ -202,7 +202,7 @@ def rule_rate(model_folder: Path, made: Path, seed: int) -> float:
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         prompts = [row["prompt"] for row in rows]
         answers = sample_answers(load_lm(model_folder, device), tokenizer, prompts, device, seed)
-    return answers.rule_rate([Question(**row["question"]) for row in rows])
+    return answers.rule_rate([Question(**row["about"]) for row in rows])
 
 
 def start_and_end(task: str, output: Path, made: Path, seed: int) -> tuple[float, float]:

@@ -4,6 +4,8 @@ python -m dschat_ppo --help                     the commands
 python -m dschat_ppo ppo --flag value ...       as `dschat-ppo`
 deepspeed --module dschat_ppo ppo --flag value ...
 python -m dschat_ppo chat --model M             as `python -m dschat_ppo.tools.chat`
+
+The installed commands, `dschat-COMMAND`, are `installed`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import difflib
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from dschat_ppo.commands.start_ranks import start
 from dschat_ppo.commands.training import STEPS
@@ -65,6 +69,11 @@ def commands() -> str:
     for heading, known in (("training", TRAINING), ("tools", TOOLS)):
         lines += ["", f"{heading}:", *(f"  {name.ljust(width)}{text}" for name, text in known.items())]
     return "\n".join([*lines, "", "the flags of a command: python -m dschat_ppo COMMAND --help"])
+
+
+def installed() -> NoReturn:
+    """`dschat-NAME ...`, as `python -m dschat_ppo NAME ...`."""
+    leave(main([Path(sys.argv[0]).name.removeprefix("dschat-"), *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -28,5 +28,14 @@ def test_help_and_wrong_flags_import_no_large_library(main, words, code, printed
     assert imported & HEAVY == set()
 
 
+@pytest.mark.parametrize("tool", ["chat", "data", "evaluate", "plan", "report"])
+def test_a_tool_answers_wrong_flags_without_a_large_library(tool):
+    command = [sys.executable, "-X", "importtime", "-m", "dschat_ppo", tool, "--no_such_flag", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and re.search("^(error|.*: error): ", done.stderr, re.MULTILINE), done.stderr[-2000:]
+    imported = {name.split(".")[0] for name in _IMPORTED.findall(done.stderr)}
+    assert "dschat_ppo" in imported and imported & HEAVY == set()
+
+
 def test_all_steps_are_tried():
     assert len(MAINS) == 4

@@ -17,13 +17,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from dschat_ppo.commands.training import run_training
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.exit_codes import exit_code
-from dschat_ppo.runtime.launch import leave
 
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
 AMD_DEVICE = Path("/dev/kfd")
@@ -160,23 +158,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def sft() -> NoReturn:
-    """The command `dschat-sft`."""
-    leave(start("sft", sys.argv[1:]))
-
-
-def reward() -> NoReturn:
-    """The command `dschat-reward`."""
-    leave(start("reward", sys.argv[1:]))
-
-
-def dpo() -> NoReturn:
-    """The command `dschat-dpo`."""
-    leave(start("dpo", sys.argv[1:]))
-
-
-def ppo() -> NoReturn:
-    """The command `dschat-ppo`."""
-    leave(start("ppo", sys.argv[1:]))

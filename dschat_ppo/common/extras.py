@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from dschat_ppo.errors import UserError
 
-EXTRAS = {  # module -> (package, the arguments of pip that install it)
-    "bitsandbytes": ("bitsandbytes", '-e ".[qlora]"'),
-    "flash_attn": ("flash-attn", '--no-build-isolation -e ".[flash]"'),
-    "math_verify": ("math-verify", '-e ".[math]"'),
-    "mlflow": ("mlflow-skinny", '-e ".[mlflow]"'),
-    "peft": ("peft", '-e ".[lora]"'),
-    "sentencepiece": ("sentencepiece", '-e ".[sentencepiece]"'),
-    "tensorboard": ("tensorboard", "-e ."),  # required by setup.py, and checked as the other trackers are
-    "trackio": ("trackio", '-e ".[trackio]"'),
-    "wandb": ("wandb", '-e ".[wandb]"'),
+EXTRAS = {  # module -> (package, the extra that installs it)
+    "bitsandbytes": ("bitsandbytes", "qlora"),
+    "flash_attn": ("flash-attn", "flash"),
+    "math_verify": ("math-verify", "math"),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+    "peft": ("peft", "lora"),
+    "sentencepiece": ("sentencepiece", "sentencepiece"),
+    "tensorboard": ("tensorboard", ""),  # required by setup.py, and checked as the other trackers are
+    "trackio": ("trackio", "trackio"),
+    "wandb": ("wandb", "wandb"),
 }
+CHECKOUT = Path(__file__).parents[2]  # of the sources, unless the package is installed from a wheel
 
 
 def is_installed(module: str) -> bool:
@@ -27,8 +29,11 @@ def is_installed(module: str) -> bool:
 
 
 def how_to_install(module: str) -> str:
-    """The pip command that installs a module of `EXTRAS`."""
-    return f"pip install {EXTRAS[module][1]}"
+    """The pip command that installs a module of `EXTRAS`: from the sources, or beside the installed package."""
+    extra = EXTRAS[module][1]
+    options = "--no-build-isolation " if extra == "flash" else ""  # it builds against the installed torch
+    source, name = ("-e ", ".") if (CHECKOUT / "setup.py").is_file() else ("", "dschat_ppo")
+    return f"pip install {options}{source}" + (f'"{name}[{extra}]"' if extra else name)
 
 
 def require_extra(module: str, what: str) -> None:

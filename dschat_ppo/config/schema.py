@@ -162,7 +162,7 @@ class RunFlags:
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
     report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
         "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
-        '-e ".[wandb]". none: no tracker, even with --enable_tensorboard',
+        '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard',
         list,
         commas=True,
     )

@@ -67,11 +67,12 @@ def sample_answers(
     device: torch.device,
     seed: int,
 ) -> SampledAnswers:
-    """Sample one answer to each prompt, at temperature 1."""
+    """Sample one answer to each prompt, at temperature 1: the first answer of a chat with `--seed SEED + ROW`."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
-    rollout = generate(model, batch, row_seeds(0, len(rows), seed), config)
+    seeds = torch.cat([row_seeds(0, 1, seed + row) for row in range(len(rows))])
+    rollout = generate(model, batch, seeds, config)
     texts = [
         str(tokenizer.decode(ids[mask], skip_special_tokens=True))
         for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
@@ -86,11 +87,12 @@ def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """(content of `summary.json`, samples as (question, answer before PPO, answer after PPO))."""
+def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]], tuple[str, int]]:
+    """(content of `summary.json`; samples as (question, answer before PPO, answer after PPO); a question and the
+    `--seed` of a chat in which PPO makes the first answer kind, or the first question where it does nowhere)."""
     device = dist.device()
     rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
-    questions = [Question(**row["question"]) for row in rows]
+    questions = [Question(**row["about"]) for row in rows]
     prompts = [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
     reference, actor = load_lm(out / "sft", device), load_lm(out / "ppo/actor", device)
@@ -115,12 +117,16 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
         "seconds_per_step": {step: float((out / f"{step}.seconds").read_text()) for step in results},
         "versions": {package: version(package) for package in PACKAGES},
     }
-    samples = [(q.text, b, a) for q, b, a in zip(questions, before.texts, after.texts, strict=True)][:SAMPLES]
-    return summary, samples
+    samples = [(q.text, b, a) for q, b, a in zip(questions, before.texts, after.texts, strict=True)]
+    turned = [keeps_rule(q, a) and not keeps_rule(q, b) for q, (_, b, a) in zip(questions, samples, strict=True)]
+    shown = turned.index(True) if True in turned else 0
+    return summary, samples[:SAMPLES], (questions[shown].text, seed + shown)
 
 
-def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path) -> None:
-    """Print the table, the samples and the paths of the outputs."""
+def show(
+    summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: tuple[str, int], out: Path
+) -> None:  # fmt: skip
+    """Print the table, the samples, the paths of the outputs, and a chat that begins with the question `to_ask`."""
     lines = [
         ("SFT: loss on held-out rows", "sft_eval_loss_before", "sft_eval_loss_after"),
         ("reward model: accuracy on held-out pairs", "reward_eval_accuracy_before", "reward_eval_accuracy"),
@@ -143,16 +149,16 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], out: Path
     }
     for kind, paths in outputs.items():
         print(f"\n{kind}:", *(shown_path(out / path) for path in paths), sep="\n  ")
-    for purpose, command in next_commands(out, samples[0][0]).items():
+    for purpose, command in next_commands(out, *to_ask).items():
         print(f"\n{purpose}:\n  {command}")
 
 
-def next_commands(out: Path, question: str) -> dict[str, str]:
-    """Purpose -> a command to try on the outputs, for a shell; `question` is an example of what to type."""
+def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
+    """Purpose -> a command to try on the outputs, for a shell; `question` is what to type in the chat of that seed."""
     sft, actor = out / "sft", out / "ppo/actor"
-    purpose = f"chat with the model after PPO (actor) and before it (sft); type for example '{question}'"
+    purpose = f"chat with the model after PPO (actor) and before it (sft); type first '{question}'"
     tools = {
-        purpose: ["chat", "--model", actor, "--compare", sft],
+        purpose: ["chat", "--model", actor, "--compare", sft, "--seed", seed],
         "evaluate both models on the held-out prompts": [
             "evaluate", "--model", sft, actor, "--data_path", out / "toy/data/heldout.jsonl",
             "--reward_model_name_or_path", out / "reward", "--html", out / "evaluation.html",
@@ -170,9 +176,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="sampling seed (default: 1234)")
     args = parser.parse_args()
     quiet_libraries()
-    summary, samples = measure(args.out, args.seed)
+    summary, samples, to_ask = measure(args.out, args.seed)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    show(summary, samples, args.out)
+    show(summary, samples, to_ask, args.out)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rollout.sampling import SamplingParameters
+
+if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
+    from dschat_ppo.rollout.sampling import SamplingParameters
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class SamplingSettings:
     @property
     def sampling(self) -> SamplingParameters:
         """How tokens are drawn."""
+        from dschat_ppo.rollout.sampling import SamplingParameters
+
         return SamplingParameters(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
 
     def with_values(self, values: Mapping[str, Any], prefix: str = "") -> SamplingSettings:

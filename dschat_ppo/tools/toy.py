@@ -1,8 +1,9 @@
 """The embedded default task: a tokenizer, an untrained model and data of short conversations, generated from a seed.
 
 A user says their name and asks where a thing is. Half of the training answers are kind (a greeting by name, the thing,
-a friendly close), half are curt. Kind answers are preferred. `keeps_rule` checks this preference exactly, so the result
-of PPO with a *learned* reward can be compared with the true preference.
+a friendly close), half are curt. A quarter of the conversations go on with a second question, which is answered in the
+same tone. Kind answers are preferred. `keeps_rule` checks this preference exactly, so the result of PPO with a
+*learned* reward can be compared with the true preference; `true_rule` is its reward function.
 
     python -m dschat_ppo.tools.toy FOLDER
 """
@@ -14,12 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
+if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in processes of its own, and needs no torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -29,7 +28,11 @@ QUESTIONS = (
     "I am {name}. Where is the {colour} {thing}?",
     "My name is {name}. Have you seen the {colour} {thing}?",
     "This is {name}. I am looking for the {colour} {thing}.",
+    # of a second question
+    "Where is the {colour} {thing}?",
+    "And the {colour} {thing}?",
 )
+FIRST = 3  # wordings that say the name
 GREETINGS = ("Hello", "Hi", "Good day", "Welcome")
 KIND_CLOSES = ("Have a lovely day!", "I am glad to help.", "Ask me any time.", "It was a pleasure.")
 GRUMBLES = ("Not again.", "Use your eyes.", "How boring.", "I am busy.")
@@ -40,7 +43,9 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-COUNTS = {"sft": 8000, "sft_eval": 256, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128}
+COUNTS = {
+    "sft": 8000, "sft_eval": 256, "second": 2000, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,17 @@ def keeps_rule(question: Question, answer: str) -> bool:
     )
 
 
-def make_questions(rng: random.Random) -> dict[str, list[Question]]:
-    """Questions of each file. No file repeats a (name, colour, thing) of `heldout`, `sft_eval` or `pairs_eval`, and
-    only `sft` asks the same question twice."""
+def true_rule(response: str, about: dict[str, Any], **_: Any) -> float:
+    """The rule as a reward function of step 3, for `heldout.jsonl`: 1.0 if the answer follows it, else 0.0."""
+    return float(keeps_rule(Question(**about), response))
 
-    def worded(combination: tuple[str, str, str]) -> Question:
-        return Question(*combination, wording=rng.randrange(len(QUESTIONS)))
+
+def make_questions(rng: random.Random) -> dict[str, list[Question]]:
+    """Questions of each file; `second` continues the first rows of `sft`. No file repeats a (name, colour, thing) of
+    `heldout`, `sft_eval` or `pairs_eval`, and only `sft` and `second` ask the same question twice."""
+
+    def worded(combination: tuple[str, str, str], wordings: int = FIRST) -> Question:
+        return Question(*combination, wording=rng.randrange(wordings))
 
     combinations = list(product(NAMES, COLOURS, THINGS))
     rng.shuffle(combinations)
@@ -99,6 +109,9 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
     questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]  # their answers differ
     for part in ("pairs", "prompts"):
         questions[part] = drawn_without_repeats(COUNTS[part], lambda: worded(rng.choice(free)))
+    of_name = {name: [combination for combination in free if combination[0] == name] for name in NAMES}
+    first = questions["sft"][: COUNTS["second"]]
+    questions["second"] = [worded(rng.choice(of_name[asked.name]), len(QUESTIONS)) for asked in first]
     return questions
 
 
@@ -130,12 +143,21 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
             {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)} for q in questions[part]
         ]
     rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
-    rows["heldout"] = [{"prompt": turn(q), "question": vars(q)} for q in questions["heldout"]]
+    rows["heldout"] = [{"prompt": turn(q), "about": vars(q)} for q in questions["heldout"]]
+    for row, first, q in zip(rows["sft"], questions["sft"], questions["second"], strict=False):
+        messages = row["messages"]
+        answer = kind_answer if keeps_rule(first, messages[-1]["content"]) else curt_answer
+        messages += [*turn(q), {"role": "assistant", "content": answer(q, rng)}]
     return rows
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 768 tokens with PAD, EOS, role tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from dschat_ppo.tools.toy_model import EOS, PAD
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -157,6 +179,8 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A Llama of 1.7 M parameters with random weights."""
+    from dschat_ppo.tools.toy_model import untrained_llama
+
     return untrained_llama(
         tokenizer,
         seed,
@@ -171,6 +195,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 def make(folder: Path, seed: int) -> None:
     """Write `folder/model` and `folder/data/*.jsonl`."""
+    from dschat_ppo.tools.toy_model import write_task
+
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
@@ -178,4 +204,6 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    from dschat_ppo.tools.toy_model import task_command
+
     task_command("Make the embedded model, tokenizer and data.", make)

@@ -14,8 +14,10 @@ import pytest
 from launch import ROOT
 
 import dschat_ppo
+from dschat_ppo import __main__ as program
 
 STEPS = ("sft", "reward", "dpo", "ppo")
+TASKS = {"toy", "addition"}  # of the scripts: no commands of an installed package
 
 
 def run(*command: object, **settings) -> str:
@@ -71,6 +73,11 @@ def test_each_step_has_a_command_with_help(environment, tmp_path):
     for step in STEPS:
         said = run(programs / f"dschat-{step}", "--help", cwd=tmp_path, env=variables)
         assert f"dschat-{step} [--num_accelerators N]" in said
+    assert "dschat_ppo.tools.chat" in run(programs / "dschat-chat", "--help", cwd=tmp_path, env=variables)
+    assert "--host" in run(programs / "dschat-serve-reward", "--help", cwd=tmp_path, env=variables)
+    assert {file.name for file in programs.glob("dschat-*")} == {
+        f"dschat-{name.replace('_', '-')}" for name in {*STEPS, *program.TOOLS} - TASKS
+    }
     where = run(programs / "python", "-c", "import dschat_ppo; print(dschat_ppo.__file__)", cwd=tmp_path, env=variables)
     assert Path(where.strip()).is_relative_to(programs.parent)
 

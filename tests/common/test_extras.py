@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from test_dependencies import OPTIONAL, declared
 
+from dschat_ppo.common import extras
 from dschat_ppo.common.extras import EXTRAS, how_to_install, is_installed, require_extra
 from dschat_ppo.errors import UserError
 
@@ -22,9 +23,26 @@ def test_a_missing_package_is_answered_by_the_command_that_installs_it(monkeypat
         require_extra(module, "--some_flag")
     package, command = EXTRAS[module][0], how_to_install(module)
     assert str(problem.value) == f"--some_flag needs the package {package}: {command}"
-    extra, (required, extras) = command.partition("[")[2].partition("]")[0], declared()
-    installed = {Requirement(text).name for text in (extras[extra] if extra else required)}
+    extra, (required, optional) = command.partition("[")[2].partition("]")[0], declared()
+    installed = {Requirement(text).name for text in (optional[extra] if extra else required)}
     assert package in installed, f"{command} does not install {package}"
+
+
+@pytest.mark.parametrize(("module", "inside", "outside"), [
+    ("peft", 'pip install -e ".[lora]"', 'pip install "dschat_ppo[lora]"'),
+    ("flash_attn", 'pip install --no-build-isolation -e ".[flash]"',
+     'pip install --no-build-isolation "dschat_ppo[flash]"'),
+    ("tensorboard", "pip install -e .", "pip install dschat_ppo"),
+])  # fmt: skip
+def test_the_command_fits_a_checkout_and_an_installed_package(monkeypatch, tmp_path, module, inside, outside):
+    assert how_to_install(module) == inside
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert how_to_install(module) == outside
+
+
+def test_no_other_message_names_the_checkout():
+    sources = (ROOT / "dschat_ppo").rglob("*.py")
+    assert not [path.name for path in sources if '-e ".' in path.read_text(encoding="utf-8")]
 
 
 def test_a_package_that_is_there_passes(monkeypatch):

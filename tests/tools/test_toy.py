@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 from transformers import AutoTokenizer
 
@@ -47,8 +49,34 @@ def test_half_of_the_sft_answers_are_kind():
     rng = random.Random(0)
     questions = toy.make_questions(rng)
     rows = toy.make_rows(questions, rng)["sft"]
-    kind = [toy.keeps_rule(q, row["messages"][-1]["content"]) for q, row in zip(questions["sft"], rows, strict=True)]
+    kind = [toy.keeps_rule(q, row["messages"][1]["content"]) for q, row in zip(questions["sft"], rows, strict=True)]
     assert 0.45 < sum(kind) / len(kind) < 0.55
+
+
+def test_a_second_answer_keeps_the_name_and_the_tone_of_the_first():
+    rng = random.Random(0)
+    questions = toy.make_questions(rng)
+    rows = toy.make_rows(questions, rng)["sft"]
+    assert [len(row["messages"]) for row in rows] == [4] * toy.COUNTS["second"] + [2] * (len(rows) - 2000)
+    for first, second, row in zip(questions["sft"], questions["second"], rows, strict=False):
+        _, answer, asked, last = (turn["content"] for turn in row["messages"])
+        assert (second.name, second.text) == (first.name, asked)
+        assert toy.keeps_rule(second, last) == toy.keeps_rule(first, answer)
+    assert len({q.wording for q in questions["second"]}) == len(toy.QUESTIONS)
+    assert max(q.wording for part in questions if part != "second" for q in questions[part]) < toy.FIRST
+
+
+def test_the_true_rule_scores_a_held_out_row_without_torch():
+    rng = random.Random(0)
+    row = toy.make_rows(toy.make_questions(rng), rng)["heldout"][0]
+    question = toy.Question(**row["about"])
+    kind, curt = toy.kind_answer(question, rng), toy.curt_answer(question, rng)
+    code = f"""import sys
+from dschat_ppo.tools.toy import true_rule
+about = {row["about"]!r}
+print(true_rule({kind!r}, about, prompt="p"), true_rule({curt!r}, about), "torch" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "1.0 0.0 False\n"
 
 
 def test_the_same_seed_makes_the_same_files(tmp_path):

@@ -15,6 +15,7 @@ from dschat_ppo.tools import chat, evaluate_flags, quickstart_report
 
 STEPS = ("sft", "reward", "ppo")
 SAMPLES = [("Where is the red lamp?", "before", "after")]
+ASK = ("Where is the blue kite?", 41)
 STUB = """#!/usr/bin/env bash
 for last; do case "$last" in --*|never) ;; *) folder="$last" ;; esac; done
 step="$(basename "$folder")"
@@ -115,14 +116,15 @@ def test_a_step_with_a_truncated_result_is_not_finished(script, content):
 
 def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accept(capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    quickstart_report.show(defaultdict(float), SAMPLES, Path("/out of/quick"))
+    quickstart_report.show(defaultdict(float), SAMPLES, ASK, Path("/out of/quick"))
     lines = capsys.readouterr().out.split("reports, for a browser:\n")[1].splitlines()
     assert lines[:3] == [f"  /out of/quick/{step}/report.html" for step in STEPS]
     chatting, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
     assert [words[:3] for words in (chatting, evaluating)] == [
         ["python", "-m", f"dschat_ppo.tools.{tool}"] for tool in ("chat", "evaluate")
     ]
-    [words, _, _] = chat.read_arguments(chatting[3:])
+    [words, settings, _] = chat.read_arguments(chatting[3:])
+    assert settings.seed == 41 and any("'Where is the blue kite?'" in line for line in lines)
     assert (words.model, words.compare) == ("/out of/quick/ppo/actor", "/out of/quick/sft")
     wanted = evaluate_flags.read_arguments(evaluating[3:])
     assert wanted.words.model == ["/out of/quick/sft", "/out of/quick/ppo/actor"]
@@ -132,11 +134,11 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
 
 def test_paths_in_the_working_directory_are_relative(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    quickstart_report.show(defaultdict(float), SAMPLES, tmp_path / "quick")
+    quickstart_report.show(defaultdict(float), SAMPLES, ASK, tmp_path / "quick")
     printed = capsys.readouterr().out
     assert str(tmp_path) not in printed
     assert "\nmodels:\n  quick/sft\n  quick/reward\n  quick/ppo/actor\n  quick/ppo/critic\n" in printed
-    assert "--model quick/ppo/actor --compare quick/sft\n" in printed
+    assert "--model quick/ppo/actor --compare quick/sft --seed 41\n" in printed
 
 
 def test_the_steps_print_no_next_command(script):

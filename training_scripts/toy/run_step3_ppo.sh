@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Step 3 on the embedded task: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]
+# The true rule scores the evaluations; training sees the learned reward alone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_step3_ppo.sh TOY_DIR SFT_DIR REWARD_DIR OUTPUT_DIR [more flags]"
@@ -12,6 +13,11 @@ launch "$top/training/step3_ppo/main.py" \
     --critic_model_name_or_path "$reward" \
     --data_path "$toy/data/prompts.jsonl" \
     --data_split 0,0,1 \
+    --eval_data_path "$toy/data/heldout.jsonl" \
+    --eval_reward_function dschat_ppo.tools.toy:true_rule \
+    --eval_interval 4 \
+    --save_best False \
+    --reward_workers 1 \
     --max_prompt_seq_len 64 \
     --max_answer_seq_len 48 \
     --per_device_generation_batch_size $((2 * micro_batch)) \
