@@ -64,16 +64,16 @@ FIGURES = [
         ("reward/score_mean", "reward/total_mean"),
     ),
     Figure(
-        _REWARD, "Reward versus KL",
-        "Each point is one step, and the ring marks the last: a line that climbs steeply is good, and a line that "
-        "runs to the right without rising spends KL without earning reward.",
-        ("kl/ref_k1", "reward/score_mean"), kind="pair",
-    ),
-    Figure(
         _REWARD, "Held-out evaluation",
         "These are the same prompts at every evaluation: if the training score rises and this does not, the policy "
         "exploits the reward or memorises its prompts.",
         ("eval/score", "eval/pass@*", "eval/majority@*", "eval/score/*"),
+    ),
+    Figure(
+        _REWARD, "Reward versus KL",
+        "Each point is one step, and the ring marks the last: a line that climbs steeply is good, and a line that "
+        "runs to the right without rising spends KL without earning reward.",
+        ("kl/ref_k1", "reward/score_mean"), kind="pair",
     ),
     Figure(
         _REWARD, "Held-out evaluation by source",

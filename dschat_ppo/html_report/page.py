@@ -5,34 +5,40 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from dschat_ppo.common.paths import short_names
 from dschat_ppo.html_report.figures import HEADLINES
 from dschat_ppo.html_report.meanings import meaning_of
 from dschat_ppo.html_report.page_data import COLOURS, Drawing, answer_rows, drawings, health_marks
-from dschat_ppo.html_report.run_folder import Run, number_or_none
-from dschat_ppo.html_report.run_tables import changed_flags, differing_flags, shown_value, versions
+from dschat_ppo.html_report.run_folder import Run, number_or_none, related_runs
+from dschat_ppo.html_report.run_tables import changed_flags, described, differing_flags, shown_value, versions
 from dschat_ppo.html_report.thinning import rounded
 
+REPORT = "report.html"
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("chart.js", "answers.js", "page.js")
 Row = Sequence[str]  # the cells of a row of a table, as plain text
 Section = tuple[str, str]  # its title, and its content as HTML; without content there is no section
 
 
-def page(runs: Sequence[Run], now: float) -> str:
+def page(runs: Sequence[Run], now: float, place: Path) -> str:
     """The page as text.
 
     Args:
         runs: 1 to `COLOURS` runs.
         now: seconds since the epoch, the time of the report.
+        place: folder of the page, from which its links to other reports start.
     """
     figures = drawings(runs)
+    first = [made for made in figures[:2] if made.figure.section == figures[0].figure.section]
     rows, answers = answer_rows(runs)
     data = {
         "runs": [{"name": run.name, "events": health_marks(run)} for run in runs],
@@ -44,9 +50,9 @@ def page(runs: Sequence[Run], now: float) -> str:
     made_at = datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     title = "Training report: " + ", ".join(run.name for run in runs)
     sections = [
-        _overview(runs, now),
+        _overview(runs, now, first, place),
         _health(runs),
-        *_figure_sections(figures),
+        *_figure_sections(figures[len(first) :], len(first)),
         _answers(rows, answers),
         _flags(runs),
         _versions(runs),
@@ -112,8 +118,11 @@ def _key(colour: int) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    heading = escape(title)
-    return f'<section id="{_anchor(title)}" aria-label="{heading}"><h2>{heading}</h2>\n{content}</section>\n'
+    """A section; all but the first are folded on a phone."""
+    heading = f"<h2>{escape(title)}</h2>"
+    if title != "Overview":
+        heading, content = "", f'<details class="part" open><summary>{heading}</summary>\n{content}</details>'
+    return f'<section id="{_anchor(title)}" aria-label="{escape(title)}">{heading}{content}</section>\n'
 
 
 def _anchor(title: str) -> str:
@@ -144,24 +153,35 @@ def _table(caption: str, head: Row, rows: Sequence[Row], style: str = "") -> str
     )
 
 
-def _overview(runs: Sequence[Run], now: float) -> Section:
+def _overview(runs: Sequence[Run], now: float, figures: Sequence[Drawing], place: Path) -> Section:
+    """What the runs are, beside `figures`; and links to the reports of the steps before and after them."""
     shown = [(name, words) for name, words in HEADLINES if any(name in run.metrics for run in runs)]
+    about = [described(run) for run in runs]
+    labels = dict.fromkeys(label for one in about for label in one)
     rows: list[Row] = [
         ("kind", *(run.kind for run in runs)),
         ("state", *(_state(run, now) for run in runs)),
         ("steps", *(_steps(run) for run in runs)),
         ("duration", *(_duration(run) for run in runs)),
         ("times started", *(_starts(run) for run in runs)),
-        ("ranks", *(shown_value((run.result or {}).get("world_size", _last_start(run, "world_size"))) for run in runs)),
         *((words, *(_change(run, name) for run in runs)) for name, words in shown),
+        *((label, *(one.get(label, "-") for one in about)) for label in labels),
         ("folder", *(str(run.folder) for run in runs)),
     ]
+    table = _table("Runs; numbers are first → last", ("", *(run.name for run in runs)), rows, "overview")
     damage = [
         f"<p>{escape(run.name)}: {escape(file)} has {count} damaged part(s), which the report does not show.</p>"
         for run in runs for file, count in run.damaged.items()
     ]  # fmt: skip
-    head = ("", *(run.name for run in runs))
-    return "Overview", _table("Runs; numbers are first → last", head, rows, "overview") + "".join(damage)
+    own = [run.folder.resolve() for run in runs]
+    others = [folder for folder in dict.fromkeys(chain.from_iterable(map(related_runs, runs))) if folder not in own]
+    links = [
+        f'<a href="{quote(os.path.relpath(folder / REPORT, place.resolve()))}">{escape(name)}</a>'
+        for folder, name in zip(others, short_names(others) if others else [], strict=True)
+    ]
+    steps = f"<p>Reports of the steps before and after: {', '.join(links)}</p>" if links else ""
+    curves = "".join(_figure(made, number) for number, made in enumerate(figures))
+    return "Overview", f'<div class="top"><div>{table}{steps}{"".join(damage)}</div><div>{curves}</div></div>'
 
 
 def _steps(run: Run) -> str:
@@ -197,10 +217,6 @@ def _starts(run: Run) -> str:
     return "1" if not steps else f"{len(run.starts)}, resumed at step {', '.join(steps)}"
 
 
-def _last_start(run: Run, key: str) -> Any:
-    return run.starts[-1].get(key) if run.starts else None
-
-
 def _change(run: Run, name: str) -> str:
     finite = [value for _, value in run.metrics.get(name, []) if value is not None]
     if len(finite) == 1:
@@ -228,8 +244,9 @@ def _health(runs: Sequence[Run]) -> Section:
     return "Health", _table("Health events, in the order in which they occurred", head, rows)
 
 
-def _figure_sections(figures: list[Drawing]) -> list[Section]:
-    sections, number = [], 0
+def _figure_sections(figures: list[Drawing], number: int) -> list[Section]:
+    """Figures by their sections; `number` is that of the first one in the data of the page."""
+    sections = []
     for title, group in groupby(figures, key=lambda made: made.figure.section):
         parts = []
         for made in group:
@@ -259,7 +276,7 @@ def _answers(rows: list[dict[str, Any]], answers: int) -> Section:
     if not rows:
         return "Answers", ""
     note = f"<p>{len(rows):,} of {answers:,} answers are in this file.</p>" if len(rows) < answers else ""
-    return "Answers", f'{note}<div id="answers"></div>'
+    return "Answers", f'{note}<div class="cards"></div>'
 
 
 def _flags(runs: Sequence[Run]) -> Section:

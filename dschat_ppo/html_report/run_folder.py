@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dschat_ppo.monitor.metric_names import present_name
 
 # names as in monitor/ and checkpoint/, whose modules import torch
 METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
-HEALTH, SAMPLES, STARTS = "health.jsonl", "samples.jsonl", "starts.jsonl"
+HEALTH, SAMPLES, STARTS, MODELS = "health.jsonl", "samples.jsonl", "starts.jsonl", "models.json"
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 
@@ -50,6 +51,7 @@ class Run:
         metrics: name of today -> points in ascending steps. A step without the metric has no point.
         times: step -> seconds since the epoch at which the step ended.
         config: flag -> value; {} without `config.yaml`.
+        models: of `models.json`: name of a model or of its devices -> text; {} without the file.
         result: of `result.json`; None while the run is unfinished.
         health: lines of `health.jsonl`; None without the file.
         starts: lines of `starts.jsonl`: one for each start of the run, with its first step and library versions.
@@ -64,6 +66,7 @@ class Run:
     metrics: dict[str, Points]
     times: dict[int, float]
     config: dict[str, Any]
+    models: dict[str, Any]
     result: dict[str, Any] | None
     health: list[dict[str, Any]] | None
     starts: list[dict[str, Any]]
@@ -115,12 +118,30 @@ def read_run(folder: Path, name: str) -> Run:
         metrics=metrics,
         times=times,
         config=config,
+        models=_read_mapping(folder / MODELS, damaged),
         result=_read_mapping(folder / RESULT, damaged) or None,
         health=_read_lines(folder / HEALTH, damaged) if (folder / HEALTH).is_file() else None,
         starts=_read_lines(folder / STARTS, damaged),
         answers=held_out + sampled,
         damaged={file: count for file, count in damaged.items() if count},
     )
+
+
+def related_runs(run: Run) -> list[Path]:
+    """Output folders of the runs that this one starts from, and of the runs beside it that start from its models."""
+    folder, found = run.folder.resolve(), _starts_from(run.config)
+    for path in sorted(folder.parent.glob(f"*/{CONFIG}")):
+        with suppress(OSError, UserError):  # a neighbour that cannot be read is no fault of this run
+            is_near = path.is_file() and folder.name in path.read_text(encoding="utf-8", errors="replace")
+            if is_near and folder in _starts_from(_read_mapping(path, {})):
+                found.append(path.parent)
+    return [other for other in dict.fromkeys(found) if other != folder and (other / METRICS).is_file()]
+
+
+def _starts_from(config: dict[str, Any]) -> list[Path]:
+    """The model folders of a run, and the folders that hold them, as `actor/` is in that of step 3."""
+    named = [Path(str(path)).resolve() for flag, path in config.items() if path and flag.endswith("model_name_or_path")]
+    return [folder for path in named for folder in (path, path.parent)]
 
 
 def kind_of(config: dict[str, Any], metrics: dict[str, Points]) -> str:

@@ -11,6 +11,8 @@ from dschat_ppo.config.steps import STEPS
 from dschat_ppo.html_report.run_folder import Run
 
 _ABSENT = "-"
+_ALGORITHM = {"advantage_estimator": "advantages", "policy_loss": "policy loss", "objective": "objective"}
+_DATA = {"data_path": "data", "eval_data_path": "held-out data", "eval_reward_function": "held-out reward"}
 
 
 def shown_value(value: Any) -> str:
@@ -22,6 +24,20 @@ def shown_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
+
+
+def described(run: Run) -> dict[str, str]:
+    """What a run trains, on what and by what: the label of a row -> its text."""
+    given = {name: value for name, value in run.config.items() if value not in (None, [])}
+    rewards = [given.get("reward_model_name_or_path", given.get("critic_model_name_or_path"))]
+    if not given.get("use_reward_model"):
+        rewards = []
+    rewards += [*given.get("reward_function", []), given.get("remote_reward_url")]
+    algorithm = [f"{given[flag]} {what}" for flag, what in _ALGORITHM.items() if flag in given]
+    found = {**run.models, "algorithm": algorithm, "reward": rewards if "actor_model_name_or_path" in given else []}
+    found |= {words: given.get(flag) for flag, words in _DATA.items()}
+    rows = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    return {name: text for name, value in rows.items() if (text := ", ".join(str(part) for part in value if part))}
 
 
 def differing_flags(runs: Sequence[Run]) -> list[list[str]]:

@@ -10,11 +10,9 @@ from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError
-from dschat_ppo.html_report.page import page
+from dschat_ppo.html_report.page import REPORT, page
 from dschat_ppo.html_report.page_data import COLOURS
 from dschat_ppo.html_report.run_folder import read_runs
-
-REPORT = "report.html"
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
@@ -29,7 +27,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     """
     if not 1 <= len(folders) <= COLOURS:
         raise UserError(f"a report shows 1 to {COLOURS} runs, got {len(folders)}; name fewer")
-    text = page(read_runs(folders), time.time())
+    text = page(read_runs(folders), time.time(), path.parent)
     content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
     try:
         write_file(path, content)

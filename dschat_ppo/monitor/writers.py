@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from dschat_ppo.monitor.metric_names import tracked_name
 from dschat_ppo.monitor.open_trackers import open_trackers
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking
 
-RESULT, METRICS = "result.json", "metrics.jsonl"
+RESULT, METRICS, MODELS = "result.json", "metrics.jsonl", "models.json"
 
 
 class MetricsWriter:
@@ -132,15 +132,17 @@ def is_finished(folder: Path) -> bool:
         return False
 
 
-def write_result(folder: Path, result: dict[str, float]) -> None:
+def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
     """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. Collective.
+
+    `models.json`, the table of the models, is written in the same way at the start.
 
     NaN and infinity become null.
 
     Raises:
         StorageError: the file cannot be written; on every rank.
     """
-    file, problem = folder / RESULT, None
+    file, problem = folder / name, None
     if is_main():
         try:
             write_file(file, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())

@@ -15,6 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.monitor.writers import MODELS, write_result
 from dschat_ppo.session.next_command import NO_NEXT
 from dschat_ppo.types import Engine
 
@@ -76,7 +77,8 @@ def show_models(
     roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
     more: Sequence[tuple[str, str]] = (), trains: bool = True,
 ) -> None:  # fmt: skip
-    """Log the models with their sizes, the devices and the output folder. Warn if no checkpoint fits on its disk.
+    """Log the models with their sizes, the devices and the output folder, and write all but the last to `models.json`.
+    Warn if no checkpoint fits on its disk. Collective.
 
     Args:
         roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
@@ -93,7 +95,9 @@ def show_models(
         rows.append((role, f"{modules[role].config.model_type}, {shown}, from {folder}"))
     ranks = dist.world_size()
     rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
-    logger().info(table("models", [*rows, *more, ("outputs", f"{shown_path(output)} (report.html at the end)")]))
+    rows += more
+    logger().info(table("models", [*rows, ("outputs", f"{shown_path(output)} (report.html at the end)")]))
+    write_result(output, dict(rows), MODELS)
     if trains and dist.is_main():
         needed = CHECKPOINT_BYTES * sum(size.trained for size in sizes.values()) / dist.machines()  # or on each machine
         if (free := shutil.disk_usage(output).free) < needed:

@@ -32,6 +32,7 @@ class Objective(Generic[Batch]):
         prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
         describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
             Collective.
+        score: `(model, rows, indices)` -> (len(indices), answers of a row): what the model gives each answer; or None.
         complete: `(model, batches)` -> this rank's batches of an optimizer step (or of a whole evaluation) with values
             that depend on those of all ranks, without gradient; or None. Collective.
     """
@@ -45,4 +46,5 @@ class Objective(Generic[Batch]):
     headline: tuple[str, ...]
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
+    score: Callable[[Model, Dataset, Sequence[int]], Tensor] | None = None
     complete: Callable[[Model, list[Batch]], list[Batch]] | None = None

@@ -69,18 +69,18 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
     def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
         return to_device(collate_pairs(rows, indices, pad_id), device)
 
-    def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
-        def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
-            batch = collate(rows, indices)
-            return last_token_scores(model, batch.input_ids, batch.lengths).view(2, -1).T  # (B, 2)
+    def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = collate(rows, indices)
+        return last_token_scores(model, batch.input_ids, batch.lengths).view(2, -1).T  # (B, 2)
 
+    def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
         size = config.fit.per_device_eval_batch_size
-        mean, std = moments(score_rows(model, measured_rows(rows), score, size, "score statistics"))
+        mean, std = moments(score_rows(model, measured_rows(rows), partial(score, model), size, "score statistics"))
         return {"reward_mean": mean, "reward_std": std}
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size,
         partial(reward_loss, flags=config.reward),
         real_rows, dict,
-        ("loss", "accuracy", "margin"), describe=describe,
+        ("loss", "accuracy", "margin"), describe=describe, score=score,
     )  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.console_flags import ConsoleFlags
@@ -23,9 +26,9 @@ from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
 from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sample_text import log_samples
+from dschat_ppo.data.sample_text import log_samples, readable_text, text_between
 from dschat_ppo.engine.ds_config import Config
-from dschat_ppo.errors import UserError, counted
+from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
@@ -45,9 +48,11 @@ from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.session.start_and_end import changes_of, short_count, show_end, show_models
 from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.plan_batches import plan_batches, show_batches
+from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
+SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report
 _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
 
@@ -245,7 +250,10 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     kept = KeptModels(output, run.save_hf_steps, run.keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
     with session.training(trainer) as (writer, checkpointer):
         trainer.health.begin(output)
+        if trainer.steps == 0 and trainer.objective.score is not None:
+            write_answers(trainer, run.tokenizer, output)
         trainer.run(writer, checkpointer, run.name, kept, run.console, session.trace)
+        write_answers(trainer, run.tokenizer, output)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
@@ -257,3 +265,33 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     show_end(run.name, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
     return result
+
+
+def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+    """Write the answers of the first evaluation rows, with their scores if the model gives any, to `eval/step_N.jsonl`,
+    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective.
+
+    Raises:
+        StorageError: the file cannot be written; on every rank.
+    """
+    if trainer.rows.eval is None:
+        return
+    rows, score, problem = trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval)))), None, None
+    if trainer.objective.score is not None:  # (rows, answers)
+        of_rows = partial(trainer.objective.score, trainer.engine)
+        score = score_rows(trainer.engine, rows, of_rows, SHOWN_ROWS, "samples").tolist()
+    if dist.is_main():
+        path, lines = output / "eval" / f"step_{trainer.steps:06d}.jsonl", []
+        for number, row in enumerate(rows):
+            ids, answers = row["prompt_ids"], row["answers"]
+            whole = [text_between(tokenizer, [*ids, *own], len(ids), len(ids) + len(own)) for own in answers]
+            line = {"prompt": readable_text(tokenizer, ids), "answers": whole, "lengths": list(map(len, answers))}
+            line["ended"] = ["chosen", "rejected"] if len(answers) == 2 else ["data"] * len(answers)
+            lines.append(json.dumps(line if score is None else line | {"scores": score[number]}) + "\n")
+        try:
+            make_folder(path.parent)
+            write_file(path, "".join(lines).encode())
+        except OSError as raised:
+            problem = f"{path}: the answers of the evaluation rows cannot be written ({raised.strerror})"
+    if (problem := dist.broadcast_object(problem)) is not None:
+        raise StorageError(problem)

@@ -145,9 +145,8 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
     rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
     rows["heldout"] = [{"prompt": turn(q), "about": vars(q)} for q in questions["heldout"]]
     for row, first, q in zip(rows["sft"], questions["sft"], questions["second"], strict=False):
-        messages = row["messages"]
-        answer = kind_answer if keeps_rule(first, messages[-1]["content"]) else curt_answer
-        messages += [*turn(q), {"role": "assistant", "content": answer(q, rng)}]
+        again = kind_answer if keeps_rule(first, row["messages"][-1]["content"]) else curt_answer
+        row["messages"] += [*turn(q), {"role": "assistant", "content": again(q, rng)}]
     return rows
 
 

@@ -38,7 +38,7 @@ def test_an_answer_with_html_adds_no_element(tmp_path):
     good = write_run(
         tmp_path / "2", plain, {"data_path": "x"}, samples=[harmless["sample"]], health=[harmless["event"]]
     )
-    found, expected = (Tags(page(read_runs([folder]), 0.0)) for folder in (evil, good))
+    found, expected = (Tags(page(read_runs([folder]), 0.0, tmp_path)) for folder in (evil, good))
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in expected.tags]
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
 
@@ -50,7 +50,7 @@ def test_json_in_html_is_the_same_json_without_angle_brackets():
 
 
 def test_the_page_loads_nothing(tmp_path):
-    made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0))
+    made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0, tmp_path))
     assert not [
         tag for tag, attributes in made.tags if {"src", "srcset"} & attributes.keys() or tag in ("link", "iframe")
     ]
@@ -62,14 +62,14 @@ def test_the_page_loads_nothing(tmp_path):
 
 
 def test_every_figure_has_words_for_its_picture(tmp_path):
-    made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0))
+    made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0, tmp_path))
     summaries = [a["data-summary"] for tag, a in made.tags if a.get("class") == "plot"]
     assert len(summaries) == len([tag for tag, _ in made.tags if tag == "figure"]) > 8
     assert "Line chart. Reward: reward/score_mean of" in summaries[0]
 
 
 def text_of(*folders, now: float = 1015.0) -> str:
-    return " ".join(" ".join(Tags(page(read_runs(folders), now)).words).split())
+    return " ".join(" ".join(Tags(page(read_runs(folders), now, folders[0])).words).split())
 
 
 def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
@@ -84,6 +84,43 @@ def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
     assert "flag done cut --actor_model_name_or_path m n" in found
     assert "--seed 1 1" not in found
     assert "library done cut torch - 2.7, then 2.8" in found
+
+
+def test_the_overview_names_models_data_algorithm_and_rewards(tmp_path):
+    config = {
+        "actor_model_name_or_path": "sft", "critic_model_name_or_path": "rm", "use_reward_model": True,
+        "reward_model_name_or_path": None, "reward_function": ["f.py:g"], "remote_reward_url": None,
+        "advantage_estimator": "gae", "policy_loss": "ppo", "data_path": ["a.jsonl", "b.jsonl"], "eval_data_path": [],
+    }  # fmt: skip
+    run = write_run(tmp_path / "1", ppo_lines(2), config)
+    (run / "models.json").write_text('{"actor": "llama, 1.7 M parameters", "devices": "2 cpu ranks, bf16"}')
+    found = text_of(run).partition("Reward The score")[0]
+    for row in ("actor llama, 1.7 M parameters devices 2 cpu ranks, bf16", "algorithm gae advantages, ppo policy loss",
+                "reward rm, f.py:g", "data a.jsonl, b.jsonl"):  # fmt: skip
+        assert f" {row} " in found
+    assert "held-out data" not in found
+    without = write_run(tmp_path / "2", ppo_lines(2), config | {"use_reward_model": False})
+    assert " reward f.py:g " in text_of(without)
+    assert "reward rm" not in text_of(write_run(tmp_path / "3", ppo_lines(2), {"model_name_or_path": "rm"}))
+
+
+def test_reports_link_the_steps_before_and_after(tmp_path):
+    sft = write_run(tmp_path / "out/my sft", ppo_lines(1), {"model_name_or_path": "llama"})
+    reward = write_run(tmp_path / "out/rm", ppo_lines(1), {"model_name_or_path": str(sft)})
+    models = {"actor_model_name_or_path": str(sft), "critic_model_name_or_path": str(reward)}
+    ppo = write_run(tmp_path / "out/ppo", ppo_lines(1), models)
+    again = write_run(tmp_path / "again", ppo_lines(1), {"actor_model_name_or_path": str(ppo / "actor")})
+    write_run(tmp_path / "out/other", ppo_lines(1), {"model_name_or_path": str(tmp_path / "my sft 2")})
+    (write_run(tmp_path / "out/bad", ppo_lines(1)) / "config.yaml").write_text("my sft: [")
+
+    def links(run):
+        made = Tags(page(read_runs([run]), 0.0, tmp_path / "reports"))
+        return {a["href"] for _, a in made.tags if a.get("href", "").endswith("html")}
+
+    assert links(sft) == {"../out/rm/report.html", "../out/ppo/report.html"}
+    assert links(reward) == {"../out/my%20sft/report.html", "../out/ppo/report.html"}
+    assert links(ppo) == {"../out/my%20sft/report.html", "../out/rm/report.html"}
+    assert links(again) == {"../out/ppo/report.html"}
 
 
 def test_one_evaluation_is_one_number(tmp_path):

@@ -14,7 +14,7 @@ def run_of(name: str = "a", answers=(), health=None, **metrics) -> Run:
     """A run with these metrics: name -> values of steps 1, 2, ..."""
     points = {key: [(step, value) for step, value in enumerate(values, 1)] for key, values in metrics.items()}
     steps = max((len(values) for values in metrics.values()), default=1)
-    return Run(name, Path(name), "PPO", points, dict.fromkeys(range(1, steps + 1), 0.0), {}, None, health, [],
+    return Run(name, Path(name), "PPO", points, dict.fromkeys(range(1, steps + 1), 0.0), {}, {}, None, health, [],
                list(answers), {})  # fmt: skip
 
 

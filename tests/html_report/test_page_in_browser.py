@@ -54,7 +54,7 @@ def run_in(tmp_path, text: str, code: str, width: int = 900) -> list:
 
 def made_page(tmp_path, *runs: dict) -> str:
     folders = [write_run(tmp_path / f"run{number}", **run) for number, run in enumerate(runs)]
-    return page(read_runs(folders), 0.0)
+    return page(read_runs(folders), 0.0, tmp_path)
 
 
 @needs_browser
@@ -151,6 +151,23 @@ def test_a_phone_shows_any_number_of_steps_without_scrolling_sideways(tmp_path, 
     """
     fits, width, drawn, broken = run_in(tmp_path, made_page(tmp_path, {"lines": ppo_lines(steps)}), code, width=500)
     assert (fits, width, drawn, broken) == (True, 500, steps > 1, False), "one step is shown as numbers"
+
+
+@needs_browser
+def test_a_phone_folds_all_but_the_overview_and_a_link_unfolds_its_section(tmp_path):
+    code = """
+      const parts = all("details.part"), height = () => document.documentElement.scrollHeight;
+      found.push(parts.filter((part) => part.open).length, all("#overview .chart").length);
+      const folded = height();
+      document.querySelector("nav a[href='#policy']").click(); await wait();
+      found.push(parts.filter((part) => part.open).map((part) => part.parentElement.id));
+      for (const part of parts) part.open = true;
+      await wait();
+      found.push(folded < height() / 2);
+    """
+    text = made_page(tmp_path, {"lines": ppo_lines(4)})
+    assert run_in(tmp_path, text, code, width=500) == [0, 2, ["policy"], True]
+    assert run_in(tmp_path, text, code)[0] > 5, "nothing is folded on a wide screen"
 
 
 def contrast(one: str, other: str) -> float:

@@ -1,5 +1,6 @@
 """What a run prints around its training."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,21 +52,27 @@ def engine_of(module: nn.Module):
     return SimpleNamespace(module=module)
 
 
-def test_the_models_are_a_table(said, monkeypatch):
+def test_the_models_are_a_table(said, monkeypatch, tmp_path):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(start_and_end.dist, "world_size", lambda: 2)
     monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12_000))
     actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
     roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
-    show_models(roles, "bf16", Path("/out"), [("rollout", "continuous batching")])
+    show_models(roles, "bf16", tmp_path, [("rollout", "continuous batching")])
     assert said == [
         "models\n"
         "  actor         llama, 1 K parameters, 100 % trained, from /sft\n"
         "  reward model  llama, 100 parameters, frozen, from /rm\n"
         "  devices       2 cpu ranks, bf16\n"
         "  rollout       continuous batching\n"
-        "  outputs       /out (report.html at the end)"
+        f"  outputs       {tmp_path} (report.html at the end)"
     ]
+    assert json.loads((tmp_path / "models.json").read_text()) == {
+        "actor": "llama, 1 K parameters, 100 % trained, from /sft",
+        "reward model": "llama, 100 parameters, frozen, from /rm",
+        "devices": "2 cpu ranks, bf16",
+        "rollout": "continuous batching",
+    }
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_said_before_training(said, monkeypatch, tmp_path):
@@ -83,9 +90,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_training(said, monk
     assert len(said) == 1
 
 
-def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch):
+def test_a_run_that_only_evaluates_trains_no_weights(said, monkeypatch, tmp_path):
     monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
-    show_models({"actor": (engine_of(nn.Linear(10, 100)), "/sft")}, "bf16", Path("/out"), trains=False)
+    show_models({"actor": (engine_of(nn.Linear(10, 100)), "/sft")}, "bf16", tmp_path, trains=False)
     assert "  actor    llama, 1.1 K parameters, frozen, from /sft\n" in said[0]
 
 

@@ -1,6 +1,8 @@
 """Step 2, reward model: loss and score statistics, compared with one forward pass of plain transformers per answer."""
 
+import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.supervised_run import write_answers
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +112,25 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(words
     assert same == pytest.approx(metrics, abs=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_answers_of_evaluation_rows_are_written_with_their_scores(classifier, scored, tmp_path, assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    objective = reward_objective(0, CPU, config_of())
+    objective = objective if scored else replace(objective, score=None)
+    model, held_out = ScalarModel(classifier), [3, 1]
+    trainer = SimpleNamespace(rows=TokenRows(ROWS, ROWS.select(held_out)), objective=objective, engine=model, steps=7)
+    write_answers(trainer, tokenizer, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "eval/step_000007.jsonl").read_text().splitlines()]
+    for line, number, scores in zip(lines, held_out, scores_alone(classifier, held_out), strict=True):
+        row = ROWS[number]
+        assert line["lengths"] == [len(answer) for answer in row["answers"]]
+        assert line["ended"] == ["chosen", "rejected"]
+        for text, answer in zip(line["answers"], row["answers"], strict=True):
+            assert tokenizer.decode(row["prompt_ids"] + answer).endswith(text) and text
+        assert line.get("scores") == (pytest.approx(list(scores), abs=1e-5) if scored else None)
+    (tmp_path / "eval/step_000007.jsonl").unlink()
+    trainer.rows = TokenRows(ROWS, None)
+    write_answers(trainer, tokenizer, tmp_path)
+    assert not list((tmp_path / "eval").iterdir())

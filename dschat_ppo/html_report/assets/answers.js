@@ -1,8 +1,8 @@
 /* Answers side by side: two evaluations of the same prompts, or the samples of training in their order. */
-const CARDS = 20;  // shown at once
+const CARDS = matchMedia("(max-width: 600px)").matches ? 5 : 20;  // shown at once
 
 function aboutAnswer(row) {
-  const ends = { eos: "ended", stop: "ended at a stop string", length: "cut at the length limit" };
+  const ends = { eos: "ended", stop: "ended at a stop string", length: "cut at the length limit", chosen: "chosen", rejected: "rejected", data: "an answer of the data" };
   const parts = [];
   if (row.score !== null) parts.push(`score ${shown(row.score)}`);
   for (const [source, score] of Object.entries(row.scores || {})) parts.push(`${source} ${score === null ? "-" : shown(score)}`);

@@ -76,6 +76,12 @@ function fill(plot, width = plot.clientWidth) {
 }
 
 /* A figure in a closed part of the page has no width, and is drawn when it gets one. */
+const parts = [...document.querySelectorAll("details.part")];
+if (matchMedia("(max-width: 600px)").matches) for (const part of parts) part.open = false;
+document.querySelector("nav").addEventListener("click", ({ target }) => {
+  const part = target.hash && document.querySelector(`${target.hash} > .part`);
+  if (part) part.open = true;
+});
 const plots = [...document.querySelectorAll(".plot")];
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries) if (target.clientWidth && target.drawnAt !== target.clientWidth) fill(target);
@@ -115,4 +121,5 @@ for (const box of document.querySelectorAll("[data-run]")) {
     redraw();
   });
 }
-if (document.getElementById("answers")) showAnswers(document.getElementById("answers"), data);
+const cards = document.querySelector(".cards");
+if (cards) showAnswers(cards, data);
