@@ -178,7 +178,7 @@ class _Group:
         if isinstance(example.prompt, str):
             self._prompts[not starts_with_bos(self._tokenizer, example.prompt)].add(example.prompt)
             anchor = text_anchor(self._tokenizer, example.prompt)
-            for text in (anchor, *(anchor + text_answer(self._tokenizer, answer) for answer in example.answers)):
+            for text in (anchor, *(anchor + text_answer(self._tokenizer, answer)[0] for answer in example.answers)):
                 self._plain.add(text)
             return None
         texts = _render(self._tokenizer, example, self._all_turns, self._special)
@@ -204,14 +204,18 @@ class _Group:
         assert isinstance(example.prompt, str)
         prompt = self._prompts[not starts_with_bos(tokenizer, example.prompt)].ids(example.prompt)
         answers = [self._text_answer_ids(example.prompt, answer) for answer in example.answers]
-        return EncodedExample(without_eos(tokenizer, prompt), answers, [])
+        prompt = without_eos(tokenizer, prompt)
+        if prompt == [tokenizer.bos_token_id]:  # plain text, which may bring its own BOS
+            answers = [answer[1:] if answer[:1] == prompt else answer for answer in answers]
+        return EncodedExample(prompt, answers, [])
 
     def _text_answer_ids(self, prompt: str, answer: str | Message) -> list[int]:
         anchor = text_anchor(self._tokenizer, prompt)
-        known, ids = self._plain.ids(anchor), self._plain.ids(anchor + text_answer(self._tokenizer, answer))
+        text, final = text_answer(self._tokenizer, answer)
+        known, ids = self._plain.ids(anchor), self._plain.ids(anchor + text)
         if ids[: len(known)] != known:
             return encode_answer(self._tokenizer, prompt, answer)
-        return finished(ids[len(known) :], int(self._tokenizer.eos_token_id))
+        return finished(ids[len(known) :], final)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

@@ -22,6 +22,7 @@ class Fitted(IntEnum):
     ANSWER_CUT = 2
     DROPPED = 3
     UNUSABLE = 4  # a bad row, which has no tokens
+    BLOCK = 5  # of a plain text over the limit
 
 
 FITTED_NAMES = {
@@ -29,6 +30,7 @@ FITTED_NAMES = {
     Fitted.PROMPT_CUT: "prompt cut",
     Fitted.ANSWER_CUT: "answer cut",
     Fitted.DROPPED: "dropped",
+    Fitted.BLOCK: "blocks of longer texts",
 }
 
 
@@ -40,9 +42,9 @@ def fit_row(
     Args:
         row: token ids (no answers for PPO prompts).
         limit: most tokens.
-        policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt, but
-            keep one token of it; only then do they cut answers at their end. No answer becomes empty. "drop" and
-            "error" cut nothing.
+        policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt. If
+            the answer leaves less than an eighth of the limit to a longer prompt, up to half of the limit is for the
+            prompt, and answers are cut at their end. No answer becomes empty. "drop" and "error" cut nothing.
         keep_start: number of first tokens of the prompt that stay if the limit allows it, such as BOS.
         keep_end: number of last tokens that stay, such as the opening of the assistant's turn.
 
@@ -55,7 +57,8 @@ def fit_row(
         return row, Fitted.WHOLE
     if policy in ("drop", "error"):
         return row, Fitted.DROPPED
-    kept = min(count, max(1, limit - longest))
+    leaves_enough = limit - longest >= min(count, max(1, limit // 8))
+    kept = min(count, limit - longest if leaves_enough else max(1, limit // 2))
     keep_end = min(keep_end, kept if policy == "left" else kept - 1)
     keep_start = min(keep_start, kept - max(1, keep_end))
     free = kept - keep_start - keep_end
@@ -74,6 +77,14 @@ def fit_row(
         ],
     )
     return fitted, Fitted.ANSWER_CUT if longest > room_for_answer else Fitted.PROMPT_CUT
+
+
+def text_blocks(text: EncodedExample, limit: int) -> list[EncodedExample]:
+    """A plain text over the limit as blocks of at most `limit` tokens. The first token of a block is the last one of
+    the block before it, so each token of the text is predicted once; [] for a text within the limit."""
+    ids = [*text.prompt, *text.answers[0]]
+    starts = range(0, len(ids) - 1, limit - 1) if len(ids) > limit else ()
+    return [replace(text, prompt=ids[at : at + 1], answers=[ids[at + 1 : at + limit]]) for at in starts]
 
 
 def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:

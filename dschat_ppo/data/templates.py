@@ -150,20 +150,20 @@ def encode_answer(
 ) -> list[int]:
     """Token ids of an answer to `prompt`, with exactly one final token.
 
-    After a text prompt the final token is EOS. After chat messages the ids are those that the chat template renders, up
-    to and including its end-of-turn token.
+    After a text prompt the final token is the one of `answer_ends` that the text ends with, or else EOS. After chat
+    messages the ids are those that the chat template renders, up to and including its end-of-turn token.
 
     Raises:
         UserError: as for `encode_prompt`, or the answer is a message that cannot follow this prompt.
     """
     if isinstance(prompt, str):
-        text = text_answer(tokenizer, answer)
+        text, final = text_answer(tokenizer, answer)
         for anchor in (text_anchor(tokenizer, prompt), ":"):  # a token may span the end of an anchor
             known = ids_of(tokenizer, anchor, add_special_tokens=False) if anchor else []
             ids = ids_of(tokenizer, anchor + text, add_special_tokens=False)
             if ids[: len(known)] == known:
-                return finished(ids[len(known) :], int(tokenizer.eos_token_id))
-        return finished(ids_of(tokenizer, text, add_special_tokens=False), int(tokenizer.eos_token_id))
+                return finished(ids[len(known) :], final)
+        return finished(ids_of(tokenizer, text, add_special_tokens=False), final)
     opening = render_prompt(tokenizer, prompt, tools)
     turn, final = render_answer(tokenizer, prompt, opening, answer, tools)
     # Encoded together with the prompt, because some tokenizers put a space before every text.
@@ -198,9 +198,10 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     If the text contains the chat template's end-of-turn token, the template has rendered it and that token is the final
     one; otherwise EOS is.
     """
-    ids = encode_prompt(tokenizer, text)
     turn = turn_end(tokenizer).token
-    end = turn if turn in ids else int(tokenizer.eos_token_id)
+    names = tuple(map(str, tokenizer.convert_ids_to_tokens([turn, int(tokenizer.eos_token_id)])))
+    end = turn if names[0] in text else int(tokenizer.eos_token_id)
+    ids = encode_prompt(tokenizer, _without_final(text, names))
     while ids and ids[-1] == end:
         ids.pop()
     return [*ids, end]
@@ -211,8 +212,9 @@ def finished(ids: list[int], final: int) -> list[int]:
     return ids if ids[-1:] == [final] else [*ids, final]
 
 
-def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> str:
-    """The text of an answer to a text prompt, without final tokens.
+def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
+    """(text of an answer to a text prompt, id of its final token). A text that is rendered already ends with the
+    end-of-turn token; that one is its final token, and white space after it is dropped.
 
     Raises:
         UserError: the answer is a message with tool calls.
@@ -221,7 +223,11 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> st
         if answer.get("tool_calls"):
             raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
         answer = str(answer.get("content") or "")
-    return _without_final(answer, (str(tokenizer.eos_token),))
+    text, final = answer, int(tokenizer.eos_token_id)
+    ends = {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
+    while token := next((token for token in ends if text.rstrip().endswith(token)), None):
+        text, final = text.rstrip().removesuffix(token), ends[token]
+    return text, final
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
@@ -297,7 +303,8 @@ def _without_opening(content: str, opening: str) -> str:
 
 
 def _without_final(answer: str, final: tuple[str, ...]) -> str:
-    while answer.endswith(final):
+    while (bare := answer.rstrip()).endswith(final):
+        answer = bare
         for token in final:
             answer = answer.removesuffix(token)
     return answer

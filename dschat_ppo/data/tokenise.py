@@ -19,7 +19,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends
+from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends, text_blocks
 from dschat_ppo.data.step_ends import joined_steps, labelled_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -140,6 +140,8 @@ def tokenise_batch(
         try:
             if isinstance(ids, UserError):
                 raise ids
+            is_cut_into_blocks = example.prompt == "" and settings.truncation not in ("drop", "error")
+            blocks = text_blocks(ids, settings.limit) if is_cut_into_blocks else []
             fitted = fitted_example(example, ids, settings)
         except UserError as problem:
             note(index, problem, example.suffix)
@@ -148,9 +150,10 @@ def tokenise_batch(
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
             continue
-        columns["index"].append(index)
-        for name, value in columns_of(raw_rows[index], example, fitted, settings).items():
-            columns[name].append(value)
+        for part in [FittedExample(block, block, Fitted.BLOCK, {}) for block in blocks] or [fitted]:
+            columns["index"].append(index)
+            for name, value in columns_of(raw_rows[index], example, part, settings).items():
+                columns[name].append(value)
     return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
 
 

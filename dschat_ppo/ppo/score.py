@@ -33,6 +33,8 @@ from dschat_ppo.types import (
     tensors_of,
 )
 
+_CONTEXT = 16  # tokens of a prompt before which its answer is decoded
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -52,10 +54,21 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 
 
 def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each answer, without special tokens and without the EOS that ended it."""
+    """The text of each answer, without special tokens and without the EOS that ended it.
+
+    It is decoded where it stands: tokenizers such as Llama's drop the space with which a text begins.
+    """
     lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
     is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
-    return texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
+    near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)  # prompts are padded on the left
+    ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]
+    before = texts_of(tokenizer, ids, mask, skip_special_tokens=True)
+    both = texts_of(tokenizer, torch.cat([ids, rollout.response_ids], dim=1), torch.cat([mask, is_text], dim=1), True)
+    alone = texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
+    return [
+        whole.removeprefix(prompt) if whole.startswith(prompt) else text
+        for prompt, whole, text in zip(before, both, alone, strict=True)
+    ]
 
 
 class RewardScorer:
@@ -86,9 +99,12 @@ class RewardScorer:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
-        prompts = texts_of(self.tokenizer, rollout.prompt_ids, rollout.prompt_mask, skip_special_tokens=False)
+        ids, mask = rollout.prompt_ids, rollout.prompt_mask
+        if self.tokenizer.bos_token_id is not None:  # with it, tokenizers such as Llama's put a space before the text
+            mask = mask & ~((ids == self.tokenizer.bos_token_id) & (mask.cumsum(dim=1) == 1))
+        prompts = texts_of(self.tokenizer, ids, mask, skip_special_tokens=False)
         return RewardRequest(
-            [text.removeprefix(self.tokenizer.bos_token or "") for text in prompts],
+            prompts,
             answers_of(self.tokenizer, rollout),
             [row for row in data for _ in range(samples)],
             steps_done,

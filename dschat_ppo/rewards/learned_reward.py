@@ -162,7 +162,8 @@ class RetokenizedModelReward:
         messages = next((row[name] for name in (MESSAGES, "prompt") if is_messages(row.get(name))), None)
         if messages is None or self.tokenizer.chat_template is None:
             return Example(prompt, [response])
-        return Example(messages, [response], tools=row.get(TOOLS))
+        # the space that some templates write before an answer is not a part of it
+        return Example(messages, [response.removeprefix(" ")], tools=row.get(TOOLS))
 
 
 @torch.no_grad()

@@ -25,17 +25,20 @@ def fit(prompt, answers, limit, policy, spans=()):
         ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
         ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
         ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
-        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
+        # An answer that leaves no room for the prompt is cut to half of the limit.
+        ([1, 2, 3], [[7, 8, 9, 0]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], A),
+        ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
+        ([1, 2, 3, 4], [[7] * 21], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], P),
         # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
         ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8]], A),
         ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [], Fitted.WHOLE),
         ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
         ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
         ([1], [[7, 8, 9]], 2, [1], [1], [1], [[7]], A),
     ],
 )
-def test_the_prompt_is_cut_first_and_then_the_end_of_the_answer(
+def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
     prompt, answers, limit, left, right, middle, expected_answers, done
 ):
     for policy, kept in (("left", left), ("right", right), ("middle", middle)):

@@ -2,14 +2,16 @@
 
 import pytest
 from test_prepare import flags_for, write_jsonl
-from test_turn_end import tokenizer_of
+from test_turn_end import SHAPES, tokenizer_of
+from tiny_tokenizers import KINDS
+from tiny_tokenizers import tokenizer_of as any_tokenizer
 
 from dschat_ppo.data import templates
 from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.templates import answer_ends, encode_prompt
+from dschat_ppo.data.templates import answer_ends, encode_answer, encode_finished, encode_prompt
 
 # As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose theirs.
 OPENS_THINK = (
@@ -31,6 +33,7 @@ OTHER_END = (
 )
 THOUGHT = "{% if m.thinking %}[thought]{{ m.thinking }}<|im_end|>{% endif %}"
 NEXT_ROLE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
+CHATML = SHAPES["ChatML"].template
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
 
 
@@ -125,3 +128,56 @@ def test_four_times_the_turns_are_four_times_the_rendered_characters(template, m
         assert len(found.prompt_spans) == turns
         counts.append(sum(map(len, rendered)))
     assert counts[1] < 4.2 * counts[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_brings_its_own_bos_has_one(kind):
+    tokenizer = any_tokenizer(kind)
+    with_bos, without = (
+        next(encode_examples(tokenizer, [Example("", [text])], True)) for text in ("<s>In the hall.", "In the hall.")
+    )
+    ids = [*with_bos.prompt, *with_bos.answers[0]]
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    assert ids[1:-1] == tokenizer.encode("<s>In the hall.", add_special_tokens=False)[1:]
+    assert with_bos.prompt == without.prompt
+    assert with_bos.answers == [encode_answer(tokenizer, "", "<s>In the hall.")[len(with_bos.prompt) :]]
+
+
+@pytest.mark.parametrize("after", ["", "\n", " \n\n"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"])
+def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
+    tokenizer = tokenizer_of(CHATML, "<|endoftext|>", MARKERS)
+    (found,) = encode_examples(tokenizer, [Example(prompt, [f"In the hall.{end}{after}"])], True)
+    assert tokenizer.decode(found.answers[0]) == f"In the hall.{end}"
+    assert found.answers == [encode_answer(tokenizer, prompt, f"In the hall.{end}{after}")]
+    scored = encode_finished(tokenizer, f"{prompt}In the hall.{end}{after}")
+    assert tokenizer.decode(scored).endswith("In the hall.<|im_end|>" if prompt else f"In the hall.{end}")
+    chat = encode_answer(tokenizer, [ASK], f"In the hall.{end}{after}")
+    assert tokenizer.decode(chat) == "In the hall.<|im_end|>"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("truncation", ["left", "right", "middle", "drop"])
+def test_plain_text_over_the_limit_is_cut_into_blocks(tmp_path, truncation, streaming):
+    tokenizer = tokenizer_of(CHATML, "</s>")
+    texts = ["In the hall. " * 20, "Short."]
+    long, short = ([*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts)
+    blocks = [long[start : start + 24] for start in range(0, len(long) - 1, 23)]
+    expected = sorted([short] if truncation == "drop" else [*blocks, short])
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    stream = {"streaming": True, "streaming_rows": len(expected)} if streaming else {}
+    rows = prepare("sft", tokenizer, flags_for(tmp_path, path, truncation=truncation, **stream), 24).train
+    assert sorted([*rows[i]["prompt_ids"], *rows[i]["answers"][0]] for i in range(len(rows))) == expected
+
+
+def test_the_question_stays_if_the_answer_alone_is_over_the_limit(tmp_path):
+    tokenizer = tokenizer_of(CHATML, "</s>", MARKERS)
+    answers = ["It is red. " * 60, "In the hall."]
+    rows = [{"messages": [ASK, {"role": "assistant", "content": answer}]} for answer in answers]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    for truncation in ("left", "right", "middle"):
+        flags = flags_for(tmp_path, path, apply_chat_template=None, truncation=truncation)
+        (cut,) = [row for row in prepare("sft", tokenizer, flags, 64).train if len(row["answers"][0]) > 20]
+        assert cut["prompt_ids"] == encode_prompt(tokenizer, [ASK])
+        assert len(cut["prompt_ids"]) + len(cut["answers"][0]) == 64

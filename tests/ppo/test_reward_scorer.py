@@ -3,9 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from datasets import Dataset
+from tiny_tokenizers import KINDS, tokenizer_of
 
+from dschat_ppo.data.templates import encode_prompt
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_mixture import RewardMixture
@@ -101,3 +104,18 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     assert function.take_counts().cause is None
     assert scores.total.tolist() == [2 * (3000 + sum(hall)), 2 * (3000 + sum(lamp))]
     assert scores.numbers["f/places"].tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt", ["Where is the lamp?", "A", "It is in the hall. It"])
+def test_prompt_and_response_together_are_the_sampled_text(kind, prompt):
+    """Tokenizers of pieces drop the space with which a text begins."""
+    tokenizer = tokenizer_of(kind)
+    whole = encode_prompt(tokenizer, f"{prompt} is in the hall")
+    count = len(encode_prompt(tokenizer, prompt))
+    ids, answer = torch.tensor([[9, *whole[:count]]]), torch.tensor([[*whole[count:], tokenizer.eos_token_id]])
+    mask, ended = torch.tensor([[False] + [True] * count]), torch.tensor([FinishReason.EOS])
+    rollout = Rollout(ids, mask, answer, torch.ones_like(answer).bool(), answer.float(), ended)
+    rows = Dataset.from_dict({"row": ["{}"]})
+    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
+    assert (request.prompts, request.responses) == ([prompt], [" is in the hall"])
