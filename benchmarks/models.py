@@ -37,7 +37,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "llama-32m": config_of(),
     "qwen2-0.5b": Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, **_SHARED,
+        num_key_value_heads=2, tie_word_embeddings=True, num_labels=1, **_SHARED,
     ),
     "qwen2-1.5b": Qwen2Config(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,

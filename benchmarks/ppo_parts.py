@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo import generate as rollouts
@@ -56,8 +57,8 @@ def save_models(folder: Path, config: PretrainedConfig, device: str = "cpu", rew
             tokenizer.save_pretrained(folder / name)
 
 
-def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOComponents:
-    """The components of step 3 for one update per PPO step; the process group must exist.
+def ppo_config(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOConfig:
+    """The configuration of step 3 for one update per PPO step.
 
     Args:
         folder: holds `lm`, and `reward` for GAE, from `save_models`.
@@ -72,7 +73,12 @@ def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], fl
     words += ["--per_device_generation_batch_size", prompts, "--per_device_training_batch_size", prompts * samples]
     if "grpo" in flags:
         del words[2:4]  # no critic
-    config = parse("ppo", [str(word) for word in (*words, *flags)])
+    return parse("ppo", [str(word) for word in (*words, *flags)])
+
+
+def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOComponents:
+    """The components of step 3 for `ppo_config`; the process group must exist."""
+    config = ppo_config(folder, prompts, samples, most, flags)
     plan = plan_ppo(config.ppo, prompts, 1)
     scalar = str(folder / "reward") if config.algorithm.has_critic else None
     engines = RLHFEngine(config, plan, ModelFolders(str(folder / "lm"), scalar, scalar))

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import repeat_rows, to_device
@@ -65,14 +66,18 @@ def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
         )
 
 
-def by_us(model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None) -> None:
-    """Continuous batching, including the log-probs of the sampled tokens; by default from the whole distribution."""
+def by_us(
+    model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None,
+    graphs: RolloutGraphs | None = None,
+) -> None:  # fmt: skip
+    """Continuous batching, including the log-probs of the sampled tokens; by default from the whole distribution, and
+    without CUDA graphs of earlier rollouts."""
     stopping = StoppingCriteria(int(work.answer_lengths.max()))
     how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device
     seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
     limits = work.answer_lengths.to(device)
-    rollout = generate(model, to_device(work.prompts, device), seeds, how, limits=limits)
+    rollout = generate(model, to_device(work.prompts, device), seeds, how, limits=limits, graphs=graphs)
     assert int(rollout.response_mask.sum()) == work.tokens
 
 

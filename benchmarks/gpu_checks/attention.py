@@ -3,6 +3,8 @@ attention of padded rows: log-probs and gradients."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,24 +22,32 @@ from dschat_ppo.types import PromptBatch, Rollout, repeat_rows, to_device
 from gpu_checks.parity import FP32, gradients, wide_config
 from gpu_checks.run_part import Findings
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLES = 4  # answers to each prompt
 LAYOUTS = {"padded": (False, False), "packed": (True, False), "shared": (True, True)}  # packs, shares
 
 
 def attention(found: Findings, tiny: bool) -> None:
-    """All choices in fp32, then in bf16."""
+    """All choices in fp32 and in bf16: first those that take seconds. Flex attention is compiled, for a minute."""
     device, config = init_process_group(), wide_config(tiny)
     prompts = prompts_of((9, 40, 17, 33) if tiny else (20, 300, 40, 129, 256, 64, 9, 200))
     rows = to_device(random_answers(prompts, 8 if tiny else 48), device)
-    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        found.measure(name, lambda dtype=dtype: compared(config, rows, dtype))  # type: ignore[misc]
+    results: dict[str, dict[str, Any]] = {"fp32": {"wrong": 0, "which": []}, "bf16": {"wrong": 0, "which": []}}
+    for compiled in (False, True):
+        for name, result in results.items():
+            for choice, entry, wrong in compared(config, rows, DTYPES[name], compiled):
+                result[choice] = entry
+                result["which"] += wrong
+                found.add(name, result | {"wrong": len(result["which"])})
 
 
-def choices(device: torch.device, dtype: torch.dtype) -> list[str]:
+def choices(device: torch.device, dtype: torch.dtype, compiled: bool) -> list[str]:
     """The values that can run. On a CPU, flex attention has no gradient."""
-    found = ["auto", "sdpa", "eager", "flex_attention"]
+    if compiled:
+        return ["flex_attention"]
     half = dtype in (torch.float16, torch.bfloat16)
-    return found + ["flash_attention_2"] * (device.type == "cuda" and half and find_spec("flash_attn") is not None)
+    flash = device.type == "cuda" and half and find_spec("flash_attn") is not None
+    return ["auto", "sdpa", "eager"] + ["flash_attention_2"] * flash
 
 
 def random_answers(prompts: PromptBatch, longest: int) -> Rollout:
@@ -64,9 +74,12 @@ def scored(
     return logprobs.detach(), gradients(model, logprobs) if with_gradient else None
 
 
-def compared(config: PretrainedConfig, rows: Rollout, dtype: torch.dtype) -> dict[str, Any]:
-    """Distances from eager attention of padded rows in fp32: largest in fp32, mean in bf16, where those of eager
-    attention in bf16 are the measure; and for each choice whether a run would pack and share."""
+def compared(
+    config: PretrainedConfig, rows: Rollout, dtype: torch.dtype, compiled: bool
+) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+    """Each choice with its distances from eager attention of padded rows in fp32, whether a run would pack and share,
+    and the layouts that are wrong. Distances are the largest in fp32, and the mean in bf16, where those of eager
+    attention in bf16 are the measure."""
     device = rows.prompt_ids.device
     model = language_model(config, device.type).float()
     exact, slope = scored(model, rows, "eager", "padded", True)
@@ -75,20 +88,25 @@ def compared(config: PretrainedConfig, rows: Rollout, dtype: torch.dtype) -> dic
     if dtype != torch.float32:
         logprobs, of_eager = scored(model, rows, "eager", "padded", True)
         most, most_slope = 1.5 * float((logprobs - exact).abs().mean()), 1.5 * apart(of_eager, slope)
-    result: dict[str, Any] = {"largest_allowed": {"logprobs": most, "gradient": most_slope}}
-    wrong = []
-    for choice in choices(device, dtype):
+    for choice in choices(device, dtype, compiled):
         has_gradient = device.type != "cpu" or choice != "flex_attention"
-        result[choice] = {"run": selected(model, choice)}
-        for layout in LAYOUTS:
-            logprobs, own = scored(model, rows, choice, layout, has_gradient)
-            differences = (logprobs - exact).abs()
-            distance = float(differences.max() if dtype == torch.float32 else differences.mean())
-            entry = {"logprobs": distance} | ({"gradient": apart(own, slope)} if has_gradient else {})
-            result[choice][layout] = entry
-            if not (entry["logprobs"] <= most and entry.get("gradient", 0.0) <= most_slope):
-                wrong.append(f"{choice} {layout}")
-    return {"wrong": len(wrong), "which": wrong, **result}
+        found, wrong = dict[str, Any](largest_allowed={"logprobs": most, "gradient": most_slope}), []
+        try:
+            found["run"] = selected(model, choice)
+            for layout in LAYOUTS:
+                logprobs, own = scored(model, rows, choice, layout, has_gradient)
+                differences = (logprobs - exact).abs()
+                distance = float(differences.max() if dtype == torch.float32 else differences.mean())
+                found[layout] = entry = {"logprobs": distance} | (
+                    {"gradient": apart(own, slope)} if has_gradient else {}
+                )
+                if not (entry["logprobs"] <= most and entry.get("gradient", 0.0) <= most_slope):
+                    wrong.append(f"{choice} {layout}")
+        except Exception as problem:  # noqa: BLE001  one choice that fails must not cost the others
+            traceback.print_exc()
+            found["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+            wrong.append(f"{choice} failed")
+        yield choice, found, wrong
 
 
 def apart(one: Tensor | None, other: Tensor | None) -> float:

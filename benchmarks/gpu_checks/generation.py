@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +14,11 @@ from models import SHAPES, Workload, config_of, language_model, workload
 from rollout import by_transformers, by_us, limits
 from transformers import PreTrainedModel
 
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import repeat_rows
 from gpu_checks.run_part import Findings
-
-
-@contextmanager
-def counted_captures(counts: list[int]) -> Iterator[None]:
-    """Append to `counts` the number of CUDA graphs that were captured in the block."""
-    captured, begin = [0], torch.cuda.CUDAGraph.capture_begin
-
-    def counting(self: Any, *arguments: Any, **named: Any) -> Any:
-        captured[0] += 1
-        return begin(self, *arguments, **named)
-
-    torch.cuda.CUDAGraph.capture_begin = counting
-    try:
-        yield
-    finally:
-        torch.cuda.CUDAGraph.capture_begin = begin
-        counts.append(captured[0])
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -77,15 +60,14 @@ def measured(
     model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None
 ) -> dict[str, Any]:
     """A first and a second rollout with `rows` at a time (0: as many as memory allows), and what they captured."""
-    captures: list[int] = []
+    graphs, times, captures = RolloutGraphs(), [], [0]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    times = []
     for _ in range(2):
-        with counted_captures(captures):
-            times.append(seconds(lambda: by_us(model, work, rows, sampling)))
+        times.append(seconds(lambda: by_us(model, work, rows, sampling, graphs)))
+        captures.append(graphs.recorder.captures)
     return {
         "tokens_per_s": work.tokens / times[1], "seconds": times[1], "first_seconds": times[0],
-        "captures_first": captures[0], "captures_again": captures[1],
+        "captures_first": captures[1], "captures_again": captures[2] - captures[1],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
     }  # fmt: skip

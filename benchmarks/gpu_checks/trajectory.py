@@ -15,6 +15,7 @@ from gpu_checks.run_part import Findings
 from gpu_checks.train_runs import largest_difference, metrics_of, train
 
 COMPARED = ("sft", "ppo", "grpo")
+FURTHER = 3
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which a process group leaves behind
 
 
@@ -55,8 +56,8 @@ def weights_apart(one: Path, other: Path) -> float:
 def resume(found: Findings, tiny: bool) -> None:
     """A PPO run in bf16, the same again, and one resumed in a new process from the checkpoint in its middle.
 
-    On a CPU all three are equal. On a GPU sums in another order may make equal runs differ: then the resumed run must
-    be no further from the first than the second one is.
+    On a CPU all three are equal. On a GPU sums in another order may make equal runs differ, and chance decides which is
+    further from the first: then the resumed run must be at most `FURTHER` times as far from it as the second one.
     """
     folder = Path.cwd() / "resume"
     train(folder, ["whole", "again"])
@@ -73,7 +74,14 @@ def resume(found: Findings, tiny: bool) -> None:
             "metrics": largest_difference(whole[last], metrics[last])[0], "weights": weights_of(folder, name),
             "steps": sorted(metrics),
         })  # fmt: skip
-    found.add("compared", {"bit_exact": apart["resumed"] == 0, "beyond_again": apart["resumed"] - apart["again"]})
+    found.add("compared", {
+        "bit_exact": apart["resumed"] == 0, "beyond_again": beyond_again(apart["again"], apart["resumed"])
+    })  # fmt: skip
+
+
+def beyond_again(again: float, resumed: float) -> float:
+    """How much further a resumed run is from the first one than chance explains, if an equal run is `again` from it."""
+    return max(0.0, resumed - FURTHER * again)
 
 
 def weights_of(folder: Path, name: str) -> float:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.runtime.process_group import init_process_group
-from gpu_checks.generation import counted_captures
 from gpu_checks.run_part import Findings
 from gpu_checks.steps import PassCounter
 
@@ -46,22 +47,23 @@ def waits(found: Findings, tiny: bool) -> None:
 
 
 def of_rollout(config: PretrainedConfig, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Waits in a rollout of 64 rows of equal length, by the profiler."""
-    model, captures = language_model(config, device.type), list[int]()
-    rows = 4 if tiny else 64
-    work = workload("fixed", config.vocab_size, rows, 8 if tiny else 1)
-    by_us(model, work, rows)
-    on_gpu = device.type == "cuda"
-    with (
-        counted_captures(captures),
-        profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler,
-    ):
-        by_us(model, work, rows)
-    events, tokens = profiler.key_averages(), int(work.answer_lengths.max())
-    counts = {event.key: event.count for event in events if event.key in (WAITS if on_gpu else READS)}
+    """Waits in rollouts of 64 rows of equal length, by the profiler: those per token are what the second half of the
+    tokens adds."""
+    model, rows = language_model(config, device.type), 4 if tiny else 64
+    work, on_gpu, counts = workload("fixed", config.vocab_size, rows, 8 if tiny else 1), device.type == "cuda", []
+    for lengths in (work.answer_lengths // 2, work.answer_lengths):
+        graphs, part = RolloutGraphs(), replace(work, answer_lengths=lengths)
+        by_us(model, part, rows, graphs=graphs)
+        captured = graphs.recorder.captures
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+            by_us(model, part, rows, graphs=graphs)
+        events = profiler.key_averages()
+        counts.append({event.key: event.count for event in events if event.key in (WAITS if on_gpu else READS)})
     kernels = sum(event.count for event in events if event.device_type != torch.autograd.DeviceType.CPU)
+    tokens = int(work.answer_lengths.max())
     return {
-        "per_token": sum(counts.values()) / tokens, "tokens": tokens, "counts": counts, "captures": captures[0],
+        "per_token": (sum(counts[1].values()) - sum(counts[0].values())) / (tokens // 2), "tokens": tokens,
+        "counts": counts[1], "captures": graphs.recorder.captures - captured,
         "kernels_per_token": kernels / tokens if on_gpu else None,
     }  # fmt: skip
 

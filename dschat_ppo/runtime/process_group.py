@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlparse
@@ -84,7 +85,7 @@ def init_process_group(folder: str = "") -> torch.device:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():  # on a CPU this compiles an operator
             backend, address = accelerator.communication_backend_name(), address_of(folder)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT, init_method=address)
-        _give_deepspeeds_group_the_timeout()
+        _give_deepspeeds_groups_the_timeout()
         _unlink_all_reduce_buffer()  # the first collective: NCCL connects the ranks
     except RuntimeError as problem:  # DistNetworkError in newer versions of torch
         if lacks_shared_memory(problem):
@@ -96,13 +97,16 @@ def init_process_group(folder: str = "") -> torch.device:
     return dist.device()
 
 
-def _give_deepspeeds_group_the_timeout() -> None:
-    """Make the group of all ranks in which ZeRO communicates. DeepSpeed would make one with the backend's own timeout,
-    ten minutes for NCCL, after which ranks that wait for one that loads a model are aborted. Collective.
+def _give_deepspeeds_groups_the_timeout() -> None:
+    """Make the group of all ranks in which ZeRO communicates, and give it and all later groups of DeepSpeed, such as
+    those of ZeRO++, the timeout of this project. Theirs would be the backend's own, ten minutes for NCCL, after which
+    ranks that wait for one that loads a model are aborted. Collective.
     """
+    from deepspeed.comm import comm
     from deepspeed.utils import groups
 
-    groups._WORLD_GROUP = torch_dist.new_group(range(dist.world_size()), timeout=dist.TIMEOUT)
+    comm.cdb.new_group = partial(torch_dist.new_group, timeout=dist.TIMEOUT)
+    groups._WORLD_GROUP = comm.new_group(range(dist.world_size()))
 
 
 def _unlink_all_reduce_buffer() -> None:

@@ -4,16 +4,26 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_graphs import FakeDevice
 from launch import ROOT, environment
+from tiny_models import model_of
+
+from dschat_ppo.planner.hardware import GIB, HARDWARE
+from dschat_ppo.planner.plan_step import plan_step
+from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_checks.__main__ as runner  # noqa: E402
-from gpu_checks import parts, run_part, steps, train_runs, trajectory  # noqa: E402
+import ppo_parts  # noqa: E402
+import rollout  # noqa: E402
+from gpu_checks import attention, generation, parts, run_part, steps, train_runs, trajectory  # noqa: E402
 from models import workload  # noqa: E402
 
 
@@ -32,6 +42,82 @@ def test_missed_targets_are_those_of_the_parts_that_ran():
         "path": "resume.compared.beyond_again", "is": 0.5, "at_most": 0, "right": True,
     }  # fmt: skip
     assert [line["path"] for line in parts.missed(found, right_only=True)] == ["resume.compared.beyond_again"]
+
+
+def perfect(monkeypatch) -> dict:
+    """What right and fast code finds. Captures are those of rollouts on a stand-in for a GPU; the rest is by hand."""
+    FakeDevice(monkeypatch)
+    monkeypatch.setattr(rollout, "GenerationConfig", partial(GenerationConfig, static=True))
+    model, work = model_of("llama"), workload("long", 48, 4, 64)
+    with torch.no_grad():
+        ours = generation.measured(model, work, 4)
+    assert ours["captures_first"] > 0
+    rolled = {"ours_64": ours | {"share_of_limit": 0.7}, "ratio_to_transformers": 8.0}
+    step = {"score_mfu": 0.5, "train_mfu": 0.45, "captures": 0}
+    run = {"first_step": 1e-5, "all_steps": 1e-5}
+    of_update = 2 * (3 + 2) + 8  # two micro-batches of packed rows, and their update
+    return {
+        "parity": {"architectures": {"wrong": 0}, "fp32": {"ok": 1}, "bf16": {"ok": 1}},
+        "attention": {"fp32": {"wrong": 0}, "bf16": {"wrong": 0}},
+        "trajectory": {"sft": run, "ppo": run, "grpo": run},
+        "resume": {"compared": {"beyond_again": trajectory.beyond_again(again=1.0, resumed=1.5)}},
+        "machine": {"attention": {"new_shape_ms": 1.0}},
+        "rollout_small": rolled,
+        "rollout_large": rolled | {"ours_64": ours | {"share_of_limit": 0.7, "captures_again": 1}},  # too large to keep
+        "ppo": {"last_step": step},
+        "grpo": {"last_step": step},
+        "waits": {"rollout": {"per_token": 2 / 8}, "step": {"train_per_micro_batch": of_update / 4}},
+    }
+
+
+def test_right_and_fast_code_misses_nothing(monkeypatch):
+    found = perfect(monkeypatch)
+    assert parts.missed(found, right_only=False) == []
+    assert set(found) == set(parts.PARTS)
+    monkeypatch.setattr(RolloutGraphs, "keep", lambda *_: None)
+    found = perfect(monkeypatch)
+    assert [line["path"] for line in parts.missed(found, False)] == ["rollout_small.ours_64.captures_again"]
+
+
+def test_chance_decides_which_of_two_equal_runs_is_further_away():
+    assert [trajectory.beyond_again(again, resumed) for again, resumed in ((1, 1.5), (1, 3), (0, 0))] == [0, 0, 0]
+    assert trajectory.beyond_again(0.0, 0.5) == 0.5 and trajectory.beyond_again(1.0, 5.0) == 2.0
+
+
+@pytest.mark.parametrize(("card", "gib"), [("h100", 79.6), ("h200", 140.0)])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):
+    def fits(memory: int) -> bool:
+        setting = steps.Setting.of(algorithm, False, memory)
+        work = setting.work
+        prompts, longest = work.prompts.prompt_ids.shape
+        most = longest, int(work.answer_lengths.max())
+        config = ppo_parts.ppo_config(Path("models"), prompts, work.samples, most, setting.flags)
+        roles = ["actor", "reference", "critic", "reward"][: 4 if algorithm == "ppo" else 2]
+        models = dict.fromkeys(roles, setting.model)
+        return plan_step(config, models, 1, int(gib * GIB), 128 * GIB, HARDWARE[card]).fits
+
+    assert fits(int(gib * GIB))
+    assert fits(200 * GIB) is not (card == "h100" and algorithm == "ppo"), "models of 1.5 B weights"
+
+
+def test_each_choice_of_attention_is_kept_as_soon_as_it_is_compared(monkeypatch, tmp_path):
+    def scored(model, rows, choice, *_):
+        if choice == "flex_attention":
+            raise RuntimeError("no compiler")
+        return original(model, rows, choice, *_)
+
+    original, files = attention.scored, []
+    monkeypatch.setattr(attention, "scored", scored)
+    monkeypatch.setattr(attention, "init_process_group", lambda: torch.device("cpu"))
+    findings = run_part.Findings(tmp_path / "found.json")
+    monkeypatch.setattr(findings, "add", lambda name, value: files.append((name, value)))
+    attention.attention(findings, tiny=True)
+    last = dict(files)
+    assert [name for name, _ in files] == ["fp32"] * 3 + ["bf16"] * 3 + ["fp32", "bf16"]
+    assert [value["wrong"] for _, value in files] == [0] * 6 + [1, 1]
+    assert last["fp32"]["which"] == ["flex_attention failed"] and "sdpa" in last["bf16"]
+    assert "no compiler" in last["fp32"]["flex_attention"]["failed"]
 
 
 def test_every_part_has_its_function_and_every_target_its_part():

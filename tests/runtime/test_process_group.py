@@ -294,4 +294,4 @@ def test_on_a_gpu_memory_is_in_segments_that_grow_unless_the_user_says_otherwise
 @pytest.mark.ranks
 def test_every_group_waits_as_long_as_data_may_take_also_that_of_deepspeed():
     said = succeed(forked(2, "tests/workers/group_timeouts.py", timeout=100)).stdout
-    assert said.splitlines()[-1] == "zero 6 rows 6 all 6 sum 2"
+    assert said.splitlines()[-1] == "zero 6 rows 6 all 6 hpz 6 local_0 6 sum 2"
