@@ -30,19 +30,32 @@ class TimeLeft:
 
 @dataclass
 class _State:
-    """`last`: of the last heartbeat, in seconds of the monotonic clock; `pauses`: number of open `watchdog_paused`."""
+    """`last`: of the last heartbeat, in seconds of `running_clock`; `pauses`: number of open `watchdog_paused`;
+    `stopped`: seconds in which the process was stopped."""
 
     last: float
     pauses: int = 0
+    stopped: float = 0.0
     listener: Callable[[float], None] | None = None
 
 
 _STATE = _State(time.monotonic())
 
 
+def running_clock() -> float:
+    """Seconds of the monotonic clock, without those in which the process was stopped (`note_stop`)."""
+    return time.monotonic() - _STATE.stopped
+
+
+def note_stop(seconds: float) -> None:
+    """The process was stopped (SIGSTOP) for so long until now: that is no time without progress."""
+    _STATE.stopped += seconds
+    _STATE.last = min(_STATE.last, running_clock())
+
+
 def heartbeat() -> None:
     """Report progress: call it in every loop whose iterations take less than the watchdog's limit. Cheap."""
-    _STATE.last = time.monotonic()
+    _STATE.last = running_clock()
     if _STATE.listener is not None:
         _STATE.listener(_STATE.last)
 
@@ -61,7 +74,7 @@ def watchdog_paused() -> Iterator[None]:
 
 def idle_seconds() -> float:
     """Seconds since the last heartbeat; 0 inside `watchdog_paused`."""
-    return 0.0 if _STATE.pauses else time.monotonic() - _STATE.last
+    return 0.0 if _STATE.pauses else running_clock() - _STATE.last
 
 
 def watchdog_is_paused() -> bool:

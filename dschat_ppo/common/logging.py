@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.ranks import is_main
 
 _HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
@@ -34,7 +36,7 @@ class _WarningsMarked(logging.Formatter):
 def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that.
 
-    If nobody reads any more (an ssh connection has ended), nothing is printed from then on, and the run continues.
+    If nobody reads any more (the terminal is closed), nothing is printed from then on, and the run continues.
     """
     stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
     try:
@@ -42,10 +44,10 @@ def print_line(line: str) -> None:
             tqdm.write(line, file=stdout)
         else:
             print(line, file=stdout, flush=True)
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stdout.fileno())
-        os.close(nowhere)
+    except OSError as problem:
+        if problem.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+            raise
+        leave_dead_terminal([stdout.fileno()])
 
 
 def logger() -> logging.Logger:

@@ -139,7 +139,7 @@ def _serve(home: Path, parent: int, maker_of: Callable[[Callable[[], None]], Chu
     DeepSpeed's launcher sends SIGTERM to all its descendants. The ranks still need the rows of their last step then, so
     the process ignores it; it ends with the process that started it.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the signal was set up

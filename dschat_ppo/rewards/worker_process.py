@@ -31,6 +31,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, NoReturn
 
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.rewards.call_forms import CALL_FORMS, describe
 from dschat_ppo.rewards.returned_values import CallLog, returned_rows
 
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> None:
     loop = asyncio.new_event_loop()
     per_row = CALL_FORMS[loaded["form"]].per_row
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
+        leave_dead_terminal()  # a print of the function would fail
         arguments = pickle.loads(requests.read(LENGTH.unpack(head)[0]))
         log = CallLog()
         if loaded["form"] == "trl":

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
+from dschat_ppo.common.heartbeat import TimeLeft
 from dschat_ppo.config.schema import MOST_PROCESSES
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
@@ -124,13 +125,13 @@ def _watch_workers(done: threading.Event) -> None:
     only the first ones, which the pool may not notice, and a Ctrl-C without a launcher ends none. The end of the pool
     may then wait forever too, for the lock of a killed worker. There is nothing to save, so the process ends.
     """
-    before, ticks, since, stop_since = set(children()), -1, time.monotonic(), math.inf
+    before, ticks, idle, stop_since = set(children()), -1, TimeLeft(IDLE_SECONDS), math.inf
     while not done.wait(POLL_SECONDS):
         workers = {pid: process for pid, process in children().items() if pid not in before}
         now = sum(process.ticks for process in workers.values())
         if now != ticks or not workers:
-            ticks, since = now, time.monotonic()
-        is_lost = time.monotonic() - since > IDLE_SECONDS
+            ticks, idle = now, TimeLeft(IDLE_SECONDS)
+        is_lost = idle.seconds() < 0
         if stop_requests.flag_is_set():
             stop_since = min(stop_since, time.monotonic())
         if is_lost or stop_since < math.inf:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dschat_ppo.common import ranks
+from dschat_ppo.common.heartbeat import running_clock
 from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord
 
 POLL_SECONDS = 1.0
@@ -48,7 +49,7 @@ class MachineLink:
         self._record = record
         self._may_pass_on_stop = may_pass_on_stop
         self._names: list[str] = []
-        self._answers = dict.fromkeys(range(ranks.machines()), time.monotonic())  # machine -> time of its last one
+        self._answers = dict.fromkeys(range(ranks.machines()), running_clock())  # machine -> time of its last one
         self._counts = dict.fromkeys(range(ranks.machines()), 0)
         self._failure: Failure | None = None
         self._own: FirstFailure | None = None  # to be passed on
@@ -69,7 +70,7 @@ class MachineLink:
 
         If this machine cannot exchange anything, that is the machine of rank 0, which holds the store.
         """
-        now, mine = time.monotonic(), ranks.machine()
+        now, mine = running_clock(), ranks.machine()
         late = [machine for machine, when in self._answers.items() if now - when >= seconds]
         if mine in late:
             late = [0] if mine else []
@@ -91,7 +92,7 @@ class MachineLink:
         self._leaves = True
         self._wake.set()
         own = self._answers[ranks.machine()]
-        self._ended.wait(LEAVE_SECONDS if time.monotonic() - own < ANSWER_SECONDS else 0.0)
+        self._ended.wait(LEAVE_SECONDS if running_clock() - own < ANSWER_SECONDS else 0.0)
 
     def _run(self) -> None:
         try:
@@ -117,7 +118,7 @@ class MachineLink:
         store.add(f"count/{ranks.machine()}", 1)
         self._pass_on(store)
         keys = [f"count/{machine}" for machine in self._counts]
-        now = time.monotonic()
+        now = running_clock()
         for machine, count in enumerate(map(int, store.multi_get(keys))):
             if count != self._counts[machine]:
                 self._counts[machine], self._answers[machine] = count, now
@@ -150,8 +151,8 @@ class MachineLink:
         if ranks.machine() != 0 or not others:
             return
         before = [int(count) for count in store.multi_get(others)]
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while time.monotonic() < deadline:
+        deadline = running_clock() + LEAVE_SECONDS
+        while running_clock() < deadline:
             now = [int(count) for count in store.multi_get(others)]
             if all(count >= _LEFT or count > first + 1 for count, first in zip(now, before, strict=True)):
                 return

@@ -26,7 +26,7 @@ from typing import Any
 
 from dschat_ppo.common import ranks
 from dschat_ppo.common.atomic_files import checksum, remove_folder, sync_folder, write_file
-from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.heartbeat import running_clock, watchdog_paused
 from dschat_ppo.common.logging import logger, quiet_prints
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.runtime.processes import find_process, processes_at
@@ -198,9 +198,9 @@ def exclusive(folder: Path) -> Iterator[bool]:
 
 def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
     """Wait until there is no obstacle, and log what it is."""
-    start, is_logged = time.monotonic(), False
+    start, is_logged = running_clock(), False
     while (found := obstacle()) is not None:
-        waited = time.monotonic() - start
+        waited = running_clock() - start
         message = f"this rank waits for DeepSpeed's operator {folder.name}: {found}"
         if waited > LIMIT_SECONDS:
             raise UserError(f"{message}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")

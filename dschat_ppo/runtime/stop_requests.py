@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime.processes import ancestor, command_line, find_process, signal_when_parent_ends
 
@@ -36,13 +37,14 @@ _REQUESTS = _Requests()
 
 
 def install() -> None:
-    """Note SIGTERM and SIGINT from here on; a second SIGINT raises `KeyboardInterrupt`. For the main thread.
+    """Note SIGTERM, SIGINT and SIGHUP from here on; a second SIGINT raises `KeyboardInterrupt`. For the main thread.
 
     A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes SIGTERM, however it
-    ends (the kernel sends it, on Linux). Forked processes do not take part: SIGTERM ends them, and they ignore SIGINT.
+    ends (the kernel sends it, on Linux). Forked processes do not take part: SIGTERM ends them, and they ignore SIGINT
+    and SIGHUP.
     """
     _reset()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         handler = signal.getsignal(number)
         if handler not in (signal.SIG_IGN, _on_signal):
             _REQUESTS.handlers[number] = handler
@@ -85,7 +87,8 @@ def set_flag() -> None:
 
 
 def reason() -> str | None:
-    """Why this rank is to stop ("SIGTERM", "SIGINT", "the launcher has ended", "another rank is to stop"), or None."""
+    """Why this rank is to stop ("SIGTERM", "SIGINT", "SIGHUP", "the launcher has ended", "another rank is to stop"), or
+    None."""
     if _REQUESTS.signal is not None:
         return signal.Signals(_REQUESTS.signal).name
     if _launcher_has_ended():
@@ -132,6 +135,8 @@ def _stopped(doing: str) -> StopRequested:
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
     _REQUESTS.signal = _REQUESTS.signal or number
+    if number == signal.SIGHUP:
+        leave_dead_terminal()
     if number == signal.SIGINT:
         if _REQUESTS.interrupted:
             raise KeyboardInterrupt
@@ -143,7 +148,8 @@ def _after_fork_in_child() -> None:
         _REQUESTS.handlers.clear()
         _reset()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _find_launcher() -> None:

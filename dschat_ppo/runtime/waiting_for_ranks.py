@@ -10,6 +10,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from dschat_ppo.common import ranks
+from dschat_ppo.common.heartbeat import running_clock
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -38,7 +39,7 @@ def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCP
         DistNetworkError: rank 0 cannot open it.
         StopRequested: a stop was requested meanwhile.
     """
-    began = logged = time.monotonic()
+    began = logged = running_clock()
     while True:
         raise_if_stop_requested(_DOING)
         try:
@@ -60,7 +61,7 @@ def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCP
                     f"rank 0 on {socket.gethostname()} cannot reach itself at MASTER_ADDR {address}, port {port}: give "
                     "--master_addr an address of this machine"
                 ) from problem
-            now = time.monotonic()
+            now = running_clock()
             if now - began > JOIN_SECONDS:
                 reason = f" ({problem.strerror or problem})" if isinstance(problem, OSError) else ""
                 raise UserError(
@@ -87,12 +88,12 @@ def wait_for_all_ranks(store: Store) -> None:
     size, mine = ranks.world_size(), ranks.local_world_size()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts the ranks
     store.set(f"ranks_of_machine/{start}/{ranks.rank()}", str(mine))
-    joined, began = store.add(f"joined/{start}", 1), time.monotonic()
+    joined, began = store.add(f"joined/{start}", 1), running_clock()
     logged = began
     while joined < size:
         time.sleep(_POLL_SECONDS)
         raise_if_stop_requested(_DOING)
-        joined, now = store.add(f"joined/{start}", 0), time.monotonic()
+        joined, now = store.add(f"joined/{start}", 0), running_clock()
         if joined >= size or now - logged < _LOG_SECONDS:
             continue
         logged = now

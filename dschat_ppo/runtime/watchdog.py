@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from dschat_ppo.common import heartbeat, ranks
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.runtime import stop_requests
@@ -30,6 +31,7 @@ from dschat_ppo.runtime.machine_link import ANSWER_SECONDS, Failure, MachineLink
 from dschat_ppo.runtime.rank_log import write_to_log
 
 POLL_SECONDS = 0.5
+_STOPPED_SECONDS = 2.0  # this thread has not run for so long: the process was stopped
 _TURN_SECONDS = 0.25  # for each rank to write its stacks
 _AFTER_TURNS_SECONDS = 5.0  # after the last turn
 _LEAST_SECONDS = 1.0  # to write the stacks, however late this rank is
@@ -90,10 +92,18 @@ class _Watchdog:
             self._arming.release()
 
     def _run(self) -> None:
+        polled = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
+            now = time.monotonic()
+            if now - polled > _STOPPED_SECONDS:
+                heartbeat.note_stop(now - polled)
+            polled = now
+            leave_dead_terminal()
             self._pass_on_stop_request()
             first = self.record.read() or self._failure_of_a_machine()
-            if self._hangs() and (first is None or not first.code):
+            # for two polls: after a suspension the other ranks need one to report their progress
+            hangs = self._has_lasted("hangs", self._hangs(), 2 * POLL_SECONDS)
+            if hangs and (first is None or not first.code):
                 first = self.record.record(RANK_LOST, hung=True)
                 if not first.code:  # a stop on request, during which this rank hangs
                     first = replace(first, rank=ranks.rank(), code=RANK_LOST, hung=True, when=time.time())
@@ -129,7 +139,7 @@ class _Watchdog:
         if min(heartbeat.idle_seconds(), self.record.seconds_since_progress()) > self.limit:
             return True
         if self.record.seconds_since_progress() < 2 * POLL_SECONDS:
-            self._arm(time.monotonic())
+            self._arm(heartbeat.running_clock())
         return False
 
     def _failed_seconds(self) -> float:

@@ -22,17 +22,23 @@ from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlsplit
 
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.templates import Messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import ChatModel
-from dschat_ppo.tools.http_requests import BodyBudget, LimitedServer, RejectedError, limit_request, received_body
+from dschat_ppo.tools.http_requests import (
+    OWN_NAMES,
+    BodyBudget,
+    LimitedServer,
+    RejectedError,
+    check_origin,
+    limit_request,
+    received_body,
+)
 from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings
 
 HOST = "127.0.0.1"
-OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
 PAGE = {
     "/": ("chat.html", "text/html; charset=utf-8"),
     "/chat.css": ("chat.css", "text/css; charset=utf-8"),
@@ -145,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # noqa: N802
         """The page, its style and script, and GET /info."""
         try:
-            self._check_origin()
+            check_origin(self.headers, OWN_NAMES)
             if self.path == "/info":
                 self._reply(200, json.dumps(self.server.info).encode())
             elif self.path in PAGE:
@@ -159,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:  # noqa: N802
         """POST /answer."""
         try:
-            self._check_origin()
+            check_origin(self.headers, OWN_NAMES)
             if self.path != "/answer":
                 raise RejectedError(404, f"there is no {self.path}")
             with received_body(self.headers, self.rfile, self.reader, self.server.budget) as body:
@@ -202,20 +208,6 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
 
-    def _check_origin(self) -> None:
-        """Refuse requests that do not come from the page.
-
-        Raises:
-            RejectedError: the host is not this machine, or another site sends the request.
-        """
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if _name_of(f"//{host}") not in OWN_NAMES:
-            raise RejectedError(403, f"the host {host!r} is not this machine; open http://{HOST}:PORT/")
-        if origin is not None and origin != f"http://{host}":
-            raise RejectedError(403, "requests from other sites are refused")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            raise RejectedError(403, "requests from other sites are refused")
-
     def _head(self, status: int, kind: str, length: int | None = None) -> None:
         self.connection.settimeout(_SECONDS_FOR_A_LINE)
         self.send_response(status)
@@ -239,14 +231,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *words: Any) -> None:
         """Requests are not logged."""
-
-
-def _name_of(address: str) -> str | None:
-    """The host name in `//name:port`, in lower case; None if it is malformed."""
-    try:
-        return urlsplit(address).hostname
-    except ValueError:
-        return None
 
 
 def serve(models: Sequence[ChatModel], settings: SamplingSettings, system: str, port: int) -> None:

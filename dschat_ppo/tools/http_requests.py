@@ -6,14 +6,16 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from dschat_ppo.common.timed_reader import TimedReader
 
+OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
 _HEADER_BYTES = 2**17
 _CHUNK_BYTES = 2**16
 _BODIES_IN_MEMORY = 8  # bodies of the largest size
@@ -115,6 +117,33 @@ def limit_request(handler: BaseHTTPRequestHandler, seconds: float) -> TimedReade
     reader = TimedReader(handler.connection, time.monotonic() + seconds, _HEADER_BYTES)
     handler.rfile = io.BufferedReader(reader)
     return reader
+
+
+def check_origin(headers: Message, names: Sequence[str] | None) -> None:
+    """Refuse a request that a page of a web site sends, also from a name that was rebound to this machine.
+
+    Args:
+        headers: of the request.
+        names: hosts that a request may name; None: any.
+
+    Raises:
+        RejectedError: the host is another one, or another site sends the request.
+    """
+    host, origin = headers.get("Host", ""), headers.get("Origin")
+    if names is not None and _name_of(f"//{host}") not in names:
+        raise RejectedError(403, f"the host {host!r} is not this machine; use http://{OWN_NAMES[0]}:PORT/")
+    if origin is not None and origin != f"http://{host}":
+        raise RejectedError(403, "requests from other sites are refused")
+    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise RejectedError(403, "requests from other sites are refused")
+
+
+def _name_of(address: str) -> str | None:
+    """The host name in `//name:port`, in lower case; None if it is malformed."""
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
 
 
 def declared_length(headers: Message, most: int) -> int:

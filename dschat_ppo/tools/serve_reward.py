@@ -5,9 +5,9 @@
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
 request may also hold "prompts" and "labels" of the same length; they have no effect. Each text is scored at its final
 token: the chat template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies
-`{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 408 (too slow), 411 (no length),
-413 (too many bytes), 415 (compressed, or no JSON), 422 (too many texts) or 503 (too many clients, or too many texts or
-bytes are waiting).
+`{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 403 (another host, or a web site
+sends it), 408 (too slow), 411 (no length), 413 (too many bytes), 415 (compressed, or no JSON), 422 (too many texts) or
+503 (too many clients, or too many texts or bytes are waiting).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.
@@ -40,7 +40,15 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.rewards.learned_reward import SEPARATOR, scores_in_batches
 from dschat_ppo.runtime.exit_codes import USER_ERROR
-from dschat_ppo.tools.http_requests import BodyBudget, LimitedServer, RejectedError, limit_request, received_body
+from dschat_ppo.tools.http_requests import (
+    OWN_NAMES,
+    BodyBudget,
+    LimitedServer,
+    RejectedError,
+    check_origin,
+    limit_request,
+    received_body,
+)
 
 COLUMNS = ("prompts", "labels")
 _SECONDS_FOR_A_REPLY = 60.0
@@ -212,6 +220,7 @@ class RewardServer(LimitedServer):
         super().__init__(address, Handler, max_clients)
         self.budget = BodyBudget(max_request_bytes)
         self.parsing = threading.Lock()
+        self.names = OWN_NAMES if address[0] in OWN_NAMES else None  # of another address, clients choose the name
         self.max_rows = max_rows
         self.max_request_seconds = max_request_seconds
 
@@ -253,14 +262,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         """GET /health."""
-        if self.path == "/health":
-            self._reply(200, {"status": "ok"})
+        try:
+            check_origin(self.headers, self.server.names)
+            if self.path != "/health":
+                raise RejectedError(404, f"there is no {self.path}; GET /health or POST /get_reward")
+        except RejectedError as problem:
+            self._reply(problem.status, {"error": str(problem)})
         else:
-            self._reply(404, {"error": f"there is no {self.path}; GET /health or POST /get_reward"})
+            self._reply(200, {"status": "ok"})
 
     def do_POST(self) -> None:  # noqa: N802
         """POST /get_reward."""
         try:
+            check_origin(self.headers, self.server.names)
             if self.path != "/get_reward":
                 raise RejectedError(404, f"there is no {self.path}; POST /get_reward")
             with received_body(self.headers, self.rfile, self.reader, self.server.budget) as body:

@@ -133,6 +133,7 @@ def watched(monkeypatch, ticks_of, polls: int, code: int = 2) -> tuple[list[tupl
     killed = []
     for name, value in {"time": clock, "children": children, "end_process": end_process}.items():
         monkeypatch.setattr(dataset_workers, name, value)
+    monkeypatch.setattr("dschat_ppo.common.heartbeat.time", clock)
     monkeypatch.setattr(dataset_workers.os, "kill", lambda pid, number: killed.append((pid, number)))
     try:
         dataset_workers._watch_workers(SimpleNamespace(wait=wait))

@@ -1,9 +1,11 @@
 """Stop requests: signals and the end of the launcher."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 
 import multiprocess
 import pytest
@@ -18,10 +20,11 @@ from dschat_ppo.runtime.processes import find_process
 
 @pytest.fixture(autouse=True)
 def handlers():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     yield
     stop_requests.restore()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_sigterm_is_noted():
@@ -55,21 +58,66 @@ def test_an_interrupt_after_a_sigterm_counts_as_the_first():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ignored_signals_stay_ignored():
-    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # of a shell's `&`, of nohup
+def test_ignored_signals_stay_ignored(number):
+    own = signal.signal(number, signal.SIG_IGN)
     try:
         stop_requests.install()
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         assert not stop_requests.requested()
     finally:
-        signal.signal(signal.SIGINT, own)
+        signal.signal(number, own)
+
+
+IN_TERMINAL = """
+import sys, time
+from pathlib import Path
+from tqdm import tqdm
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.runtime import stop_requests, watchdog
+from dschat_ppo.runtime.first_failure import FirstFailureRecord
+kind, file = sys.argv[1], Path(sys.argv[2])
+if kind == "hangs up":
+    stop_requests.install()
+else:  # as after `disown`: the terminal goes, and no signal comes
+    import signal
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    watchdog.watch_ranks(FirstFailureRecord(None))
+bar = tqdm()
+file.touch()
+for _ in range(40):
+    if stop_requests.requested():
+        break
+    time.sleep(0.05)
+time.sleep(0.6)
+print_line("a line")
+print("text", file=sys.stderr, flush=True)
+bar.refresh()
+file.write_text(f"still here {stop_requests.reason()}")
+"""
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("hangs up", "SIGHUP"), ("disowned", None)])
+def test_a_closed_terminal_stops_the_run_in_order(tmp_path, kind, reason):
+    """Nobody reads its output any more. Each write to such a terminal is an error."""
+    file = tmp_path / "found"
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", IN_TERMINAL, kind, str(file)])
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert file.read_text() == f"still here {reason}"
 
 
 def test_forked_processes_do_not_note_signals():
     stop_requests.install()
     child = os.fork()
     if not child:
-        usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        found = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        usual = found == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
         os._exit(7 if usual else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     stop_requests.restore()

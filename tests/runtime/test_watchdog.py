@@ -48,13 +48,20 @@ def train(_):
             (folder / "failure").write_text('{"rank": 1, "code": 0, "hung": false, "when": 1.0}')
             return time.sleep(4.0)
         sleeps_long()
-    watchdog.start(2.0)
+    watchdog.start(5.0 if case == "suspended" else 2.0)
     if case == "stopped":  # and then it hangs while it leaves
         watchdog._WATCHDOGS[-1].record.record(0)
     if case == "heartbeats":
         for _ in range(50):
             heartbeat.heartbeat()
             time.sleep(0.1)
+    elif case == "suspended":
+        for _ in range(5):
+            heartbeat.heartbeat()
+            end = time.process_time() + 0.6  # it works on after it was stopped
+            while time.process_time() < end:
+                pass
+            print(flush=True)
     elif case == "lock":
         in_c_code()
     else:
@@ -96,6 +103,18 @@ def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
 
 def test_a_rank_with_heartbeats_continues(ended):
     assert ended["heartbeats"][:2] == (0, "")
+
+
+def test_a_run_that_was_stopped_and_continues_does_not_end(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "suspended", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout.readline() == "\n"
+    time.sleep(0.1)
+    run.send_signal(signal.SIGSTOP)
+    time.sleep(8.0)  # more than the limit of 5 s
+    run.send_signal(signal.SIGCONT)
+    assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
 
 
 def test_c_code_that_holds_the_gil_is_ended_by_faulthandler(ended):

@@ -159,6 +159,38 @@ def test_health(address):
     assert send(f"{address}/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [("/health", None), ("/get_reward", b'{"query": []}')])
+def test_web_sites_are_refused(address, headers, path, body):
+    """Also one whose name was rebound to this machine."""
+    request = urllib.request.Request(address + path, body, {"Content-Type": "application/json", **headers})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert refused.value.code == 403
+    assert send(address + path, body)[0] == 200
+
+
+def test_a_server_for_other_machines_takes_any_name():
+    """Clients choose the name by which they reach it; a web site is still refused."""
+    with RewardServer(("0.0.0.0", 0), lambda texts: [0.0], 2000, 10) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/health"
+        assert urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "reward.example"})).status == 200
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(
+                urllib.request.Request(url, headers={"Host": "reward.example", "Origin": "http://evil.example"})
+            )
+        server.shutdown()
+
+
 @pytest.mark.parametrize(("path", "body"), [("/", None), ("/get_reward", None), ("/other", b'{"query": []}')])
 def test_other_paths_are_rejected(address, path, body):
     assert send(address + path, body)[0] == 404
