@@ -1,4 +1,4 @@
-"""The pictures of docs/reading-curves.md: short runs of the toy tasks, healthy ones and some broken on purpose.
+"""The pictures of README.md and docs/reading-curves.md: short runs of the toy tasks, some broken on purpose.
 
     python benchmarks/curves.py [--work DIR] [--pictures docs/pictures]
 
@@ -44,6 +44,7 @@ RUNS = {
 }
 # picture -> (its runs, its metrics)
 PICTURES = {
+    "quickstart": (["PPO"], ["reward/score_mean", "eval/score", "kl/ref_k1"]),
     "healthy": (["PPO"], ["reward/score_mean", "kl/ref_k1", "value/explained_variance"]),
     "learning-rate": (
         ["addition", "learning rate 3e-2", "learning rate 1e-7"],

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from curves import PICTURES, RUNS, points  # noqa: E402
 
 sys.path.pop(0)
-PICTURE = re.compile(r"!\[[^\]]+\]\(pictures/([\w-]+)\.png\)")
+PICTURE = re.compile(r"!\[[^\]]+\]\((?:docs/)?pictures/([\w-]+)\.png\)")
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -27,7 +27,8 @@ def test_a_run_has_a_script_and_flags_of_step_3(run):
 
 def test_each_picture_has_runs_and_is_shown():
     assert {run for runs, _ in PICTURES.values() for run in runs} == set(RUNS)
-    shown = PICTURE.findall((ROOT / "docs/reading-curves.md").read_text(encoding="utf-8"))
+    pages = (ROOT / page for page in ("README.md", "docs/reading-curves.md"))
+    shown = [name for page in pages for name in PICTURE.findall(page.read_text(encoding="utf-8"))]
     assert sorted(shown) == sorted(PICTURES)
     files = {file.stem for file in (ROOT / "docs/pictures").iterdir()}
     assert files == {*PICTURES, "learning"}

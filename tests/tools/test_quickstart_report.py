@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch import environment, run, succeed
+from launch import environment, metrics_of, run, succeed
+
+from dschat_ppo.tools.toy import Question, keeps_rule
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -39,17 +41,35 @@ def test_quickstart_prints_samples_and_paths(out):
         assert str(out / place) in log
 
 
+def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_answered(out):
+    purpose, command = (out / "log").read_text().split("chat with the model after PPO")[1].splitlines()[:2]
+    first = purpose.split("type first '")[1].removesuffix("':")
+    rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text().splitlines()]
+    [asked] = [Question(**row["about"]) for row in rows if row["prompt"][0]["content"] == first]
+    settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
+    said = succeed(subprocess.run(shlex.split(command), input=f"{first}\nAnd the green lamp?\n", **settings))
+    names = said.stdout.splitlines()
+    assert names[::2] == ["actor:", "sft:"] * 2
+    after, before, second, _ = names[1::2]
+    assert keeps_rule(asked, after) and not keeps_rule(asked, before)
+    assert keeps_rule(Question(asked.name, "green", "lamp", 4), second)
+
+
+def test_the_report_of_ppo_shows_the_true_rule_and_links_the_other_steps(out):
+    scores = [line["eval/score"] for line in metrics_of(out / "ppo") if "eval/score" in line]
+    assert len(scores) == 9 and scores[0] < 0.7 and scores[-1] > 0.9
+    text = (out / "ppo/report.html").read_text()
+    assert "dschat_ppo.tools.toy:true_rule" in text and "parameters, 100 % trained, from " in text
+    assert all(f'href="../{step}/report.html"' in text for step in ("sft", "reward"))
+    assert all('href="../ppo/report.html"' in (out / step / "report.html").read_text() for step in ("sft", "reward"))
+
+
 def test_the_reports_exist_and_the_commands_at_the_end_run(out):
     lines = (out / "log").read_text().split("reports, for a browser:\n")[1].splitlines()
     reports, commands = lines[:3], lines[3:]
     assert all(Path(report.strip()).stat().st_size > 10_000 for report in reports)
-    chatting, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
+    _, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
-    question = "I am Ada. Where is the red lamp?\n"
-    said = succeed(subprocess.run(chatting, input=question, **settings))
-    assert all(f"{model}:" in said.stdout.splitlines() for model in ("sft", "actor")), "an answer of each model"
-    first = json.loads((out / "toy/data/heldout.jsonl").read_text().splitlines()[0])["prompt"][0]["content"]
-    assert any(line.startswith("chat with") and line.endswith(f"type for example '{first}':") for line in commands)
     succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings))
     assert "ppo/actor" in (out / "evaluation.html").read_text()
 
