@@ -25,6 +25,7 @@ from dschat_ppo.errors import UserError, printable_line, reading
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
 MOST_COUNT = 2**31 - 1  # several libraries store counts as 32-bit integers
+_ALL_FLAGS = "(all flags: --help all)"
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
     "max_train_steps": "did you mean --max_steps?",
@@ -54,12 +55,11 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     with reading(f"--config {path}: is not valid YAML"):
         settings = yaml.safe_load(text)
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
+    if unknown := [str(key) for key in settings if key not in known]:
+        named = " and ".join(f"'{key}'" for key in unknown)
+        raise UserError(f"--config {path}: unknown setting {named} {_ALL_FLAGS}{_hints(unknown, known)}")
     words: list[str] = []
     for key, value in settings.items():
-        require(
-            key in known,
-            f"--config {path}: unknown setting '{key}'{_suggestion(str(key), known)} (all flags: --help all)",
-        )
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
         if value is None:
             continue
@@ -111,26 +111,38 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     known = {field.name for field in fields} - {"config", "local_rank"}
     known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
     path = _config_path(argv)
-    words = (_yaml_arguments(path, known) if path else []) + list(argv)
-    found, unknown = parser.parse_known_args(words)
+    words = _named_file((_yaml_arguments(path, known) if path else []) + list(argv))
+    names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
+    try:
+        found, unknown = parser.parse_known_args(words)
+    except UserError as problem:  # it is about one value; flags that are unknown are named with it
+        foreign = [word for word in words if word.startswith("--") and not parser.knows(word)]
+        raise UserError(f"{problem}{_hints(foreign, names)}") from None
     if unknown:
-        names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
-        misspelt = [word for word in unknown if word.startswith("-")] or unknown[:1]
-        hints = dict.fromkeys(_suggestion(word, names) for word in misspelt)
-        raise UserError(
-            f"unknown flag or value: {printable_line(' '.join(unknown))}{''.join(hints)} (all flags: --help all)"
-        )
+        given = printable_line(" ".join(unknown))
+        raise UserError(f"unknown flag or value: {given} {_ALL_FLAGS}{_hints(unknown, names)}")
     # after unknown flags: often one of them is a required flag under another name
     values = vars(found)
     values |= learning_rates(values, rates)
     if missing := _missing(fields, values):
         named = ", ".join(_SET_BY_THEM.get(flag, flag) for flag in missing)
-        raise UserError(f"required: {named} (all flags: --help all)")
+        raise UserError(f"required: {named} {_ALL_FLAGS}")
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
     _check_values(values)
     return step.config(**parts)
+
+
+def _named_file(words: list[str]) -> list[str]:
+    """`words` with `--deepspeed_config FILE` in place of `--deepspeed FILE`, as the Hugging Face trainer has it."""
+    named = list(words)
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        following = value if equals else words[place + 1] if place + 1 < len(words) else ""
+        if flag == "--deepspeed" and following.endswith(".json"):
+            named[place] = "--deepspeed_config" + equals + value
+    return named
 
 
 def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -> list[str]:
@@ -185,23 +197,30 @@ def _check_path(name: str, path: str) -> None:
     require(fits, f"--{name} {path[:60]}...: is too long for a file system; move or rename it")
 
 
-def _suggestion(unknown: str, known: set[str]) -> str:
+def _hints(unknown: Sequence[str], known: set[str]) -> str:
+    """For each unknown flag that a hint is known for, a line with the hint."""
+    lines = dict.fromkeys(_hint(word, known) for word in unknown)
+    return "".join(f"\n  {line}" for line in lines if line)
+
+
+def _hint(unknown: str, known: set[str]) -> str:
     """What to use in place of a flag of other trainers or of another step, or the flag that `unknown` misspells; "" if
     one of its words resembles no word of a flag."""
+    theirs = printable_line(unknown.split("=")[0])
     words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
     given = "_".join(words)
     if advice := _ADVICE.get(given):
-        return f"; {advice}"
+        return f"{theirs}: {advice}"
     if same := flags_for(given, known):
-        return f"; this step has {' and '.join(f'--{name}' for name in same)}"
+        return f"{theirs} -> {' and '.join(f'--{name}' for name in same)}"
     steps = [name for name, step in STEPS.items() for _, kind in _groups(step) if given in kind.__dataclass_fields__]
     if steps:
-        return f"; --{given} is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
+        return f"{theirs}: is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
     for name in difflib.get_close_matches("_".join(words), known):
         others = name.split("_")
         pairs = zip(words, others, strict=False)
         if len(others) == len(words) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.65 for pair in pairs):
-            return f"; did you mean --{name}?"
+            return f"{theirs}: did you mean --{name}?"
     return ""
 
 

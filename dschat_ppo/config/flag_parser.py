@@ -54,6 +54,10 @@ class FlagParser(argparse.ArgumentParser):
                 return super()._get_values(action, arg_strings)[0]
         return super()._get_values(action, arg_strings)
 
+    def knows(self, word: str) -> bool:
+        """Whether a word of a command line, such as "--seed=1", is a flag of this parser."""
+        return word.partition("=")[0] in self._option_string_actions
+
     @property
     def _by_name(self) -> dict[str, str]:
         """The flags, by their names without dashes."""

@@ -152,6 +152,7 @@ class PPOFlags:
     )
 
     def __post_init__(self) -> None:
+        require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
         require_positive(
             self,
             "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "

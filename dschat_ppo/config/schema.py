@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -56,9 +57,11 @@ def require_positive(flags: object, names: str) -> None:
 
 
 def require_not_negative(flags: object, names: str) -> None:
-    """Require these flags to be 0 or above; None passes."""
+    """Require these flags to be 0 or above; None passes. The message says what 0 means, for which others have -1."""
     for name, value in _named(flags, names):
-        require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}")
+        meaning = re.search(r"\b0 = [^;,)]+", type(flags).__dataclass_fields__[name].metadata["help"])  # type: ignore[attr-defined]
+        zero = f"; {meaning[0]}" if meaning else ""
+        require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}{zero}")
 
 
 def require_fraction(flags: object, names: str) -> None:
@@ -183,7 +186,11 @@ class RunFlags:
         "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
         None,
     )
-    deepspeed: bool = flag("no effect (kept for old scripts): training always runs on DeepSpeed", False)
+    deepspeed: bool = flag(
+        "no effect (kept for old scripts): training always runs on DeepSpeed; --deepspeed FILE.json is "
+        "--deepspeed_config FILE.json",
+        False,
+    )
     deepspeed_config: str | None = flag(
         "JSON file of DeepSpeed settings that override those derived from the flags", None
     )

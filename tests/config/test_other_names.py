@@ -33,7 +33,44 @@ FLAGS = {step: set(flatten(parse(step, NEEDED[step]))) for step in NEEDED}
 def test_a_name_of_another_trainer_is_answered_with_ours(step, given, ours):
     with pytest.raises(UserError) as problem:
         read(step, given, "1")
-    assert f"; this step has {ours} (all flags" in str(problem.value)
+    assert str(problem.value).endswith(f"(all flags: --help all)\n  {given.split('=')[0]} -> {ours}")
+
+
+@pytest.mark.parametrize(("words", "first"), [
+    ("--num_generations 8 --beta 0.04 --clip_epss 4", "unknown flag or value: "),
+    ("--num_generations 8 --temperature warm --beta=0.04 --clip_epss 4", "--temperature warm: expected a number"),
+    ("--config {yaml}", "--config {yaml}: unknown setting 'num_generations' and 'beta' and 'clip_epss'"),
+])  # fmt: skip
+def test_each_foreign_flag_has_a_line_also_beside_a_wrong_value(tmp_path, words, first):
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text("num_generations: 8\nbeta: 0.04\nclip_epss: 4\n")
+    with pytest.raises(UserError) as problem:
+        read("ppo", *words.format(yaml=yaml).split())
+    above, *hints = str(problem.value).splitlines()
+    assert above.startswith(first.format(yaml=yaml))
+    assert [line.strip().removeprefix("--") for line in hints] == [
+        "num_generations -> --n_samples_per_prompt", "beta -> --kl_loss_coef and --kl_coef",
+        "clip_epss: did you mean --clip_eps?",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["--deepspeed", "FILE"], ["--deepspeed=FILE"], ["--config", "YAML"]])
+def test_the_file_of_deepspeed_is_its_configuration(tmp_path, words):
+    file, yaml = tmp_path / "ds.json", tmp_path / "c.yaml"
+    yaml.write_text(f"deepspeed: {file}\n")
+    found = read("sft", *[word.replace("FILE", str(file)).replace("YAML", str(yaml)) for word in words])
+    assert (found["deepspeed_config"], found["deepspeed"]) == (str(file), False)
+    assert read("sft", "--deepspeed")["deepspeed"] is True
+
+
+@pytest.mark.parametrize(("step", "words", "way_out"), [
+    ("ppo", "--top_k -1", "0 = off"), ("ppo", "--temperature 0", "use --top_k 1"),
+    ("sft", "--max_steps -1", "0 = --num_train_epochs"), ("sft", "--save_steps -1", "0 = off"),
+    ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
+])  # fmt: skip
+def test_values_that_mean_off_elsewhere_are_answered_with_ours(step, words, way_out):
+    with pytest.raises(UserError, match=f"{words.split()[0]} .*{way_out}"):
+        read(step, *words.split())
 
 
 @pytest.mark.parametrize(("theirs", "ours"), OUR_NAMES.items())
