@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,9 @@ import torch
 import dschat_ppo
 from dschat_ppo.common import dist
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.steps import PreferenceConfig
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU of this machine
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
@@ -54,6 +56,29 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     variables = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": devices}
     prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
     return prefix + shlex.join([*program, *map(shown_path, words)])
+
+
+def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
+    """The flags of step 3 after a reward model: over the same data, as long as its rows, with its memory settings.
+
+    Args:
+        config: of the run that trained the reward model.
+        model: the folder that it started from, which is the actor's.
+        reward: its folder.
+    """
+    data, fit = config.data, config.fit
+    if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
+        data = replace(data, data_split="0,0,1")
+    words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
+    words += ["--output_dir", new_folder_beside(Path(reward), "ppo")]
+    half = fit.max_seq_len // 2
+    own = PPOFlags("")
+    values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
+    for role in ("actor", "critic"):
+        values |= {f"{role}_zero_stage": fit.zero_stage, f"{role}_gradient_checkpointing": fit.gradient_checkpointing}
+    for name, value in values.items():
+        words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
+    return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
 
 
 def data_words(flags: DataFlags) -> list[str]:

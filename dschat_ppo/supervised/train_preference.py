@@ -24,7 +24,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.session.next_command import data_words, new_folder_beside, step_command, tool_command
+from dschat_ppo.session.next_command import ppo_words, step_command, tool_command
 from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
 from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
 from dschat_ppo.supervised.objective import Objective
@@ -116,7 +116,5 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:
-        words = ["--actor_model_name_or_path", run.folder, "--critic_model_name_or_path", output]
-        words += [*data_words(config.data), "--output_dir", new_folder_beside(run.output, "ppo")]
-        command = step_command("step3_ppo", words)
+        command = step_command("step3_ppo", ppo_words(config, run.folder, output))
     return train_and_save(trainer, run, command)

@@ -1,15 +1,18 @@
 """Commands that a run prints at its end."""
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import environment, run, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.session import next_command
-from dschat_ppo.session.next_command import data_words, new_folder_beside, step_command, tool_command
+from dschat_ppo.session.next_command import data_words, new_folder_beside, ppo_words, step_command, tool_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +115,39 @@ def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_defau
     read = parse("ppo", [*models, *data_words(flags), "--output_dir", "ppo"])
     assert read.data == flags
     assert data_words(DataFlags(data_path=["a.jsonl"])) == ["--data_path", "a.jsonl"]
+
+
+@pytest.mark.parametrize(("split", "theirs"), [
+    ("0,1,0", "0,0,1"), ("1,9,0", "0,0,1"), ("2,4,4", None), ("0,1,1", "0,1,1"),
+])  # fmt: skip
+def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, split, theirs):
+    given = f"--data_path d --data_split {split} --output_dir {tmp_path}/reward --max_seq_len 101 --zero_stage 3 "
+    given += "--gradient_checkpointing --dtype fp32 --offload"
+    words = ppo_words(parse("reward", ["--model_name_or_path", "m", *given.split()]), "m", f"{tmp_path}/reward")
+    config = parse("ppo", words)
+    assert config.data.data_split == (theirs or "2,4,4") and ("--data_split" in words) is (theirs is not None)
+    assert (config.ppo.max_prompt_seq_len, config.ppo.max_answer_seq_len) == (50, 51)
+    assert (config.ppo.actor_zero_stage, config.ppo.critic_zero_stage, config.run.dtype) == (3, 3, "fp32")
+    assert config.ppo.actor_gradient_checkpointing and config.ppo.critic_gradient_checkpointing and config.ppo.offload
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "flags"), [
+    ("sft", "--model_name_or_path {lm} --data_path {pairs} --data_split 1,0,0 --max_seq_len 48"),
+    ("reward", "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48"),
+    ("dpo", "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48"),
+    ("ppo", "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --data_path {pairs} --data_split "
+     "0,0,1 --max_prompt_seq_len 24 --max_answer_seq_len 8"),
+])  # fmt: skip
+def test_the_printed_command_of_each_step_runs(assets, tmp_path, step, flags):
+    places = {name: assets / name for name in ("lm", "reward")} | {"pairs": assets / "pairs.jsonl"}
+    words = [*flags.format(**places).split(), "--max_steps", "1", "--dtype", "fp32", "--output_dir", tmp_path / "out"]
+    done = succeed(run([sys.executable, "-m", "dschat_ppo", step, *map(str, words)]))
+    [command] = re.findall(r"^ *next +(.*)$", done.stdout, re.MULTILINE)
+    result = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), input="Hello\n", text=True,
+                            capture_output=True, timeout=300, check=False)  # fmt: skip
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    assert (tmp_path / "ppo/result.json").is_file() is (step == "reward")
 
 
 def test_the_next_output_folder_is_a_new_one_beside_that_of_this_run(tmp_path, monkeypatch):
