@@ -119,8 +119,8 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         foreign = [word for word in words if word.startswith("--") and not parser.knows(word)]
         raise UserError(f"{problem}{_hints(foreign, names)}") from None
     if unknown:
-        given = printable_line(" ".join(unknown))
-        raise UserError(f"unknown flag or value: {given} {_ALL_FLAGS}{_hints(unknown, names)}")
+        words_of_it = printable_line(" ".join(unknown))
+        raise UserError(f"unknown flag or value: {words_of_it} {_ALL_FLAGS}{_hints(unknown, names)}")
     # after unknown flags: often one of them is a required flag under another name
     values = vars(found)
     values |= learning_rates(values, rates)

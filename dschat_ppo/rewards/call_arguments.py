@@ -19,7 +19,7 @@ _HIDDEN = {"trl": {*ADDED, "prompt", "completion", "completion_ids", "completion
 _VERL = {"data_source": "data_source", "ground_truth": "ground_truth", "extra_info": "extra_info"}
 # What Python says when a function reads a text as a list of messages.
 _READS_MESSAGES = re.compile(r"string indices must be|'str' object has no attribute|values to unpack")
-_COLUMN_OF = _VERL | {f"{name}s": column for name, column in _VERL.items()}
+_COLUMN_OF = _VERL | {f"{name}s": column for name, column in _VERL.items()} | {"labels": "ground_truth"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def _texts(
                   if name != solution}  # fmt: skip
         info = "extra_info" if signature.per_row else "extra_infos"
         return values | {solution: responses, info: [value or {} for value in values[info]]}
+    if signature.form == "openrlhf":
+        queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        labels = [row.get(_COLUMN_OF["labels"]) for row in data]
+        return {"queries": queries, "prompts": prompts, "labels": labels}
     return dict(zip(signature.call.arguments, (prompts, responses), strict=True))
 
 
@@ -127,7 +131,7 @@ def missing_columns(signature: Signature, request: RewardRequest) -> set[str]:
     """Columns for arguments without a default that no row has, and that are neither texts nor settings."""
     optional = {"extra_info", "extra_infos"}
     own = {name for name in signature.call.arguments if name not in _COLUMN_OF or name in optional}
-    renamed = _COLUMN_OF if signature.form == "verl_batch" else {}
+    renamed = _COLUMN_OF if signature.form in ("verl_batch", "openrlhf") else {}
     return {renamed.get(name, name) for name in signature.needs - own - set(signature.settings)} - set(
         _columns(request)
     )

@@ -45,6 +45,10 @@ CALL_FORMS = {
         frozenset({"solution_strs"}), ("data_sources", "solution_strs", "ground_truths", "extra_infos"), False,
         "called once per batch, as verl's batch reward manager does",
     ),
+    "openrlhf": CallForm(
+        frozenset({"queries"}), ("queries", "prompts", "labels"), False,
+        "called once per batch, as OpenRLHF's remote reward function",
+    ),
 }  # fmt: skip
 _TEXTS = {*CALL_FORMS["responses"].arguments, *CALL_FORMS["response"].arguments}
 

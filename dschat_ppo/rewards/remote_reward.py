@@ -61,7 +61,10 @@ def check_url(url: str) -> None:
     except ValueError:
         usable = False
     if not usable:
-        raise UserError(f"{FLAG} {url}: must be an address such as http://host:5000/get_reward")
+        raise UserError(
+            f"{FLAG} {url}: must be an address such as http://host:5000/get_reward (a Python file: "
+            "--reward_function FILE.py:FUNCTION)"
+        )
 
 
 class RemoteReward:

@@ -1,4 +1,5 @@
-"""What a reward function returns: a score, None, or a dict with `score` and other numbers.
+"""What a reward function returns: a score, None, or a dict with `score` and other numbers; for a batch, a list of
+these, or OpenRLHF's dict of lists.
 
 Needs only the standard library, because worker processes import it.
 """
@@ -30,13 +31,36 @@ def returned_rows(result: Any, per_row: bool) -> list[Returned]:
     """The results in what a function returned: one for a per-row function, otherwise one for each item of a list.
 
     Raises:
-        TypeError: a batch function returned no list.
+        TypeError: a batch function returned neither a list nor OpenRLHF's dict.
     """
     if per_row:
         return [_returned(result)]
+    if isinstance(result, dict) and "rewards" in result:
+        return returned_rows(_rows_of_openrlhf(result), per_row)
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        raise TypeError(f"returned {type(result).__name__}, not a list of numbers")
+        keys = f", nor a dict with 'rewards' (its keys: {list(result)[:8]})" if isinstance(result, dict) else ""
+        raise TypeError(f"returned {type(result).__name__}, not a list of numbers{keys}")
     return [_returned(value) for value in result]
+
+
+def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row."""
+    logs = result.get("extra_logs") or {}
+    columns = {**logs, **{name: result[name] for name in ("scores",) if name in result}, "score": result["rewards"]}
+    values = {name: list(column) if _is_sequence(column) else column for name, column in columns.items()}
+    if not isinstance(values["score"], list):
+        raise TypeError("returned 'rewards' that is not a list of numbers")
+    rows = range(len(values["score"]))
+    return [
+        {name: value[row] if isinstance(value, list) else value for name, value in values.items()
+         if not isinstance(value, list) or len(value) == len(rows)}
+        for row in rows
+    ]  # fmt: skip
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it has rows: a list, or a tensor or array that is no single number."""
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
 
 
 def _returned(value: Any) -> Returned:

@@ -1,4 +1,4 @@
-"""Functions written for TRL and verl run as they are; the form of a function is read from its parameter names."""
+"""Functions written for TRL, verl and OpenRLHF run as they are; parameter names tell the form of a function."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
 HERE = Path(__file__).parent
-TRL, VERL = str(HERE / "trl_functions.py"), str(HERE / "verl_functions.py")
+TRL, VERL, OPENRLHF = (str(HERE / f"{name}_functions.py") for name in ("trl", "verl", "openrlhf"))
 
 
 def ask(path, name, request, rollout=None, settings=(), workers=1):
@@ -169,6 +169,33 @@ def test_a_function_that_reads_texts_as_messages_gets_a_hint(tmp_path, body, hin
         assert (f"{hint}; its score is -9" in capsys.readouterr().out) is (hinted and is_text)
 
 
+OF_OPENRLHF = RewardRequest(["1+1=", "2+2=", "3+3="], ["2", "5", ""], [{"ground_truth": n} for n in ("2", "4", "6")])
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("reward_func", [1, -1, -1]), ("without_labels", [1, 1, 1]), ("earlier", [5, 5, 4]), ("one_tensor_each", [1, 1, 1]),
+])  # fmt: skip
+def test_functions_of_openrlhf_run_as_they_are(name, expected):
+    scores, numbers, counts = ask(OPENRLHF, name, OF_OPENRLHF)
+    assert (scores, counts.failed) == (expected, 0), counts.cause
+    if name == "reward_func":  # a log that has another number of values is of no row
+        assert numbers == {"scores": [1, 0, 0], "length": [1, 1, 0], "rows": [3, 3, 3]}
+
+
+@pytest.mark.parametrize(("name", "cause"), [
+    ("no_rewards", "nor a dict with 'rewards' (its keys: ['reward'])"),
+    ("single_number", "returned 'rewards' that is not a list"),
+])  # fmt: skip
+def test_what_a_function_of_openrlhf_lacks_is_said(name, cause, capsys):
+    _, _, counts = ask(OPENRLHF, name, OF_OPENRLHF)
+    assert counts.failed == 3 and cause in counts.cause
+
+
+def test_openrlhf_data_without_a_truth_is_reported(capsys):
+    ask(OPENRLHF, "without_labels", RewardRequest(["", ""], ["a", "b"], [{}, {}]))
+    assert "no row has a column 'ground_truth': its argument is None" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("names", "form"),
     [
@@ -177,6 +204,7 @@ def test_a_function_that_reads_texts_as_messages_gets_a_hint(tmp_path, body, hin
         (["prompt", "response", "answer"], "response"), (["response", "responses"], "responses"),
         (["prompts", "completions"], "trl"), (["completion_ids"], "trl"), (["prompts", "trainer_state"], "trl"),
         (["data_source", "solution_str", "ground_truth"], "verl"), (["solution_strs"], "verl_batch"),
+        (["queries", "prompts", "labels"], "openrlhf"), (["prompts", "responses", "labels"], "responses"),
         (["data_source", "ground_truth", "response"], "response"), (["prompt", "completion"], "responses"),
     ],
 )  # fmt: skip
