@@ -40,6 +40,15 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True)
+class LateEnds:
+    """Tokens that end an answer (`ids`) and cannot be drawn before `minimum` tokens: until then the policy is the
+    distribution over the other tokens, in sampling, scoring and training alike."""
+
+    ids: tuple[int, ...]
+    minimum: int
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Prompts and sampled responses."""
 

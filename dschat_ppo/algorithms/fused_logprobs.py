@@ -22,7 +22,9 @@ GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
 HALF = (torch.float16, torch.bfloat16)
 FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")  # `torch.mm(..., out_dtype=...)`, which older versions lack
+Forbidden = tuple[Tensor, tuple[int, ...]]  # positions (N,) bool, and the tokens that cannot be drawn there
 Sums = tuple[Tensor, Tensor, Tensor]  # (rows,) each: largest z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*)
+NEVER = -1e30  # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
 LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
 
@@ -49,6 +51,7 @@ def fused_token_scores(
     head: Head = PLAIN_HEAD,
     entropy_grad: bool = False,
     block_bytes: int | None = None,
+    forbidden: Forbidden | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from `hidden`.
 
@@ -62,6 +65,8 @@ def fused_token_scores(
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
         block_bytes: largest size of one block of fp32 logits; up to three such tensors exist at a time. None: by
             device.
+        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the distribution is over
+            the other tokens there.
 
     Returns:
         (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
@@ -71,7 +76,7 @@ def fused_token_scores(
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))
     rows = max(1, block_bytes // (4 * columns))
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, head, entropy_grad, columns, rows
+        hidden, weight, bias, tokens, temperature, head, entropy_grad, columns, rows, forbidden
     )
     return scores
 
@@ -80,17 +85,20 @@ class _FusedTokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head,
-        entropy_grad: bool, columns: int, rows: int,
+        entropy_grad: bool, columns: int, rows: int, forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        pieces = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
         found = [
-            _forward_of_rows(part, weight, bias, chosen, temperature, head, columns)
-            for part, chosen in zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
+            _forward_of_rows(
+                hidden[piece], weight, bias, tokens[piece], temperature, head, columns, _of_rows(forbidden, piece)
+            )
+            for piece in pieces
         ]
         chosen, log_total, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
         ctx.temperature, ctx.head, ctx.entropy_grad = temperature, head, entropy_grad
-        ctx.columns, ctx.rows = columns, rows
+        ctx.columns, ctx.pieces, ctx.forbidden = columns, pieces, forbidden
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
@@ -102,17 +110,16 @@ class _FusedTokenScores(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=grad_logprobs.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        pieces = [slice(start, start + ctx.rows) for start in range(0, max(1, hidden.shape[0]), ctx.rows)]
         for start in range(0, weight.shape[0], ctx.columns):
             block = slice(start, start + ctx.columns)
             of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
             of_bias: Tensor | float = 0.0
-            for piece in pieces:
+            for piece in ctx.pieces:
                 grad = _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
                 if grad_bias is not None:
                     of_bias = of_bias + grad.sum(dim=0)
                 grad = grad.to(hidden.dtype)  # (rows, columns)
-                if grad_weight is not None and len(pieces) == 1:
+                if grad_weight is not None and len(ctx.pieces) == 1:
                     torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
                 elif grad_weight is not None:
                     product = (grad.t() @ hidden[piece]).to(grad_logprobs.dtype)
@@ -122,12 +129,13 @@ class _FusedTokenScores(torch.autograd.Function):
                 grad_weight[block] = of_weight
             if grad_bias is not None:
                 grad_bias[block] = of_bias
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 6
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 7
 
 
 def _forward_of_rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head, columns: int,
+    forbidden: Forbidden | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Logit of the token, log of the sum of exponentials, and entropy of each row; each (rows,)."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
@@ -136,6 +144,7 @@ def _forward_of_rows(
     by_softmax = has_fused_softmax(hidden.device) and not infinite
     for start in range(0, weight.shape[0], columns):
         logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
+        forbid_(logits, forbidden, start)
         column, inside = _in_block(tokens, start, logits.shape[1])
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (rows, columns) -> (rows, 1) -> (rows,)
         sums = _with_block_by_softmax(sums, logits) if by_softmax else _with_block(sums, logits, infinite)
@@ -193,6 +202,19 @@ def _block_logits(
     return tanh * (head.softcap / temperature), tanh
 
 
+def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None:
+    """Set the logits (N, columns) fp32 of forbidden tokens to `NEVER`; column 0 is that of token `first`."""
+    if forbidden is not None:
+        places, ids = forbidden
+        for token in ids:
+            if 0 <= token - first < logits.shape[1]:
+                logits[:, token - first].masked_fill_(places, NEVER)
+
+
+def _of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
+    return None if forbidden is None else (forbidden[0][piece], forbidden[1])
+
+
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16 before."""
     if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
@@ -209,6 +231,7 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
+    forbid_(logits, _of_rows(ctx.forbidden, piece), block.start)
     logprobs = logits.sub_(log_total.unsqueeze(1))
     if _may_be_infinite(hidden, bias):
         logprobs.clamp_(min=LOWEST)

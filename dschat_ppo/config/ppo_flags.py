@@ -64,7 +64,9 @@ class PPOFlags:
         "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off", 1.0
     )
     n_samples_per_prompt: int = flag("number of answers sampled for each prompt", 1)
-    min_answer_seq_len: int = flag("minimum new tokens of an answer; EOS and stop tokens are suppressed until then", 0)
+    min_answer_seq_len: int = flag(
+        "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in log-probs and KL too", 0
+    )
     stop_strings: list[str] = flag_list("strings that end an answer; they are part of it", list)
     stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list, commas=True)
     rollout_rows: int = flag(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.types import Model, Rollout, full_sequences
+from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
 
 
 def vocabulary_size(model: Any) -> int:
@@ -38,8 +38,9 @@ def response_logprobs(engine: Model, rows: Rollout, temperature: float) -> Tenso
 
 
 def response_scores(
-    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False
-) -> ResponseScores:
+    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
+    late_ends: LateEnds | None = None,
+) -> ResponseScores:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
 
     Args:
@@ -48,15 +49,18 @@ def response_scores(
         temperature: of sampling.
         entropy_grad: keep the gradient of the entropies.
         distributions: return the whole distributions.
+        late_ends: tokens that could not be drawn at the beginning of an answer.
     """
     policy = engine
     if not isinstance(unwrap(engine), PolicyModel):
         policy = PolicyModel(cast(PreTrainedModel, engine), fused=False)
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
-    wanted = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True)) & (slots < lengths.unsqueeze(1))
+    starts = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    wanted = (slots >= starts) & (slots < lengths.unsqueeze(1))
+    forbidden = None if late_ends is None else (wanted & (slots < starts + late_ends.minimum), late_ends.ids)
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
-    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions)
+    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
     return ResponseScores(
         empty.masked_scatter(rows.response_mask, logprobs),
         empty.masked_scatter(rows.response_mask, entropy),

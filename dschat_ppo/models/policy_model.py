@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
+from dschat_ppo.algorithms.fused_logprobs import Forbidden, Head, forbid_, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import (
@@ -82,7 +82,7 @@ class PolicyModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
-        distributions: bool = False,
+        distributions: bool = False, forbidden: Forbidden | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
 
@@ -92,6 +92,7 @@ class PolicyModel(nn.Module):
             temperature: of sampling.
             entropy_grad: keep the gradient of the entropies.
             distributions: also return the whole distributions; not fused.
+            forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids of these.
 
         Returns:
             Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
@@ -101,14 +102,15 @@ class PolicyModel(nn.Module):
             if self.divided:
                 if distributions:
                     raise ValueError("ranks that share rows do not compute whole distributions")
-                return self._divided_scores(input_ids, wanted, temperature, entropy_grad)
+                return self._divided_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
             if self.fused and not distributions:
-                return self._fused_scores(input_ids, wanted, temperature, entropy_grad)
-            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions)
+                return self._fused_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
+            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
 
     def _plain_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool
-    ) -> tuple[Tensor, ...]:
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool,
+        forbidden: Forbidden | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """From whole logits."""
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
@@ -120,12 +122,15 @@ class PolicyModel(nn.Module):
             )  # fmt: skip
         record_router(output, real_slots(input_ids, _read_lengths(wanted)))
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
+        if forbidden is not None:
+            logits = logits.float()
+            forbid_(logits, (forbidden[0][:, 1:][places], forbidden[1]))
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
         extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
         return token_logprobs(logits, tokens, temperature), entropy, *extras
 
     def _fused_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
     ) -> tuple[Tensor, Tensor]:
         # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
         row, column = wanted[:, 1:].nonzero(as_tuple=True)
@@ -143,21 +148,26 @@ class PolicyModel(nn.Module):
                 read_tokens_only(self.backbone, self.reads_few, column, row),
             ):
                 states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
-        return self._head_scores(states, tokens, temperature, entropy_grad)
+        if forbidden is not None:
+            forbidden = forbidden[0][row, column + 1], forbidden[1]
+        return self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
 
     def _divided_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool
+        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
     ) -> tuple[Tensor, Tensor]:
         """The scores of all wanted tokens, from those of this rank's columns."""
         predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
         rows = DividedRows.of(input_ids, _read_lengths(wanted), self.packed)
         own = rows.own(predicts)  # (b, n)
         tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
+        if forbidden is not None:
+            forbidden = rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own], forbidden[1]
         if self.fused:
             states = rows.run(self.backbone, input_ids, self.attention).last_hidden_state[own]
-            scores = self._head_scores(states, tokens, temperature, entropy_grad)
+            scores = self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
         else:
-            logits = rows.run(self.lm, input_ids, self.attention).logits[own]
+            logits = rows.run(self.lm, input_ids, self.attention).logits[own].float()
+            forbid_(logits, forbidden)
             entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
             scores = token_logprobs(logits, tokens, temperature), entropy
         both = torch.stack(scores, dim=-1)  # (own tokens, 2)
@@ -166,13 +176,15 @@ class PolicyModel(nn.Module):
         return logprobs, entropy if entropy_grad else entropy.detach()
 
     def _head_scores(
-        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `tokens` (N,) after hidden states (N, H), and entropies, from the fused head."""
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return fused_token_scores(hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad)
+            return fused_token_scores(
+                hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad, forbidden=forbidden
+            )
 
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
         with forward_replaced(head, scores):

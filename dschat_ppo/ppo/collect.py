@@ -72,7 +72,10 @@ class ExperienceCollection:
         self.pool = GroupPool(plan.rollout_rows, shaped, on_host) if algorithm.dynamic_sampling else None
         self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
         self.stream = IndexStream(len(generator.prompts), config.run.seed, chunk_rows_of(generator.prompts))
-        scoring = ScoringSettings(ppo.temperature, plan.micro_batch_tokens, old_logprobs, algorithm.kl_estimator)
+        late_ends = generator.config.stopping.late_ends
+        scoring = ScoringSettings(
+            ppo.temperature, plan.micro_batch_tokens, old_logprobs, algorithm.kl_estimator, late_ends
+        )
         critic = None if old_logprobs == "update" else engines.critic
         self.model_scorer = ModelScorer(engines.actor, engines.reference, critic, scoring)
         self.metrics: dict[str, float] = {}  # of the last collection

@@ -121,10 +121,8 @@ class RolloutGenerator:
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids)
             logger().info(f"rollout: an answer ends with any of {names}")
-        if config.sampling.changes_distribution or config.stopping.min_new_tokens:
-            logger().info(
-                "note: log-probs, KL and ratios are of the policy before truncation, penalty and minimum length"
-            )
+        if config.sampling.changes_distribution:
+            logger().info("note: log-probs, KL and ratios are of the policy before truncation and penalty")
         hybrid.check_division()
         with hybrid.generating() as model:
             self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)

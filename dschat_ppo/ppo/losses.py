@@ -25,7 +25,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.recorded_tokens import RecordedTokens
 from dschat_ppo.ppo.score import exact_kl
-from dschat_ppo.types import Experience, Model, RewardedRollout
+from dschat_ppo.types import Experience, LateEnds, Model, RewardedRollout
 
 # Metrics that compare the policy in training with the one at scoring, over the tokens that the policy loss counts.
 KL_OF_UPDATE = "policy/kl_k3"
@@ -41,17 +41,19 @@ class ActorLoss:
         flags: of the algorithm.
         temperature: of sampling.
         counts_ratios: count the ratios for a histogram.
+        late_ends: of sampling.
     """
 
     def __init__(
         self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
-        counts_ratios: bool = False,
+        counts_ratios: bool = False, late_ends: LateEnds | None = None,
     ):  # fmt: skip
         self.actor = actor
         self.reference = reference
         self.flags = flags
         self.temperature = temperature
         self.counts_ratios = counts_ratios
+        self.late_ends = late_ends
         self.full_kl = flags.full_kl_loss
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
@@ -78,7 +80,7 @@ class ActorLoss:
         """
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
-        scores = response_scores(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl)
+        scores = response_scores(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, self.late_ends)
         old_logprobs = scores.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
         if recorded is not None:
             recorded.record(rows, scores.logprobs)
@@ -111,7 +113,9 @@ class ActorLoss:
             return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
         assert self.reference is not None
         with torch.no_grad(), unrecorded_router():  # the router loss is the actor's
-            reference = response_scores(self.reference, rows, self.temperature, distributions=True)
+            reference = response_scores(
+                self.reference, rows, self.temperature, distributions=True, late_ends=self.late_ends
+            )
         return exact_kl(rows, scores, reference)
 
 

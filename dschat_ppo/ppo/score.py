@@ -24,6 +24,7 @@ from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import (
     FinishReason,
+    LateEnds,
     Model,
     Rollout,
     ScoredRollout,
@@ -141,6 +142,7 @@ class ScoringSettings:
     micro_batch_tokens: int  # budget of one forward pass
     old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
+    late_ends: LateEnds | None = None  # of sampling
 
 
 class ModelScorer:
@@ -190,14 +192,15 @@ class ModelScorer:
         """One forward pass of each model; every tensor is (b, R)."""
         heartbeat()
         mask, temperature, estimator = rows.response_mask, self.scoring.temperature, self.scoring.kl_estimator
+        late_ends = self.scoring.late_ends
         full = estimator == "full" and self.reference is not None
         if self.scoring.old_logprobs == "recompute":
-            actor = response_scores(self.actor, rows, temperature, distributions=full)
+            actor = response_scores(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
             rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
         elif self.scoring.old_logprobs == "rollout":
             rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
         if self.reference is not None:
-            reference = response_scores(self.reference, rows, temperature, distributions=full)
+            reference = response_scores(self.reference, rows, temperature, distributions=full, late_ends=late_ends)
             if full:
                 kl = exact_kl(rows, actor, reference)
             else:

@@ -194,7 +194,9 @@ class PPOComponents:
                 algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, 0.0,
                 algorithm.entropy_coef_max,
             )  # fmt: skip
-        self.updates = PPOUpdate(config, engines, texts, self.entropy_coef, self.nonfinite, self.clock)
+        self.updates = PPOUpdate(
+            config, engines, texts, self.entropy_coef, self.nonfinite, self.clock, generator.config.stopping.late_ends
+        )
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
         """The rows with their values (N, R), if there is a critic. Collective.

@@ -26,7 +26,7 @@ from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, cr
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.recorded_tokens import RecordedTokens
-from dschat_ppo.types import Engine, Experience, RewardedRollout
+from dschat_ppo.types import Engine, Experience, LateEnds, RewardedRollout
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class PPOUpdate:
         entropy_coef: weight of the entropy bonus; it may adapt.
         nonfinite: handles numbers that are not finite.
         clock: times the phases.
+        late_ends: of sampling.
     """
 
     def __init__(
         self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None,
         entropy_coef: AdaptiveEntropy | FixedCoefficient, nonfinite: NonFinitePolicy, clock: PhaseClock,
+        late_ends: LateEnds | None = None,
     ):  # fmt: skip
         self.config = config
         self.engines = engines
@@ -78,8 +80,9 @@ class PPOUpdate:
         coef = config.algorithm.router_loss_coef
         self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
         self.actor_loss = ActorLoss(
-            engines.actor, engines.reference, config.algorithm, config.ppo.temperature, bool(config.run.trackers)
-        )
+            engines.actor, engines.reference, config.algorithm, config.ppo.temperature, bool(config.run.trackers),
+            late_ends,
+        )  # fmt: skip
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.

@@ -174,17 +174,17 @@ def sample(
         search: how the nucleus of `top_p` is found.
 
     Returns:
-        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)`). That is the
-        policy's distribution before penalty, prohibition and truncation, the one that training differentiates.
+        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)` without the
+        forbidden ones). That is the policy's distribution before penalty and truncation, the one that training
+        differentiates.
     """
-    plain = logits.float()
+    plain = logits.float() if forbidden is None else logits.float().masked_fill(forbidden, float("-inf"))
     scaled = plain / sampling.temperature if sampling.temperature != 1 else plain
     top = scaled.amax(dim=1, keepdim=True)
     weights = (scaled - top).exp_()
     log_total = weights.sum(dim=1).log_()
-    if sampling.repetition_penalty != 1 or forbidden is not None:
-        steered = plain if seen is None else penalise_repetition(plain, seen, sampling.repetition_penalty)
-        steered = steered if forbidden is None else steered.masked_fill(forbidden, float("-inf"))
+    if sampling.repetition_penalty != 1 and seen is not None:
+        steered = penalise_repetition(plain, seen, sampling.repetition_penalty)
         weights = torch.softmax(steered / sampling.temperature, dim=1)
     tokens = weights.argmax(dim=1) if sampling.top_k == 1 else draw(_truncated(weights, sampling, search), uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dschat_ppo.types import LateEnds
+
 Decode = Callable[[list[list[int]]], list[str]]
 
 TAIL = 8  # tokens decoded beyond those that a stop string can span, for tokens that are no text by themselves
@@ -33,6 +35,11 @@ class StoppingCriteria:
     def ids(self) -> tuple[int, ...]:
         """All tokens that end a response."""
         return (*self.eos_ids, *self.stop_ids)
+
+    @property
+    def late_ends(self) -> LateEnds | None:
+        """The tokens that cannot be sampled before `min_new_tokens`; None if there are none."""
+        return LateEnds(self.ids, self.min_new_tokens) if self.ids and self.min_new_tokens else None
 
     @property
     def reach(self) -> int:

@@ -46,12 +46,13 @@ from dschat_ppo.nonfinite.diagnostics import (
 )
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
 from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.generate import generation_config
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.supervised.train_preference import loss_of_objective
-from dschat_ppo.types import Experience, ScoredRollout, select_rows, to_device
+from dschat_ppo.types import Experience, LateEnds, ScoredRollout, select_rows, to_device
 
 SHOWN = 20  # at most, of rows and of parameter names
 Loss = Callable[[Any], Tensor]
@@ -104,7 +105,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
 
     assert model is not None
     scale = what["world_size"] * what["loss_scale"] if dtype == what["dtype"] else what["world_size"]
-    loss_of = loss_function(what, config, model.train(), dtype, device)
+    loss_of = loss_function(what, config, model.train(), dtype, device, tokenizer)
     if "router" in what["constants"]:
         loss_of = with_replayed_router(what["step_name"], loss_of, what["constants"]["router"], device)
     if states:
@@ -158,8 +159,9 @@ def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:
 
 
 def loss_function(
-    what: dict[str, Any], config: Any, model: PolicyModel | ScalarModel, dtype: str, device: torch.device
-) -> Loss:
+    what: dict[str, Any], config: Any, model: PolicyModel | ScalarModel, dtype: str, device: torch.device,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Loss:  # fmt: skip
     """The loss of one micro-batch, as in the run."""
     constants, sums = what["constants"], MetricSums()
     if what["step_name"] != "ppo":
@@ -181,7 +183,8 @@ def loss_function(
             print("note: the reference is that of the start of the run; --ref_sync_interval may have moved it")
         reference = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
         reference.to(device).eval().requires_grad_(False)
-    actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature)
+    late_ends = late_ends_of(config, tokenizer, model)
+    actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature, late_ends=late_ends)
     text_tokens = torch.tensor(constants["text_tokens"], device=device)
 
     def loss_of(rows: Any) -> Tensor:
@@ -190,6 +193,12 @@ def loss_function(
         return actor_loss(rows, update, constants["entropy_coef"], sums)
 
     return loss_of
+
+
+def late_ends_of(config: Any, tokenizer: PreTrainedTokenizerBase, model: PolicyModel | ScalarModel) -> LateEnds | None:
+    """The tokens that `--min_answer_seq_len` kept from being drawn in the run."""
+    assert isinstance(model, PolicyModel)
+    return generation_config(config.ppo, tokenizer, model.lm).stopping.late_ends
 
 
 def rows_of(record: Any) -> Tensor:
@@ -312,7 +321,8 @@ def replay_rows(
             elif what["role"] == "reward":
                 again = ModelReward(model).scores(alone)
             else:
-                again = response_scores(model, alone, config.ppo.temperature).logprobs
+                late_ends = late_ends_of(config, tokenizer, model)
+                again = response_scores(model, alone, config.ppo.temperature, late_ends=late_ends).logprobs
         if not bool(again.isfinite().all()):
             bad = True
             print(f"row {number}, {name}: not finite again; the first output: {outputs.first}")

@@ -1,13 +1,16 @@
 """Log-probs, entropies and values of right-padded rows, compared with each row alone in plain transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as hf
 
+from dschat_ppo.algorithms.kl import kl_full
 from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import LateEnds, Rollout
 
 VOCABULARY = 300
 PROMPT_LENGTHS, LENGTHS = (2, 9, 1, 6, 4), (8, 3, 5, 0, 1)
@@ -120,13 +123,17 @@ def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.logprobs, scores.entropy
 
 
-def scores_alone(lm, rows: Rollout):
+def scores_alone(lm, rows: Rollout, ends: LateEnds | None = None):
     """Log-probs and entropies, (total response tokens), row by row without padding."""
     logprobs, entropies = [], []
     for start, ids in rows_alone(rows):
-        table = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / TEMPERATURE, dim=-1)
+        logits = lm(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / TEMPERATURE
+        kept = torch.ones_like(logits, dtype=torch.bool)
+        if ends is not None:
+            kept[: ends.minimum, list(ends.ids)] = False
+        table = torch.log_softmax(logits.masked_fill(~kept, -torch.inf), dim=-1)
         logprobs.append(table.gather(1, ids[0, start:].unsqueeze(1)).squeeze(1))
-        entropies.append(-(table.exp() * table).sum(dim=1))
+        entropies.append(-(table.exp() * table.masked_fill(~kept, 0.0)).sum(dim=1))
     return torch.cat(logprobs), torch.cat(entropies)
 
 
@@ -144,9 +151,33 @@ def test_scores_are_those_of_each_row_alone(name, way):
         assert not a[~rows.response_mask].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("way", ["fused", "packed", "plain"])
+def test_ends_that_could_not_be_drawn_have_no_probability(way, dtype):
+    lm, rows, ends = model_of("llama", 1).to(dtype), rollout(), LateEnds((3, 250), 2)
+    rows = replace(rows, response_ids=torch.where(rows.response_ids == 3, 4, rows.response_ids))
+    with torch.no_grad():
+        lm.lm_head.weight[250] *= 8
+    policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
+    found = response_scores(policy, rows, TEMPERATURE, True, late_ends=ends)
+    expected, free = scores_alone(lm.float(), rows, ends), scores_alone(lm, rows)
+    for a, b in zip(both(found), expected, strict=True):
+        torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    assert (expected[0] - free[0]).abs().max() > 0.5
+    if way == "plain":
+        whole = response_scores(policy, rows, TEMPERATURE, distributions=True, late_ends=ends).distributions
+        early = torch.arange(rows.response_mask.shape[1]) < torch.tensor(2)
+        early = early.expand_as(rows.response_mask)[rows.response_mask]  # (response tokens,)
+        assert not whole.exp()[early][:, list(ends.ids)].any() and whole.exp()[~early][:, list(ends.ids)].all()
+        assert kl_full(whole, whole.detach()).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("ends", [None, LateEnds((3, 250), 2)])
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_gradients_are_those_of_rows_alone(name, way):
+def test_gradients_are_those_of_rows_alone(name, way, ends):
     lm, rows = model_of(name, 1), rollout()
+    if ends is not None:
+        rows = replace(rows, response_ids=torch.where(rows.response_ids == 250, 4, rows.response_ids.clamp_min(4)))
     weights = torch.linspace(-1, 1, int(rows.response_mask.sum()))
     parameters = dict(lm.named_parameters())
 
@@ -154,9 +185,9 @@ def test_gradients_are_those_of_rows_alone(name, way):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
     policy = PolicyModel(lm, way != "plain", way == "packed")
-    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True))
+    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
     found = gradients(*(part[rows.response_mask] for part in found))
-    for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows)), strict=True):
+    for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows, ends)), strict=True):
         if b is None:
             assert a is None, key
         else:

@@ -140,4 +140,4 @@ def test_notes_name_further_end_tokens_and_truncated_sampling(assets, tmp_path, 
     )
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in (1, 7))
     assert f"rollout: an answer ends with any of {ends}" in said
-    assert sum("are of the policy before truncation, penalty and minimum length" in line for line in said) == 1
+    assert sum("are of the policy before truncation and penalty" in line for line in said) == 1

@@ -9,7 +9,7 @@ from plain_ppo import EVERYTHING, STEPS, PlainRun, StopAt
 
 from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.nonfinite.repro_bundle import read_bundle
-from dschat_ppo.types import RewardedRollout
+from dschat_ppo.types import LateEnds, RewardedRollout
 
 ONE_UPDATE = "--per_device_training_batch_size 4 --ppo_epochs 1 --micro_batch_tokens 24"
 GROUPS = f"{ONE_UPDATE} --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
@@ -76,6 +76,25 @@ def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path,
         torch.testing.assert_close(run.weights[name], weight, atol=1e-5, rtol=0, msg=name)
         moved = max(moved, float((weight - start[name]).abs().max()))
     assert moved > 1e-3, "nothing was trained"
+
+
+@pytest.mark.parametrize("source", ["recompute", "rollout", "auto"])
+@pytest.mark.parametrize("words", ["", "--kl_loss_coef 0.1 --kl_loss_estimator full"])
+def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_an_answer(
+    assets, tmp_path, source, words
+):
+    """Scoring and training compute what sampling recorded: the ratio starts at 1, and the KL at 0."""
+    run = PlainRun(assets, tmp_path / "run", f"--min_answer_seq_len 3 --old_logprobs {source} {words}")
+    ends = run.ppo.collection.generator.config.stopping.ids
+    with torch.no_grad():  # likelier ends
+        for policy in (run.ppo.engines.actor.module, run.ppo.engines.reference):
+            policy.lm.get_output_embeddings().weight[list(ends)] *= 3
+    run.run()
+    assert abs(run.lines[0]["kl/ref_k1"]) < 1e-5, "the policy was the reference"
+    for line in run.lines:
+        assert line["policy/first_log_ratio_abs_max"] < 1e-4 and line["rollout/logprob_diff_max"] < 1e-4
+    scorer = run.ppo.collection.model_scorer.scoring
+    assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
 
 
 def own_names(line: dict, expected: dict) -> dict:

@@ -19,7 +19,7 @@ from dschat_ppo.ppo import losses
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.recorded_tokens import RecordedTokens
-from dschat_ppo.types import Experience, RewardedRollout
+from dschat_ppo.types import Experience, LateEnds, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
 RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
@@ -47,12 +47,16 @@ def rows_of(**changes) -> Experience:
     return Experience(**{**fields, **changes})
 
 
+ENDS = LateEnds((2,), 1)
+
+
 @pytest.fixture
 def loss_of(monkeypatch):
     """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
     asked = []
 
-    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False):
+    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False, late_ends=None):
+        assert late_ends is ENDS
         asked.append((engine, temperature, entropy_grad, distributions))
         tokens = int(rows.response_mask.sum())
         spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
@@ -63,7 +67,7 @@ def loss_of(monkeypatch):
         asked.clear()
         monkeypatch.setattr(losses, "response_scores", response_scores)
         sums = MetricSums()
-        loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7)
+        loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7, late_ends=ENDS)
         return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
 
     return loss_of
@@ -105,7 +109,7 @@ def test_ratios_of_the_counted_tokens_are_in_a_histogram_where_asked(loss_of):
     _, without, _ = loss_of()
     assert without.reduce_counts() == {}
     sums = MetricSums()
-    loss = ActorLoss("actor", "reference", AlgorithmFlags(), 0.7, counts_ratios=True)
+    loss = ActorLoss("actor", "reference", AlgorithmFlags(), 0.7, counts_ratios=True, late_ends=ENDS)
     loss(rows_of(), MINIBATCH, 0.0, sums)
     counts = sums.reduce_counts()[RATIO]
     assert {RATIO_EDGES[bucket]: count for bucket, count in enumerate(counts) if count} == {0.9: 1, 0.999: 1, 1.5: 1}

@@ -19,7 +19,7 @@ from tiny_models import (
 )
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.forward import response_logprobs
+from dschat_ppo.models.forward import response_logprobs, response_scores
 from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -173,6 +173,18 @@ def test_generation_does_not_change_torchs_random_state():
 
 
 # Log-probs
+
+
+@pytest.mark.parametrize("way", [{"engine": "padded"}, {"rows": 3}, {"rows": 3, "static": True}], ids=str)
+def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_answer(way):
+    stopping = replace(WITH_ENDS, min_new_tokens=4)
+    rollout = answer(sampling=SamplingParameters(1.3, top_p=0.8, repetition_penalty=1.2), stopping=stopping, **way)
+    with torch.no_grad():
+        fresh = response_scores(model_of("llama"), rollout, 1.3, late_ends=stopping.late_ends).logprobs
+        free = response_logprobs(model_of("llama"), rollout, 1.3)
+    mask, early = rollout.response_mask, torch.arange(14)[: rollout.response_mask.shape[1]] < 4
+    torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
+    assert (fresh - free)[:, early].min() > 1e-3 and torch.equal(fresh[:, ~early], free[:, ~early])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])

@@ -270,14 +270,14 @@ def test_support_and_probabilities_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprob_is_that_of_the_temperature_scaled_distribution_alone(name, dtype):
+def test_logprob_is_that_of_the_temperature_scaled_distribution_without_forbidden_tokens(name, dtype):
     sampling = SAMPLERS[name]
     logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     before = logits.clone()
     seen = torch.rand(6, 300, generator=torch.Generator().manual_seed(1)) < 0.3
     forbidden = torch.rand(6, 300, generator=torch.Generator().manual_seed(2)) < 0.3
     tokens, logprobs = sample(logits, sampling, uniforms(6), seen, forbidden)
-    scaled = logits.double().numpy() / sampling.temperature
+    scaled = logits.double().masked_fill(forbidden, -torch.inf).numpy() / sampling.temperature
     table = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
     np.testing.assert_allclose(logprobs.numpy(), table[np.arange(6), tokens.numpy()], rtol=1e-5, atol=1e-5)
