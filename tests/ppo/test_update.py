@@ -104,7 +104,7 @@ def one_step(monkeypatch, words="", train_actor=True, actor=GOOD, critic=GOOD, t
 
 @pytest.mark.parametrize(("words", "counts"), [("", False), (" --report_to tensorboard", True)])
 def test_ratios_are_counted_where_there_is_a_tracker(monkeypatch, words, counts):
-    assert one_step(monkeypatch, words)[0].settings[-1] is counts
+    assert one_step(monkeypatch, words)[0].settings[4] is counts
 
 
 def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
@@ -119,7 +119,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
     engines, _, measured, _ = one_step(monkeypatch, words, actor=BAD, texts=texts, policy=Policy())
     config = parse("ppo", (WORDS + words).split())
-    assert engines.settings == ("actor", "reference", config.algorithm, 0.7, False)
+    assert engines.settings == ("actor", "reference", config.algorithm, 0.7, False, None)
     assert engines.losses["actor"] == [("actor", FIRST, 0.01), ("actor", SECOND, 0.01), 0.5 * 6]
     assert engines.losses["critic"] == [("critic", FIRST, 0.375), ("critic", SECOND, 0.375)]
     (role, step, result, actor), (other_role, _, other_result, critic) = contexts

@@ -144,7 +144,8 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: st
             assert torch.equal(model(ids, lengths, last_only=True), model(ids, lengths).gather(
                 1, (lengths - 1).unsqueeze(1)).squeeze(1)) or not divided  # fmt: skip
         else:
-            outputs = torch.stack(model(ids, wanted, 0.7, True))
+            forbidden = wanted & (slots % 3 == 0), (0, 1)
+            outputs = torch.stack(model(ids, wanted, 0.7, True, forbidden=forbidden))
         (outputs * factors[: len(outputs)]).sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         results.append((outputs.detach(), dist.all_reduce(gradients) if divided else gradients))
