@@ -5,7 +5,8 @@ from tokenizers.processors import TemplateProcessing
 
 from dschat_ppo.data.templates import encode_answer, encode_prompt, is_messages
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools.toy import EOS, make_tokenizer
+from dschat_ppo.tools.toy import make_tokenizer
+from dschat_ppo.tools.toy_model import EOS
 
 BOS = "<|system|>"  # a special token of the small tokenizer, used as BOS
 CHATML = (
