@@ -11,7 +11,15 @@ from typing import Any
 
 from dschat_ppo.data.examples import Row, Use, has_value, value_at
 from dschat_ppo.data.form_rows import Draft, Reading
-from dschat_ppo.data.messages import Message, Messages, kind_of, looks_like_messages, read_messages, split_answer
+from dschat_ppo.data.messages import (
+    Message,
+    Messages,
+    kind_of,
+    looks_like_messages,
+    read_messages,
+    split_answer,
+    to_last_trained,
+)
 from dschat_ppo.errors import UserError
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -35,7 +43,7 @@ def read_prompt_response(row: Row, reading: Reading, use: Use) -> list[Draft]:
 def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """Messages whose last one is the answer; or messages up to the answer, with the columns chosen and rejected."""
     column = dict(reading.columns)["messages"]
-    messages = read_messages(value_at(row, column), column)
+    messages = to_last_trained(read_messages(value_at(row, column), column))
     if reading.column("chosen"):
         return _pair(messages, row, reading, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":

@@ -16,9 +16,16 @@ Messages = list[Message]
 ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "function": "function", "ipython": "ipython", "human": "user", "gpt": "assistant", "observation": "tool",
-    "function_call": "assistant",
+    "function_call": "assistant", "tool_call": "assistant", "tool_response": "tool", "model": "assistant",
+    "chatgpt": "assistant", "bot": "assistant",
 }  # fmt: skip
-_EXPECTED = "system, user, assistant or tool (also human, gpt, observation, function_call)"
+_EXPECTED = (
+    "system, user, assistant or tool (also human, gpt, model, bot, chatgpt, observation, function_call, tool_call, "
+    "tool_response); --role_names theirs=ours names others"
+)
+# Keys by which data sets say whether a turn is trained. A turn of the assistant that is not keeps `WEIGHT`: 0.
+WEIGHT = "weight"
+_TRAINED = (WEIGHT, "loss_mask", "train", "loss")
 
 
 def looks_like_messages(value: Any) -> bool:
@@ -38,7 +45,8 @@ def read_messages(value: Any, column: str) -> Messages:
         column: name of the field, for messages of errors.
 
     Returns:
-        New messages: `role` and `content` (text), then the other keys that are not null.
+        New messages: `role` and `content` (text), then the other keys that are not null. A message of the assistant
+        that its owner excluded from training has `WEIGHT` 0.
 
     Raises:
         UserError: a message cannot be used; the text says which one and why, and does not name the row.
@@ -60,10 +68,11 @@ def _read_message(message: Any, name: str) -> Message:
     given = {key: value for key, value in message.items() if value is not None}
     is_sharegpt = "role" not in given and "from" in given
     role, content = (given.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
+    role = role.lower() if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{name} has {f'role {role!r}' if role is not None else 'no role'}; expected {_EXPECTED}")
     calls = without_nulls(given.pop("tool_calls", None))
-    if role == "function_call":
+    if role in ("function_call", "tool_call"):
         calls, content = _calls_of(content, name), ""
     if content is None and calls:
         content = ""
@@ -71,7 +80,16 @@ def _read_message(message: Any, name: str) -> Message:
         raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
     if calls:
         given["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
+    excluded = [key for key in _TRAINED if key in given and not _is_trained(given.pop(key), key, name)]
+    if excluded and ROLES[role] == "assistant":
+        given[WEIGHT] = 0
     return {"role": ROLES[role], "content": _text_of(content, name), **given}
+
+
+def _is_trained(value: Any, key: str, name: str) -> bool:
+    if str(value).lower() not in ("1", "0", "1.0", "0.0", "true", "false"):
+        raise UserError(f"{name} has the {key} {value!r}; a turn is trained (1, true) or not (0, false)")
+    return str(value).lower() in ("1", "1.0", "true")
 
 
 def _text_of(content: Any, name: str) -> str:
@@ -149,6 +167,14 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"
 
 
+def to_last_trained(messages: Messages) -> Messages:
+    """The messages up to the last one of the assistant that is trained, if they end with one that is not."""
+    if messages[-1]["role"] != "assistant" or WEIGHT not in messages[-1]:
+        return messages
+    answers = [at for at, turn in enumerate(messages, start=1) if turn["role"] == "assistant" and WEIGHT not in turn]
+    return messages[: answers[-1]] if answers else messages
+
+
 def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Message]:
     """Split messages before the answer, which is the last one.
 
@@ -161,4 +187,6 @@ def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Messa
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
     answer = messages[-1]
+    if WEIGHT in answer:
+        raise UserError(f"the answer of '{column}' is excluded from training ({WEIGHT} 0)")
     return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer

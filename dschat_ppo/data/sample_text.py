@@ -118,7 +118,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def _role_in(text: str) -> str:
     """The role that a special token or a line names, without its brackets; "" if it names none."""
     word = text.strip(" <|>[]/:\n").lower()
-    return ROLES.get(word, "assistant" if word == "model" else "")
+    return ROLES.get(word, "")
 
 
 def text_between(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int) -> str:

@@ -130,8 +130,8 @@ BAD = {
     "answer alone": ({"messages": [HALL]}, "sft", "'messages' has nothing before"),
     "two answers": ({"messages": [ASK, ROOF, HALL]}, "prompt", "'messages' ends with the assistant's message"),
     "unknown role": (
-        {"messages": [ASK, HALL, {"role": "bot", "content": "b"}]}, "sft",
-        "message 3 of 'messages' has role 'bot'; expected system, user, assistant or tool",
+        {"messages": [ASK, HALL, {"role": "narrator", "content": "b"}]}, "sft",
+        "message 3 of 'messages' has role 'narrator'; expected system, user, assistant or tool",
     ),
     "no content": ({"messages": [{"role": "user", "text": "a"}]}, "prompt", "message 1 of 'messages' has no content"),
     "different prompts": (
