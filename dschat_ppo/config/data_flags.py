@@ -119,9 +119,10 @@ class DataFlags:
         " 'drop' drops the row, 'error' stops; the number of rows affected is logged",
         "left",
     )
-    bad_rows: Literal["error", "skip"] = flag(
-        "rows that cannot be used: 'error' stops at the first one, 'skip' drops and counts them, up to 5 percent",
-        "error",
+    bad_rows: Literal["few", "skip", "error"] = flag(
+        "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' drops"
+        " them however many they are, and rows that repeat another one; 'error' stops at the first one",
+        "few",
     )
     streaming: bool = flag(
         "read and tokenise the training rows during training, in pieces, for data sets larger than the disk", False

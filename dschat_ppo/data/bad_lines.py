@@ -9,7 +9,14 @@ from dschat_ppo.errors import UserError
 QUOTED_CHARACTERS = 200
 AROUND_CHARACTERS = 40  # shown before and after a byte that is not UTF-8
 NOT_UTF8 = "is not UTF-8 text (save the file as UTF-8)"
+MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
+WAY_OUT = "--bad_rows skip leaves such rows out"
 BATCH_BYTES = 2**22  # of a file that are read at a time
+
+
+def too_many(bad: int, rows: int, policy: str) -> bool:
+    """Whether `--bad_rows` does not accept so many bad rows; if all are bad, no value does."""
+    return bad > MOST_BAD[policy] * rows or 0 < rows == bad
 
 
 @dataclass
@@ -41,7 +48,7 @@ class BadLines:
         shown = f"{content[:QUOTED_CHARACTERS]!r}" + ("..." if len(content) > QUOTED_CHARACTERS else "")
         message = f"{place} {cause}: {shown}"
         if not self.skip:
-            raise UserError(message)
+            raise UserError(f"{message}; {WAY_OUT}")
         self.first = self.first or message
         self.count += lines
 

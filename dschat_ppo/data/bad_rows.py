@@ -9,42 +9,42 @@ import numpy as np
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.data.bad_lines import WAY_OUT, too_many
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
 from dschat_ppo.data.token_table import TokenTable
 from dschat_ppo.errors import UserError
 
-MOST_BAD = 0.05  # of the rows of a data set
-_ALLOWED = f"--bad_rows skip drops at most {MOST_BAD:.0%}"
 _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
 
 
-def report_unreadable(name: str, splits: Splits) -> None:
-    """Log the lines of files that `--bad_rows skip` left out because they cannot be read.
+def report_unreadable(name: str, splits: Splits, policy: str) -> None:
+    """Log the lines of files that `--bad_rows` left out because they cannot be read.
 
     Raises:
-        UserError: they are more than `MOST_BAD` of the lines.
+        UserError: they are `too_many`.
     """
     count = splits.skipped.count
     if not count:
         return
     lines = count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
     counts = f"{count} of {lines} lines cannot be read"
-    if count > MOST_BAD * lines:
-        raise UserError(f"{name}: {counts}; {_ALLOWED}. The first: {splits.skipped.first}")
+    if too_many(count, lines, policy):
+        raise UserError(f"{name}: {counts}; {WAY_OUT}. The first: {splits.skipped.first}")
     logger().warning(f"data: {name}: skipped: {counts}, the first: {splits.skipped.first}")
 
 
-def report_bad_rows(name: str, table: TokenTable, rows: int) -> None:
-    """Log the rows that `--bad_rows skip` drops: how many for each reason, and the first ones.
+def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> None:
+    """Log the rows that `--bad_rows` drops: how many for each reason, and the first ones.
 
     Args:
         name: of the data set.
         table: its token rows.
         rows: number of raw rows that this step uses.
+        policy: `--bad_rows`.
 
     Raises:
-        UserError: they are more than `MOST_BAD` of the rows.
+        UserError: they are `too_many`.
     """
     found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     if not len(found):
@@ -56,8 +56,8 @@ def report_bad_rows(name: str, table: TokenTable, rows: int) -> None:
         reasons[kind_of(reason)] += 1
     kinds = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_REASONS))
     counts = f"{len(found)} of {rows} rows cannot be used: {kinds}"
-    if len(found) > MOST_BAD * rows:
-        raise UserError(f"{name}: {counts}; {_ALLOWED}. The first: {messages[0]}")
+    if too_many(len(found), rows, policy):
+        raise UserError(f"{name}: {counts}; {WAY_OUT}. The first: " + " | ".join(messages[:_SHOWN]))
     logger().warning(f"data: {name}: skipped: {counts}")
     for message in messages[:_SHOWN]:
         logger().warning(f"data: skipped: {message}")

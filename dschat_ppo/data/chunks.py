@@ -16,12 +16,12 @@ import pyarrow as pa
 from datasets import Dataset, Features
 
 from dschat_ppo.common.atomic_files import write_text
+from dschat_ppo.data.bad_lines import WAY_OUT, too_many
 from dschat_ppo.data.cache import cached_dataset
 from dschat_ppo.data.raw_stream import START, RawBatch, RawStream, Row
 from dschat_ppo.errors import UserError
 
 READ, UNUSABLE, DUPLICATES = "raw rows", "that cannot be used", "that repeat another row of the chunk"
-MOST_BAD = 0.05  # of the raw rows of a chunk
 _WRITTEN_ROWS = 1000  # at a time
 
 
@@ -51,12 +51,14 @@ class StreamSource:
         weight: its share of the rows, relative to the other data sets.
         raw: its raw rows.
         tokenise: its token rows; raises `UserError` for a row that ends the run.
+        bad_rows: of `--bad_rows`, for the rows of a chunk.
     """
 
     name: str
     weight: float
     raw: RawStream
     tokenise: Callable[[RawBatch], TokenBatch]
+    bad_rows: str = "few"
 
 
 class _TokenRows:
@@ -222,10 +224,9 @@ class ChunkMaker:
 
     def _check_unusable(self, reader: _TokenRows) -> None:
         bad, rows = reader.counts[UNUSABLE], reader.counts[READ]
-        if bad > MOST_BAD * rows:
+        if too_many(bad, rows, reader.source.bad_rows):
             raise UserError(
-                f"{reader.source.name}: {bad} of {rows} rows cannot be used; --bad_rows skip drops at most "
-                f"{MOST_BAD:.0%}. The first: {reader.problem}"
+                f"{reader.source.name}: {bad} of {rows} rows cannot be used; {WAY_OUT}. The first: {reader.problem}"
             )
 
     def _ended(self, source: int, rows: int) -> str:

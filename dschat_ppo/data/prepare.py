@@ -109,7 +109,7 @@ class Preparation:
         flags, seed = self.flags, self.flags.data_split_seed
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         self.read.append(splits)
-        report_unreadable(source.spec, splits)
+        report_unreadable(source.spec, splits, self.flags.bad_rows)
         raw, evaluation = self.first(splits.train), splits.eval
         form = self.form_of(source, *first_rows(raw))
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
@@ -166,7 +166,7 @@ class Preparation:
             )
             return
         splits = evaluation_of(opened, self.flags)
-        report_unreadable(source.spec, splits)
+        report_unreadable(source.spec, splits, self.flags.bad_rows)
         whole = [(np.arange(len(splits.train)), f" ({names})", False)]
         self.eval.extend(self.parts_of(source, splits.train, splits.origins, opened.settings.form, whole))
 
@@ -174,7 +174,7 @@ class Preparation:
         """Add a data set of which all rows are for evaluation."""
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         self.read.append(splits)
-        report_unreadable(source.spec, splits)
+        report_unreadable(source.spec, splits, self.flags.bad_rows)
         raw = self.first(splits.train)
         form = self.form_of(source, *first_rows(raw))
         raw = self.grouped(form, raw)

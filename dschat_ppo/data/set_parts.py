@@ -68,7 +68,7 @@ def usable_parts(
     """
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
     first = f"{source.spec}{tokenised.parts[0][1]}"
-    report_bad_rows(first, table, sum(len(numbers) for numbers, _, _ in tokenised.parts))
+    report_bad_rows(first, table, sum(len(numbers) for numbers, _, _ in tokenised.parts), flags.bad_rows)
     repeats = report_duplicates(first, table, tokenised.raw, tokenised.origins, flags.bad_rows == "skip")
     usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
     found = []

@@ -100,13 +100,13 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
     Args:
         source: a file, a folder or a hub name.
         cache_dir: cache folder for prepared files; None for that of `datasets`.
-        bad_rows: "error", or "skip" to leave out lines that cannot be read and count them in `Splits.skipped`.
+        bad_rows: of `--bad_rows`; but for "error", lines that cannot be read are counted in `Splits.skipped`.
 
     Raises:
         UserError: the data set does not exist, is empty, cannot be read, has another format, or does not say which of
             its splits or configurations is meant.
     """
-    opened = _open(source, cache_dir, bad_rows == "skip")
+    opened = _open(source, cache_dir, bad_rows != "error")
     names = list(opened.splits)
     if source.split is None:
         chosen = [name for name in names if not is_eval(name)]
@@ -152,7 +152,7 @@ def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error")
     Returns:
         The rows as `train`.
     """
-    opened = _open(source, cache_dir, bad_rows == "skip")
+    opened = _open(source, cache_dir, bad_rows != "error")
     names = list(opened.splits)
     if source.split is not None:
         rows, skipped, _ = _read_chosen(opened, source.split)

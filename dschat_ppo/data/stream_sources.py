@@ -40,11 +40,11 @@ class OpenedSource:
     settings: TokeniseSettings
     share: StepShare | None  # None: all its rows
 
-    def stream(self, skips: bool) -> StreamSource:
-        """The source of its token rows."""
+    def stream(self, bad_rows: str) -> StreamSource:
+        """The source of its token rows, with `--bad_rows`."""
         raw = RawStream(self.found.train, self.share)
-        tokenise = partial(_token_batch, settings=self.settings, skips=skips)
-        return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise)
+        tokenise = partial(_token_batch, settings=self.settings, skips=bad_rows != "error")
+        return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise, bad_rows)
 
 
 def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | None:
@@ -72,7 +72,7 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"--data_output_path {scratch}: cannot be written ({problem.strerror})") from None
-    found = open_set(source, flags.bad_rows == "skip", scratch)
+    found = open_set(source, flags.bad_rows != "error", scratch)
     rows, unreadable = first_rows(found.train)
     if not rows:
         reason = f"none of its rows can be read; the first: {unreadable}" if unreadable else "the data set is empty"
@@ -131,7 +131,7 @@ def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
     if len(opened) > 1:
         weights = " : ".join(f"{each.source.weight or 1:g} {each.source.name}" for each in opened)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
-    sources = [each.stream(flags.bad_rows == "skip") for each in opened]
+    sources = [each.stream(flags.bad_rows) for each in opened]
     content = hashlib.sha256("\0".join(each.found.content for each in opened).encode()).hexdigest()
     features = Features({**_columns(settings.use), "source": Value("int32")})
     rows = start_stream(flags.data_output_path, _key_of(opened, flags), sources, num_rows, features, content)
@@ -169,7 +169,7 @@ def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> To
     columns, bad = tokenise_batch(batch.rows, batch.origins, settings)
     stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
     if stopping is not None:
-        raise UserError(stopping.message)
+        raise UserError(stopping.stop_message)
     fitted = columns["fitted"]
     names = list(_columns(settings.use))
     rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]

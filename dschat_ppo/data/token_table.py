@@ -95,7 +95,7 @@ def tokenise_rows(
                     "wanted": wanted,
                     "origins": origins,
                     "settings": settings,
-                    "skips": flags.bad_rows == "skip",
+                    "skips": flags.bad_rows != "error",
                     "stops": stops,
                 },
                 remove_columns=raw.column_names,
@@ -142,7 +142,7 @@ def _map_batch(
     stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
     if stopping is not None:
         path = stops / f"{indices[kept[stopping.index]]:015d}"
-        path.write_text(stopping.message, encoding="utf-8", errors="replace")
+        path.write_text(stopping.stop_message, encoding="utf-8", errors="replace")
         return schema.empty_table()
     count = len(columns["index"])
     columns["number"] = [indices[kept[index]] for index in columns.pop("index")]

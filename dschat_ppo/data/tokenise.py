@@ -16,6 +16,7 @@ from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
@@ -79,6 +80,12 @@ class BadRow:
     reason: str
     message: str
     is_too_long: bool = False
+
+    @property
+    def stop_message(self) -> str:
+        """`message` with the way out, for a run that ends at this row."""
+        way_out = "--truncation left cuts such rows, drop leaves them out" if self.is_too_long else WAY_OUT
+        return f"{self.message}; {way_out}"
 
 
 def token_features(use: str) -> Features:

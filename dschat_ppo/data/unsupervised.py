@@ -48,7 +48,7 @@ def text_blocks(
         wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
         (source,) = parse_sources([spec], FLAG, wanted)
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
-        report_unreadable(spec, splits)
+        report_unreadable(spec, splits, flags.bad_rows)
         rows = splits.train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(name for name in rows.column_names if name != ORIGIN)

@@ -184,7 +184,7 @@ def look_at_forms(wanted: Wanted) -> Preview:
             load = load_all if source.flag == EVAL_FLAG else load_splits
             splits = load(source, flags.data_output_path, flags.bad_rows)
             _list_unreadable(report, splits, wanted)
-            report_unreadable(source.spec, splits)
+            report_unreadable(source.spec, splits, flags.bad_rows)
             _read_first(report, splits, use, wanted)
         except UserError as problem:
             report.error = str(problem)

@@ -169,15 +169,19 @@ def spoilt(batch: RawBatch, bad: set[int]) -> TokenBatch:
     return TokenBatch(good.rows, good.counts, len(found), f"{found[0]}: bad" if found else "")
 
 
-@pytest.mark.parametrize(("bad", "is_too_many"), [({21}, False), ({21, 22}, True), (set(range(29, 31)), True)])
-def test_more_than_five_percent_of_bad_rows_in_a_chunk_are_an_error(tmp_path, bad, is_too_many):
+@pytest.mark.parametrize(
+    ("bad", "policy", "is_too_many"),
+    [({21}, "few", True), ({21}, "skip", False), (set(range(29, 31)), "few", True)],
+)
+def test_too_many_bad_rows_in_a_chunk_are_an_error(tmp_path, bad, policy, is_too_many):
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
     raw = RawStream([NumberFile(0, 99, batch=20)], None)
-    maker = maker_for(tmp_path, StreamSource("set", 1.0, raw, partial(spoilt, bad=bad)), chunk_rows=20)
+    maker = maker_for(tmp_path, StreamSource("set", 1.0, raw, partial(spoilt, bad=bad), policy), chunk_rows=20)
     maker.provide(0)
     if is_too_many:
         with pytest.raises(
-            UserError, match=rf"^set: 2 of 20 rows .* at most 5%. The first: numbers, row {min(bad) + 1}: b"
+            UserError,
+            match=rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row {min(bad) + 1}: b",
         ):
             maker.provide(1)
     else:

@@ -375,13 +375,26 @@ def test_skipped_rows_are_counted_by_reason_and_the_first_are_named(tmp_path, ca
         prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64)  # the cache repeats it
 
 
-def test_more_than_five_percent_of_bad_rows_stop_the_run(tmp_path):
-    rows = [{"prompt": f"p{n}", "response": None if n < 2 else "a"} for n in range(40)]
-    whole = write_jsonl(tmp_path / "d.jsonl", rows)
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, whole, bad_rows="skip"), 64).train) == 38
-    part = write_jsonl(tmp_path / "e.jsonl", rows[:39])
-    with pytest.raises(UserError, match=r"e.jsonl: 2 of 39 rows cannot be used: 2 'response' is null; .* row 1: "):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, part, bad_rows="skip"), 64)
+@pytest.mark.parametrize("is_line", [False, True])
+def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is_line):
+    bad = "{no" if is_line else json.dumps({"prompt": "p", "response": ""})
+    good = [json.dumps({"prompt": f"p{number}", "response": "a"}) for number in range(396)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join([*good, *[bad] * 4]))
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train) == 396
+    assert any("skipped: 4 of 400" in line for line in said)
+    path.write_text("\n".join([*good[:395], *[bad] * 4]))
+    with pytest.raises(UserError, match="4 of 399 (rows|lines) cannot") as stopped:
+        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
+    message = str(stopped.value)
+    assert "--bad_rows skip" in message and "396" in message
+    assert is_line or all(f"row {number}" in message for number in (396, 397, 398))
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows="skip"), 64).train) == 395
+    with pytest.raises(UserError, match="--bad_rows skip"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows="error"), 64)
+    path.write_text("\n".join([bad] * 4))
+    with pytest.raises(UserError):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows="skip"), 64)
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])

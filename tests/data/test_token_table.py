@@ -22,6 +22,7 @@ def dataset(rows: list[dict]) -> Dataset:
 
 
 def flags_of(tmp_path, workers=1, **changes) -> DataFlags:
+    changes = {"bad_rows": "error", **changes}
     return DataFlags(
         data_path=["f"],
         data_output_path=str(tmp_path / f"cache{workers}"),

@@ -90,7 +90,8 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
     code, shown, error = preview(*words)
     assert code == 2
-    assert error.startswith(f"error: {path}, row 4: 'chosen' is null") and error.count("\n") == 1
+    assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
+    assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
     assert "2 rows that cannot be used:" in shown
     assert f"    {path}, row 4: 'chosen' is null" in shown
     assert f"    {path}, row 8: chosen and rejected are equal" in shown
@@ -152,7 +153,7 @@ def test_lines_that_end_training_are_listed_with_the_bad_rows(preview, tmp_path)
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_too_many_lines_that_cannot_be_read_are_an_error_with_a_list(preview, tmp_path, tokenizer):
     path = with_broken_lines(tmp_path / "some.jsonl", 20, (3, 5))
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--bad_rows", "skip")
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0")
     code, shown, error = preview(*words, tokenizer=tokenizer)
     assert code == 2 and "2 of 20 lines cannot be read" in error
     assert f"    {path}, line 3 is not JSON" in shown and f"    {path}, line 5 is not JSON" in shown
