@@ -2,10 +2,12 @@
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
 
@@ -13,8 +15,11 @@ class UserError(ValueError):
     """Bad input: a flag, file, row or model that cannot be used.
 
     The message names the flag, file or row and says what to do. The entry points print it without a traceback and exit
-    with code 2. Every other exception propagates.
+    with code 2. Every other exception propagates. It may quote data, so its text is `escaped`.
     """
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())
 
 
 class StorageError(UserError):
@@ -44,6 +49,19 @@ class StopRequested(Exception):  # noqa: N818  nothing went wrong
 
 class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
     """A stop was requested during a rollout, whose answers are discarded; raised on every rank."""
+
+
+def escaped(text: str) -> str:
+    """`text` with escapes such as `\\x1b` for characters that a terminal obeys or does not show; line breaks and tabs
+    stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        ascii(each)[1:-1]
+        if each not in "\n\t" + _JOINERS and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else each
+        for each in text
+    )
 
 
 def printable_line(text: str) -> str:

@@ -7,7 +7,6 @@ of a terminal, and invisible ones are shown as escapes such as `\\x1b`.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -16,10 +15,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.sample_text import text_between
+from dschat_ppo.errors import escaped
 
 OPEN, CLOSE = "⟦", "⟧"
 MOST_CHARACTERS = 1200  # of one text, unless --full
-_JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
 _TRAINED, _SPECIAL, _SPECIAL_TRAINED, _MARK, _RESET = "\x1b[30;42m", "\x1b[35m", "\x1b[95;42m", "\x1b[2m", "\x1b[0m"
 
 
@@ -70,17 +69,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def visible(text: str) -> str:
     """`text` with marks for line breaks and tabs, and escapes for characters that a terminal would not show."""
-    return "".join(_visible_character(character) for character in text)
-
-
-def _visible_character(character: str) -> str:
-    if character == "\n":
-        return "⏎\n"
-    if character == "\t":
-        return "⇥"
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in _JOINERS:
-        return ascii(character)[1:-1]
-    return character
+    return escaped(text).replace("\n", "⏎\n").replace("\t", "⇥")
 
 
 def shortened(pieces: list[Piece], most: int = MOST_CHARACTERS) -> list[Piece]:

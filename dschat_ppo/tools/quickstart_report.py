@@ -31,6 +31,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.templates import encode_prompt
+from dschat_ppo.errors import escaped
 from dschat_ppo.html_report.page import REPORT
 from dschat_ppo.html_report.write_report import write_report
 from dschat_ppo.models.forward import response_logprobs
@@ -141,7 +142,7 @@ def show(
     print(f"{'KL to the reference, nats per token':42}{'':9}{summary['ppo_kl_per_token']:9.3f}")
     print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
     for question, before_text, after_text in samples:
-        print(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}")
+        print(escaped(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}"))
     steps = ("sft", "reward", "ppo")
     outputs = {
         "models": ("sft", "reward", "ppo/actor", "ppo/critic"),

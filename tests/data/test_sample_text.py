@@ -15,6 +15,7 @@ from dschat_ppo.data.sample_text import (
     row_sample,
     sample_text,
 )
+from dschat_ppo.errors import UserError
 from dschat_ppo.tools import toy
 
 TALK = [
@@ -113,3 +114,14 @@ def test_a_text_prompt_is_shown_as_it_is(kind):
         (encoded,) = encode_examples(tokenizer, [Example(text, [])], True)
         shown = str(tokenizer.decode(encoded.prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         assert readable_text(tokenizer, encoded.prompt) == shown
+
+
+def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):
+    tokenizer = chat_tokenizer("bytes", "zephyr")
+    evil = "a\x1b[2Jb\x9b1mc\r\u202ed\te"
+    (encoded,) = encode_examples(tokenizer, [Example([{"role": "user", "content": evil}], [evil])], True)
+    rows = {"prompt_ids": [encoded.prompt], "answers": [encoded.answers], "prompt_spans": [[]], "source": [0]}
+    log_samples(tokenizer, Dataset.from_dict(rows), ["d"])
+    for shown in (capsys.readouterr().out, str(UserError(f"row 1: {evil}"))):
+        assert "a\\x1b[2Jb\\x9b1mc\\r\\u202ed\te" in shown
+        assert not set(shown) & set("\x1b\x9b\r\u202e")

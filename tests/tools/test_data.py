@@ -100,7 +100,7 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     assert [problem["where"] for problem in found["sets"][0]["problems"]] == [f"{path}, row 4", f"{path}, row 8"]
     assert found["error"] == found["sets"][0]["error"]
     _, shown, _ = preview(*words, "--problems", 1)
-    assert "2 rows that cannot be used, the first 1:" in shown and "row 8:" not in shown
+    assert "2 rows that cannot be used, the first 1:" in shown and f"    {path}, row 8:" not in shown
 
 
 def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
