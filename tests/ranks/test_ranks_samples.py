@@ -144,7 +144,8 @@ def test_a_validation_gives_the_metrics_that_training_logs_before_its_first_step
 
 def test_a_validation_writes_no_models_and_no_checkpoint(runs):
     written = {path.name for path in (runs / "whole/validation").iterdir()}
-    assert written == {".lock", "config.yaml", "eval", "logs", "metrics.jsonl", "report.html", "result.json"}
+    files = ("config.yaml", "metrics.jsonl", "models.json", "report.html", "result.json")
+    assert written == {".lock", "eval", "logs", *files}
 
 
 def test_training_after_a_validation_in_the_same_folder_starts_from_scratch(runs):
