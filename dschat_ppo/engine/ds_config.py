@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
+from collections.abc import Collection
 from typing import Any
 
 from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.schedule_flags import fit_schedules, ppo_schedules
 from dschat_ppo.config.schema import read_settings, require
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
 
 # The trainer marks the last micro-batch of an optimizer step and divides losses by global counts, so it derives these.
 DERIVED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
+)  # fmt: skip
+# Other keys of DeepSpeed's configuration, which ignores a key that it does not know.
+KNOWN = (
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state",
+    "elasticity", "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping",
+    "gradient_predivide_factor", "hybrid_engine", "log_level", "lower_precision_safe_modules",
+    "managed_gradient_accumulation", "memory_breakdown", "pipeline", "prescale_gradients",
+    "seq_parallel_communication_data_type", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard",
+    "timers", "torch_autocast", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
+    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 # Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default is five times that,
 # for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.
 BUCKET_SIZE = 100_000_000
@@ -140,11 +154,84 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`; {} without a file.
+    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`, without those that the trainer derives
+    (see `require_agreement`) and without "auto", which means what the flags or DeepSpeed set; {} without a file.
 
     Raises:
-        UserError: the file cannot be read, is not a JSON object, or sets a value that the trainer derives.
+        UserError: the file cannot be read, is not a JSON object, or has a setting that DeepSpeed does not know.
     """
+    return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
+
+
+def require_agreement(config: SFTConfig | PreferenceConfig | PPOConfig, ranks: int) -> None:
+    """Require the batches, the optimizer, the schedule and the number format of `--deepspeed_config` to be those of the
+    flags, which the trainer uses.
+
+    Raises:
+        UserError: one differs; the message has both values.
+    """
+    path, run = config.run.deepspeed_config, config.run
+    settings = _settings_of(path)
+    if isinstance(config, PPOConfig):
+        schedules = ppo_schedules(config.ppo, config.ppo_schedule, config.algorithm.has_critic)
+        flags, micro = vars(config.ppo), "per_device_training_batch_size"
+    else:
+        flags, micro, schedules = vars(config.fit), "per_device_train_batch_size", fit_schedules(config.fit)
+    accumulation = flags["gradient_accumulation_steps"]
+    ours = [  # (setting, flag, value)
+        ("train_micro_batch_size_per_gpu", micro, flags[micro]),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
+        (
+            "train_batch_size", f"{micro} x --gradient_accumulation_steps x ranks",
+            flags[micro] * accumulation * ranks // config.memory.sequence_parallel_size,
+        ),
+        ("optimizer.params.betas", "adam_beta1 and --adam_beta2", [run.adam_beta1, run.adam_beta2]),
+        ("optimizer.params.eps", "adam_epsilon", run.adam_epsilon),
+        ("bf16.enabled", "dtype", run.dtype == "bf16"),
+        ("fp16.enabled", "dtype", run.dtype == "fp16"),
+    ]  # fmt: skip
+    for model in schedules:
+        decay = model.peak_flag.replace("learning_rate", "weight_decay")
+        warmup = flags["num_warmup_steps"] if model.warmup is None else model.warmup
+        ours += [
+            ("optimizer.params.lr", model.peak_flag, model.peak),
+            ("optimizer.params.weight_decay", decay, flags[decay]),
+            ("scheduler.params.warmup_max_lr", model.peak_flag, model.peak),
+            ("scheduler.params.warmup_num_steps", "num_warmup_steps", warmup),
+            ("scheduler.type", model.kind_flag.removeprefix("--"), model.kind),
+        ]
+    for setting, flag, value in ours:
+        theirs = _value_at(settings, setting)
+        meant = SCHEDULES.get(str(theirs).lower(), theirs) if setting == "scheduler.type" else theirs
+        require(
+            theirs is None or meant == value,
+            f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
+            f"{run.dtype if flag == 'dtype' else value}: change one of the two, or take it out of the file",
+        )
+    kind = _value_at(settings, "optimizer.type")
+    require(
+        kind is None or str(kind).lower() in ("adam", "adamw"),
+        f"--deepspeed_config {path}: optimizer.type is {kind}, but training uses AdamW; take it out",
+    )
+
+
+def _value_at(settings: Config, place: str) -> Any:
+    """The value at a place such as "optimizer.params.lr"; None if there is none."""
+    found: Any = settings
+    for key in place.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _without_auto(settings: Config) -> Config:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in settings.items() if value != "auto"
+    }  # fmt: skip
+
+
+def _settings_of(path: str | None) -> Config:
+    """All settings of the file but "auto"."""
     if path is None:
         return {}
     text = read_settings("--deepspeed_config", path)
@@ -152,15 +239,47 @@ def read_overlay(path: str | None) -> Config:
         settings = json.loads(text)
     if not isinstance(settings, dict):
         raise UserError(f"--deepspeed_config {path}: must be a JSON object")
-    if '"auto"' in json.dumps(settings):
-        raise UserError(f'--deepspeed_config {path}: "auto" values are for the Hugging Face trainer; give values')
-    owned = [key for key in DERIVED if key in settings]
-    if owned:
-        raise UserError(f"--deepspeed_config {path}: {', '.join(owned)} come from the flags; take them out")
+    for key in settings:
+        require(
+            key in KNOWN + DERIVED,
+            f"--deepspeed_config {path}: DeepSpeed has no setting {key}{_nearest(key, KNOWN + DERIVED)}",
+        )
+    settings = _without_auto(settings)
     for section, key in GRADIENT_CHECKS:
         if isinstance(settings.get(section), dict) and settings[section].get(key) is False:
             raise UserError(
                 f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not finite into the "
                 "weights; take it out"
             )
+    if settings.keys() & {"zero_optimization", "fp16", "bf16"}:
+        _check_sections(path, settings)
     return settings
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _check_sections(path: str, settings: Config) -> None:
+    """Check what DeepSpeed checks when an engine is built, which is after the model is loaded."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    kinds = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for section, kind in kinds.items():
+        given = settings.get(section, {})
+        require(isinstance(given, dict), f"--deepspeed_config {path}: {section} must be an object")
+        try:
+            kind(**given)
+        except ValidationError as problem:
+            own = [error for error in problem.errors() if error["type"] != "value_error"]  # of one setting alone
+            if not own:
+                continue
+            first = own[0]
+            name = ".".join(str(part) for part in first["loc"])
+            known = [word for key, field in kind.model_fields.items() for word in (key, field.alias) if word]
+            unknown = first["type"] == "extra_forbidden"
+            said = f"DeepSpeed has no such setting{_nearest(name, known)}" if unknown else first["msg"]
+            raise UserError(f"--deepspeed_config {path}: {section}.{name}: {said}") from None

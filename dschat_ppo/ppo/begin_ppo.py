@@ -22,7 +22,7 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.unsupervised import text_blocks
-from dschat_ppo.engine.ds_config import check_zero_plus_plus, read_overlay
+from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.role_models import ModelFolders
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.model_folders import with_bases
@@ -76,7 +76,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
             )
 
     device, output = begin_run("ppo", config, config.run, models, validate_only, check_rewards)
-    read_overlay(config.run.deepspeed_config)
+    require_agreement(config, dist.world_size())
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)

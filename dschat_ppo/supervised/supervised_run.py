@@ -27,7 +27,7 @@ from dschat_ppo.data.forms import Use
 from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples, readable_text, text_between
-from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
@@ -109,6 +109,7 @@ def begin_supervised_run(
     device, output = begin_run(kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
     logger().info(title)
     folder, tokenizer, adapter = start_model(config, check, scalar)
+    require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(fit, config.run, config.memory)
     rows = prepare_rows(config, use, tokenizer, whole_paths, all_turns)
     report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)

@@ -1,11 +1,26 @@
 """DeepSpeed configurations."""
 
 import json
+import re
+from pathlib import Path
 
+import deepspeed
 import pytest
+from config.command_lines import NEEDED
+from deepspeed import DeepSpeedConfig
 
+from dschat_ppo.config.cli import parse
 from dschat_ppo.config.memory_flags import MemoryFlags
-from dschat_ppo.engine.ds_config import check_zero_plus_plus, eval_config, merge, read_overlay, train_config
+from dschat_ppo.engine.ds_config import (
+    DERIVED,
+    KNOWN,
+    check_zero_plus_plus,
+    eval_config,
+    merge,
+    read_overlay,
+    require_agreement,
+    train_config,
+)
 from dschat_ppo.errors import UserError
 
 
@@ -104,7 +119,140 @@ def test_on_a_gpu_zero_3_overlaps_and_buckets_are_small(device, overlaps):
     assert (zero["overlap_comm"], zero["reduce_bucket_size"]) == (False, 7)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", json.dumps({"gradient_accumulation_steps": 4})])
+AUTO = "auto"
+ADAMW = {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO}}
+BATCHES = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO, "gradient_accumulation_steps": AUTO}
+FP16 = {"enabled": AUTO, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1}  # fmt: skip
+STAGE_3 = {
+    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": AUTO,
+    "stage3_prefetch_bucket_size": AUTO, "stage3_param_persistence_threshold": AUTO, "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+}  # fmt: skip
+ON_HOST = {"device": "cpu", "pin_memory": True}
+FILES = {  # as users of these projects have them
+    "LLaMA-Factory, ds_z3_config.json": {
+        **BATCHES, "gradient_clipping": AUTO, "zero_allow_untested_optimizer": True, "fp16": FP16,
+        "bf16": {"enabled": AUTO}, "zero_optimization": STAGE_3 | {"overlap_comm": False},
+    },
+    "LLaMA-Factory, ds_z2_offload_config.json": {
+        **BATCHES, "gradient_clipping": AUTO, "zero_allow_untested_optimizer": True, "fp16": FP16,
+        "bf16": {"enabled": AUTO},
+        "zero_optimization": {
+            "stage": 2, "offload_optimizer": ON_HOST, "allgather_partitions": True, "allgather_bucket_size": 5e8,
+            "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True,
+            "round_robin_gradients": True,
+        },
+    },
+    "axolotl, zero3_bf16.json": {
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True},
+        "zero_optimization": {**STAGE_3, "sub_group_size": 0, "stage3_max_live_parameters": 0,
+                              "stage3_max_reuse_distance": 0},
+        **BATCHES, "gradient_clipping": AUTO, "wall_clock_breakdown": False,
+    },
+    "axolotl, zero1.json": {
+        "zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": AUTO},
+        "fp16": {**FP16, "auto_cast": False, "initial_scale_power": 32},
+        **BATCHES, "gradient_clipping": AUTO, "wall_clock_breakdown": False,
+    },
+    "Hugging Face, ds_config_zero3.json": {
+        "fp16": FP16, "bf16": {"enabled": AUTO}, "optimizer": ADAMW, "scheduler": WARMUP,
+        "zero_optimization": STAGE_3 | {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+        **BATCHES, "gradient_clipping": AUTO, "steps_per_print": 2000, "wall_clock_breakdown": False,
+    },
+}  # fmt: skip
+
+
+def config_with(tmp_path, settings, step="sft", *words):
+    """The configuration of a step whose --deepspeed_config holds the settings."""
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    return parse(step, [*NEEDED[step], "--deepspeed_config", str(tmp_path / "mine.json"), *words])
+
+
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_other_projects_are_used_as_they_are(tmp_path, name, step):
+    schedule = ["--lr_scheduler_type", "constant_with_warmup"] if "scheduler" in FILES[name] else []
+    config = config_with(tmp_path, FILES[name], step, *schedule)
+    require_agreement(config, ranks=2)
+    overlay = read_overlay(config.run.deepspeed_config)
+    assert '"auto"' not in json.dumps(overlay) and not set(overlay) & set(DERIVED)
+    made, zero = train_config(0, "bf16", False, 2, 1.0, overlay), FILES[name]["zero_optimization"]
+    assert made["zero_optimization"].items() >= {key: value for key, value in zero.items() if value != AUTO}.items()
+    assert (made["gradient_clipping"], made["bf16"]["enabled"]) == (1.0, True)
+    DeepSpeedConfig(made | {"train_batch_size": 1})  # DeepSpeed's own check, here with one rank
+
+
+AGREE = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 24,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 7}},
+    "bf16": {"enabled": True},
+}  # fmt: skip
+FIT = ("--per_device_train_batch_size 4 --gradient_accumulation_steps 3 --learning_rate 2e-5 --weight_decay 0.1 "
+       "--lr_scheduler_type linear --num_warmup_steps 7").split()  # fmt: skip
+
+
+def test_settings_that_agree_with_the_flags_are_taken(tmp_path):
+    require_agreement(config_with(tmp_path, AGREE, "sft", *FIT), ranks=2)
+
+
+@pytest.mark.parametrize(("place", "value", "flag", "ours"), [
+    ("train_micro_batch_size_per_gpu", 8, "per_device_train_batch_size", "4"),
+    ("gradient_accumulation_steps", 1, "gradient_accumulation_steps", "3"),
+    ("train_batch_size", 64, "per_device_train_batch_size x --gradient_accumulation_steps x ranks", "24"),
+    ("optimizer.params.lr", 1e-4, "learning_rate", "2e-05"), ("optimizer.params.eps", 1e-6, "adam_epsilon", "1e-08"),
+    ("optimizer.params.betas", [0.9, 0.999], "adam_beta1", "0.95"),
+    ("optimizer.params.weight_decay", 0.0, "weight_decay", "0.1"),
+    ("scheduler.type", "WarmupCosineLR", "lr_scheduler_type", "linear"),
+    ("scheduler.params.warmup_num_steps", 100, "num_warmup_steps", "7"),
+    ("scheduler.params.warmup_max_lr", 1e-4, "learning_rate", "2e-05"),
+    ("bf16.enabled", False, "dtype", "bf16"), ("fp16.enabled", True, "dtype", "bf16"),
+])  # fmt: skip
+def test_settings_that_differ_from_the_flags_are_named_with_both_values(tmp_path, place, value, flag, ours):
+    settings = json.loads(json.dumps(AGREE))
+    *sections, key = place.split(".")
+    inner = settings
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    with pytest.raises(UserError) as problem:
+        require_agreement(config_with(tmp_path, settings, "sft", *FIT), ranks=2)
+    said = str(problem.value)
+    assert f"mine.json: {place} is {json.dumps(value)}, but --{flag}" in said and ours in said.split(", but ")[1]
+
+
+def test_the_rate_of_a_file_is_that_of_actor_and_critic(tmp_path):
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}}
+    one = ["--actor_learning_rate", "1e-6"]
+    with pytest.raises(UserError, match="lr is 1e-06, but --critic_learning_rate is 5e-06"):
+        require_agreement(config_with(tmp_path, settings, "ppo", *one), ranks=1)
+    require_agreement(config_with(tmp_path, settings, "ppo", *one, "--critic_learning_rate", "1e-6"), ranks=1)
+    without = ["--advantage_estimator", "grpo", "--n_samples_per_prompt", "2"]
+    require_agreement(config_with(tmp_path, settings, "ppo", *one, *without), ranks=1)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"zero_optimisation": {"stage": 3}}, "no setting zero_optimisation; did you mean zero_optimization?"),
+    ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag: .*; did you mean stage?"),
+    ({"zero_optimization": {"stage3_prefetch_bucket_siz": 1}}, "; did you mean stage3_prefetch_bucket_size?"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: "),
+    ({"zero_optimization": 3}, "zero_optimization must be an object"),
+    ({"bf16": {"enable": True}}, "bf16.enable: .*; did you mean enabled?"),
+    ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion, but training uses AdamW"),
+])  # fmt: skip
+def test_settings_that_deepspeed_does_not_have_are_refused_with_the_nearest(tmp_path, settings, said):
+    with pytest.raises(UserError, match=f"mine.json: .*{re.escape(said).replace(re.escape('.*'), '.*')}"):
+        require_agreement(config_with(tmp_path, settings), ranks=1)
+
+
+def test_deepspeed_reads_every_known_setting():
+    sources = "".join(path.read_text() for path in Path(deepspeed.__file__).parent.rglob("*.py"))
+    assert [key for key in KNOWN + DERIVED if not re.search(rf"[\"']{key}[\"']", sources)] == []
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", json.dumps({"gradient_accumulation": 4})])
 def test_invalid_overlay_files_are_named_in_the_error(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text)

@@ -118,11 +118,7 @@ CASES = {
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
     "finished output": ("sft", "--output_dir {b}/finished", ["finished", "--overwrite_output_dir"]),
     "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
-    "deepspeed settings of the Hugging Face trainer": (
-        "sft",
-        "--deepspeed_config {b}/auto.json",
-        ["auto.json", "auto"],
-    ),
+    "misspelt deepspeed settings": ("sft", "--deepspeed {b}/misspelt.json", ["misspelt.json", "zero_optimization"]),
     "missing further file": (
         "sft",
         "--sft_only_data_path {b}/nowhere.jsonl",
@@ -264,7 +260,7 @@ def bad(assets, tmp_path_factory):
     (folder / "numbers.jsonl").write_text('{"text": 7}\n')
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
-    (folder / "auto.json").write_text('{"gradient_clipping": "auto"}')
+    (folder / "misspelt.json").write_text('{"zero_optimisation": {"stage": 3}}')
     (folder / "bad.yaml").write_text("learning_speed: 3\n")
     (folder / "nulls.jsonl").write_text("null\n" * 50)
     (folder / "deep.json").write_text("[" * 5000 + "]" * 5000)
