@@ -265,7 +265,6 @@ def _check_sections(path: str, settings: Config) -> None:
     """Check what DeepSpeed checks when an engine is built, which is after the model is loaded."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
 
     kinds = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
     for section, kind in kinds.items():
@@ -273,8 +272,8 @@ def _check_sections(path: str, settings: Config) -> None:
         require(isinstance(given, dict), f"--deepspeed_config {path}: {section} must be an object")
         try:
             kind(**given)
-        except ValidationError as problem:
-            own = [error for error in problem.errors() if error["type"] != "value_error"]  # of one setting alone
+        except ValueError as problem:  # pydantic's; "value_error": several settings do not fit, perhaps those of flags
+            own = [error for error in problem.errors() if error["type"] != "value_error"]  # type: ignore[attr-defined]
             if not own:
                 continue
             first = own[0]
