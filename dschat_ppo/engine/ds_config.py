@@ -89,7 +89,14 @@ def train_config(
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         # At stage 1, DeepSpeed would otherwise keep the bf16 gradients too, from one micro-batch to the next.
         config["bf16"]["immediate_grad_update"] = True
-    return merge(config, overlay or {})
+    made = merge(config, overlay or {})
+    zero = made["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
+        # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that the number of ranks
+        # changed a gradient.
+        made.setdefault("communication_data_type", "fp32")
+    return made
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantised: bool = False) -> Config:

@@ -166,7 +166,7 @@ def gradients(role: Role) -> Memory:
         return Memory()
     if role.stage == 3:
         return Memory.of(role.part * (2 if role.dtype == "fp16" else FP32), role.offloads_optimizer)
-    return Memory.of(FP32 * role.trained if _sums_at_once(role) else 0)
+    return Memory.of(FP32 * role.trained if sums_at_once(role) else 0)
 
 
 def buckets(role: Role) -> Memory:
@@ -183,13 +183,13 @@ def accumulated(role: Role) -> Memory:
     Stages 0 and 1: those of autograd, s T; with bf16 and an offloaded optimizer sums in fp32, 4 T. Stage 2: this rank's
     part in fp32, 4 T / N (fp16: 2 T / N); an offloaded optimizer has that in host memory.
     """
-    if not role.trained or role.stage == 3 or _sums_at_once(role) or role.stage == 2 and role.offloads_optimizer:
+    if not role.trained or role.stage == 3 or sums_at_once(role) or role.stage == 2 and role.offloads_optimizer:
         return Memory()
     size = role.itemsize if role.dtype == "fp16" else FP32
     return Memory.of(size * (role.part if role.stage == 2 else role.trained))
 
 
-def _sums_at_once(role: Role) -> bool:
+def sums_at_once(role: Role) -> bool:
     """Whether each gradient of autograd is added to the buffer of `gradients` as soon as it is there, and dropped."""
     return role.stage == 1 and role.dtype == "bf16" and not role.offloads_optimizer
 
@@ -199,8 +199,8 @@ def update_gradients(role: Role) -> Memory:
 
     - stage 0 in fp32: the gradients that autograd makes, s T, and, with several ranks, a copy of those that are
       reduced together, s x min(T, bucket)
-    - stage 1 in bf16: the gradient of one parameter in bf16 and in fp32, or, with several ranks, a copy of the sums in
-      bf16, s T, and if they are fewer than `SUMMED_TOGETHER` one in fp32 too
+    - stage 1 in bf16: the gradient of one parameter in bf16 and in fp32, or, with several ranks, a copy of the sums, if
+      they are at most `SUMMED_TOGETHER`
     - stage 1 (else) and 2: the same as stage 0 until a bucket of them is reduced, s x min(T, bucket) at stage 2, the
       bucket, and this rank's part of the sum in fp32, 4 T / N (an offloaded optimizer has that in host memory)
     - stage 3: those of the running layers until they are in the bucket, at most as many, s x bucket
@@ -210,10 +210,10 @@ def update_gradients(role: Role) -> Memory:
     size = role.itemsize
     if role.stage == 0:
         return Memory.of(size * role.trained + (size * role.bucket if role.ranks > 1 else 0))
-    if _sums_at_once(role):
+    if sums_at_once(role):
         of_one = (size + FP32) * min(role.parts.largest, role.trained)
-        together = FP32 if role.trained <= SUMMED_TOGETHER else 0
-        return Memory.of(max(of_one, (size + together) * role.trained if role.ranks > 1 else 0))
+        is_copied = role.ranks > 1 and role.trained <= SUMMED_TOGETHER
+        return Memory.of(max(of_one, FP32 * role.trained if is_copied else 0))
     if role.stage == 3:
         return Memory.of(size * role.bucket)
     autograd = size * (role.trained if role.stage == 1 else role.bucket)

@@ -10,7 +10,7 @@ from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.planner.hardware import Hardware
-from dschat_ppo.planner.role_memory import FP32, MOMENTS, Role
+from dschat_ppo.planner.role_memory import FP32, MOMENTS, Role, sums_at_once
 from dschat_ppo.planner.step_phases import micro_batch_tokens, micro_batches_of_update, rows_per_sample, sleeping
 
 
@@ -61,13 +61,15 @@ def gather_seconds(role: Role, hardware: Hardware, passes: int, updates: int = 0
     return (updates if role.kept_whole else passes) * seconds
 
 
-def transfers(stage: int, micro_batches: int) -> int:
+def transfers(role: Role, micro_batches: int) -> int:
     """How often an update moves s T (N - 1) / N bytes for gradients and new weights.
 
-    An all-reduce moves them twice. DeepSpeed all-reduces gradients once at stages 0 and 1, and after each micro-batch
-    at stage 2; stages 1 and 2 then gather the new weights. Stage 3 reduce-scatters after each micro-batch.
+    An all-reduce moves them twice. DeepSpeed all-reduces gradients once at stages 0 and 1, in bf16 their sums in fp32,
+    and after each micro-batch at stage 2; stages 1 and 2 then gather the new weights. Stage 3 reduce-scatters after
+    each micro-batch.
     """
-    return (2, 3, 2 * micro_batches + 1, micro_batches)[stage]
+    in_fp32 = FP32 // role.itemsize if sums_at_once(role) else 1
+    return (2, 2 * in_fp32 + 1, 2 * micro_batches + 1, micro_batches)[role.stage]
 
 
 def optimizer_seconds(role: Role, hardware: Hardware, micro_batches: int) -> float:
@@ -75,7 +77,7 @@ def optimizer_seconds(role: Role, hardware: Hardware, micro_batches: int) -> flo
     weights and moments and reads gradients, 2 x 12 + 4 bytes a parameter. In host memory, that is at the host's
     bandwidth, and gradients and new weights cross the host link."""
     size = role.itemsize * role.trained * (role.ranks - 1) / role.ranks
-    moved = transfers(role.stage, micro_batches) * size / hardware.link
+    moved = transfers(role, micro_batches) * size / hardware.link
     states = role.part * (2 * (FP32 + MOMENTS) + FP32)
     if not role.offloads_optimizer:
         return moved + states / hardware.bandwidth

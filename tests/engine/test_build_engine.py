@@ -8,6 +8,7 @@ from math import cos, pi
 import pytest
 import torch
 import transformers
+from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 from torch import nn
@@ -197,3 +198,14 @@ def test_functions_of_muon_are_not_compiled(monkeypatch):
     function = sys.modules["deepspeed.runtime.zero.muon.original_muon"].zeropower_via_newtonschulz5
     assert not hasattr(function, "_torchdynamo_orig_callable"), "torch.compile has not decorated it"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
+
+
+@pytest.mark.ranks
+def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
+    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.)"""
+    for ranks in (1, 2):
+        succeed(forked(ranks, "tests/workers/summed_gradients.py", tmp_path / f"{ranks}.pt", timeout=100))
+    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
+    for part, other in zip(one, two, strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-9)

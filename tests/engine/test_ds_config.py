@@ -274,3 +274,16 @@ def test_gradient_checks_cannot_be_turned_off(tmp_path, settings):
 
 def test_without_a_file_the_overlay_is_empty():
     assert read_overlay(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "overlay", "expected"),
+    [
+        (0, "bf16", {}, "fp32"), (1, "bf16", {}, "fp32"), (2, "bf16", {}, None), (3, "bf16", {}, None),
+        (1, "fp16", {}, None), (0, "fp32", {}, None), (1, "bf16", {"communication_data_type": "bf16"}, "bf16"),
+        (1, "bf16", {"zero_optimization": {"stage": 2}}, None),
+        (1, "bf16", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None),
+    ],
+)  # fmt: skip
+def test_fp32_sums_of_gradients_are_reduced_in_fp32(stage, dtype, overlay, expected):
+    assert train_config(stage, dtype, False, 2, 1.0, overlay).get("communication_data_type") == expected

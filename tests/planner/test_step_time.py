@@ -40,7 +40,7 @@ def test_gathers():
 
 def test_an_update_of_the_optimizer():
     once, states = 2000 * 3 / 4 / 10, 250 * 28 / 200
-    for stage, moved in ((1, 2 + 1), (2, 3 * 2 + 1), (3, 3)):  # 3 micro-batches
+    for stage, moved in ((1, 2 * 2 + 1), (2, 3 * 2 + 1), (3, 3)):  # 3 micro-batches
         assert step_time.optimizer_seconds(role(stage), GPU, 3) == pytest.approx(moved * once + states), stage
     assert step_time.optimizer_seconds(role(0, "fp32"), GPU, 3) == pytest.approx(2 * 2 * once + 4 * states)
     offloaded = step_time.optimizer_seconds(role(2, offloads_optimizer=True), GPU, 1)
