@@ -2,13 +2,35 @@
 
 import difflib
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
+HIDDEN = "***"  # in place of credentials
+_SECRETS = "(?:api|access|secret|private)_?key|(?:api|access|auth|hf|bearer)_?token|(?:client_?)?secret|password|passwd"
+_USER = re.compile(r"(://)[^/\s?#]*@")
+_VALUE_END = r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"  # the weight of a reward function stays
+_SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE_END}", re.IGNORECASE)
+_URL_SETTING = re.compile(rf"([?&](?:{_SECRETS}|key|token|auth|sig|signature){_VALUE_END}", re.IGNORECASE)
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
+
+
+def without_credentials(value: Any) -> Any:
+    """A text with `***` for the user name and password of each URL in it, and for passwords and keys after `?` or `&`;
+    the items of a list likewise; another value as it is.
+
+    What a run prints, logs or saves passes through here.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_credentials, value))
+    if not isinstance(value, str) or not ("@" in value or "=" in value):
+        return value
+    setting = _URL_SETTING if "://" in value else _SETTING
+    return setting.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", value))
 
 
 class UserError(ValueError):
@@ -19,7 +41,7 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        return escaped(super().__str__())
+        return str(without_credentials(escaped(super().__str__())))
 
 
 class StorageError(UserError):

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from dschat_ppo.config.preference_flags import FORMER_PREFERENCES
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, without_credentials
 
 # A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
 WHERE_AND_WHEN = frozenset({
@@ -130,6 +130,7 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
         The changes: first those that matter, then the others, each in the order of `now`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
+    saved = {name: without_credentials(value) for name, value in saved.items()}  # an earlier version saved them
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
     names = [*now, *(name for name in saved if name not in now)]
     changes = []

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.ranks import is_main
-from dschat_ppo.errors import escaped
+from dschat_ppo.errors import escaped, without_credentials
 
 _HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
 _VERBOSE = [os.environ.get("DSCHAT_PPO_VERBOSE") == "1"]
@@ -40,7 +40,7 @@ def print_line(line: str) -> None:
 
     If nobody reads any more (the terminal is closed), nothing is printed from then on, and the run continues.
     """
-    stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, escaped(line)
+    stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, without_credentials(escaped(line))
     try:
         if sys.stderr.isatty():
             tqdm.write(line, file=stdout)

@@ -20,7 +20,7 @@ from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
-from dschat_ppo.errors import UserError, printable_line, reading
+from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
@@ -225,8 +225,9 @@ def _hint(unknown: str, known: set[str]) -> str:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """The configuration of a step as flag name -> value."""
-    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}
+    """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
+    groups = dataclasses.asdict(config).values()
+    return {name: without_credentials(value) for group in groups for name, value in group.items()}
 
 
 def notes(step_name: str, config: Any) -> list[str]:

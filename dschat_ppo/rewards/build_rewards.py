@@ -9,7 +9,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.remote_reward import RemoteReward, check_url
+from dschat_ppo.rewards.remote_reward import RemoteReward, check_url, with_credentials
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
@@ -40,7 +40,7 @@ def check_sources(flags: RewardSourceFlags) -> None:
         UserError: names the flag and the fault: the form of a function's name, a missing file, rule, extra, module,
             callable or setting, or an invalid address.
     """
-    for url in flags.remote_urls:
+    for url in with_credentials(flags.remote_urls):
         check_url(url)
     specs = [parse_function(text) for text in flags.reward_function]
     sources = len(specs) + flags.use_reward_model + bool(flags.remote_urls)

@@ -19,7 +19,7 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_arguments import arguments_of, hint_of_text, missing_columns, token_ids_of
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
@@ -127,6 +127,8 @@ def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
     if spec.rule in MODULES:
         require_extra(MODULES[spec.rule], given)
     for key, value in spec.settings:
+        if value == HIDDEN:
+            raise UserError(f"{given}: *** stands for credentials, which are not saved: give the flag with them")
         try:
             SETTING_CHECKS.get((spec.rule or "", key), str)(value)
         except (ValueError, re.error) as problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import random
 import socket
 import string
@@ -35,12 +36,13 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.timed_reader import TimedReader, TooManyBytesError
 from dschat_ppo.data.examples import TRUTH
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import HIDDEN, UserError, without_credentials
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.rewards.routed_reward import is_routed_to
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"
+VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES, _CHUNK_BYTES = 2**24, 2**16
@@ -61,10 +63,27 @@ def check_url(url: str) -> None:
     except ValueError:
         usable = False
     if not usable:
+        shown_part = url.rpartition("@")[2]  # a password with a slash makes it unusable
         raise UserError(
-            f"{FLAG} {url}: must be an address such as http://host:5000/get_reward (a Python file: "
+            f"{FLAG} {shown_part}: must be an address such as http://host:5000/get_reward (a Python file: "
             "--reward_function FILE.py:FUNCTION)"
         )
+
+
+def with_credentials(urls: list[str]) -> list[str]:
+    """The addresses; those whose credentials are hidden by `***` are taken from the environment.
+
+    Raises:
+        UserError: the environment has no such address.
+    """
+    known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
+    for url in urls:
+        if HIDDEN in url and url == without_credentials(url) and url not in known:
+            raise UserError(
+                f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with them, or set "
+                f"{VARIABLE} to the whole address"
+            )
+    return [known.get(url, url) for url in urls]
 
 
 class RemoteReward:
@@ -83,7 +102,7 @@ class RemoteReward:
     def __init__(self, urls: list[str], timeout: float, retries: int, batch_size: int, sources: Sequence[str] = ()):
         for url in urls:
             check_url(url)
-        self.urls = urls
+        self.urls = with_credentials(urls)
         self.timeout = timeout
         self.retries = retries
         self.batch_size = batch_size

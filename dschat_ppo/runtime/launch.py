@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from dschat_ppo.common import phases, ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, without_credentials
 from dschat_ppo.runtime import stop_requests, watchdog
 from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
 from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
@@ -116,9 +116,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
 
 def _print_error(text: str) -> None:
     """Write to stderr in one call, so that lines of other ranks do not come between."""
-    with suppress(BrokenPipeError):  # nobody reads any more; the log has it
+    with suppress(OSError):  # nobody reads any more (a closed pipe or terminal); the log has it
         print(end="", flush=True)
-        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text + "\n")  # the cursor may be behind a progress bar
+        start = "\n" if sys.stderr.isatty() else ""  # the cursor may be behind a progress bar
+        sys.stderr.write(f"{start}{without_credentials(text)}\n")
         sys.stderr.flush()
 
 
@@ -128,7 +129,7 @@ def leave(code: int) -> NoReturn:
     The interpreter is not torn down: DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's
     threads, destroyed during the teardown, sometimes abort a process that has finished its work.
     """
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import where
 from dschat_ppo.common.ranks import rank, world_size
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, without_credentials
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
@@ -35,7 +35,7 @@ class _RankLog(logging.Handler):
 
     def write(self, text: str) -> None:
         """Write lines. Raises `OSError`."""
-        os.write(self.descriptor, f"{text}\n".encode("utf-8", errors="backslashreplace"))
+        os.write(self.descriptor, f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"))
 
     def write_if_possible(self, text: str) -> None:
         """Write lines, or print once that they cannot be written."""

@@ -292,6 +292,6 @@ def _stacks() -> str:
 
 def _write_to_stderr(text: str) -> None:
     """Write in one call, so that lines of other ranks do not come between."""
-    with suppress(BrokenPipeError):  # nobody reads any more
+    with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
         sys.stderr.flush()
         os.write(2, text.encode(errors="backslashreplace"))

@@ -20,7 +20,6 @@ from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
 from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
 from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run, require_same_on_machines
 from dschat_ppo.common import dist
-from dschat_ppo.common.credentials import without_credentials
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
@@ -94,7 +93,7 @@ class Session:
         run, given = self.run, self.identity.config.items()
         if not run.trackers:
             return None
-        flags = {name: without_credentials(value) for name, value in given if name in FLAGS}
+        flags = {name: value for name, value in given if name in FLAGS}
         return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 

@@ -13,7 +13,7 @@ from dschat_ppo.common.paths import short_names
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import prepare_whole
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.models.loading import (
     check_sequence_classifier,
     check_vocabulary,
@@ -123,7 +123,9 @@ def evaluate(wanted: Wanted) -> Evaluated:
         measured = accuracies(scores, pairs["source"], pair_names)
         sides = zip(pairs["source"], scores.tolist(), strict=True)
         scored_pairs = [(pair_names[number], chosen, rejected) for number, (chosen, rejected) in sides]
-    flags = {name: str(value) for name, value in vars(words).items() if value not in (None, [], "")}
+    flags = {
+        name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
+    }
     results = [_result(found, answers, rewards is not None, words.pass_score) for found in answers]
     return Evaluated(flags, rewards is not None, results, measured, scored_pairs)
 

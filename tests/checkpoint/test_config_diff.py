@@ -36,6 +36,19 @@ def config_of(step, *words):
     return flatten(parse(step, [*(PPO if step == "ppo" else SFT), *words])) | PLANS.get(step, PLANS["sft"])
 
 
+def test_credentials_are_neither_saved_nor_compared():
+    def saved(url, function="judge.py:f?api_key=s3cret:0.5"):
+        return config_of("ppo", "--remote_reward_url", url, "--reward_function", function)
+
+    first = saved("http://me:s3cret@host/")
+    assert first["remote_reward_url"] == "http://***@host/"
+    assert first["reward_function"] == ["judge.py:f?api_key=***:0.5"] and "s3cret" not in json.dumps(first)
+    former = first | {"remote_reward_url": "http://me:s3cret@host/"}  # of a version that saved them
+    assert compare_configs(former, saved("http://you:other@host/")) == []
+    assert [change.name for change in compare_configs(first, saved("http://me:s3cret@other/"))] == ["remote_reward_url"]
+    assert compare_configs(first, saved("http://me:s3cret@host/", "judge.py:f?api_key=s3cret:0.7"))
+
+
 def changed(step, *words):
     """As after a run: the former configuration comes from a file of JSON."""
     saved = json.loads(json.dumps(config_of(step)))

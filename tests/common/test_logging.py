@@ -18,6 +18,12 @@ def fresh_logger():
     logger().handlers.clear()
 
 
+def test_lines_show_no_credentials(fresh_logger, capsys):
+    logger().info("http://me:s3cret@host/")
+    print_line("http://me:s3cret@host/")
+    assert capsys.readouterr().out == 2 * "http://***@host/\n"
+
+
 @pytest.mark.parametrize(("rank", "printed"), [("0", "info\nwarning: odd\nerror\n"), ("1", "error\n")])
 def test_rank_0_prints_info_and_other_ranks_print_errors(fresh_logger, monkeypatch, capsys, rank, printed):
     monkeypatch.setenv("RANK", rank)

@@ -144,7 +144,7 @@ def cases_of(data, url: str) -> dict[str, str]:
         + no_model.format(2) + letters,
         "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
         "--normalize_rewards model",
-        "flaky": mixed + f"--remote_reward_url {url}/flaky",
+        "flaky": mixed + f"--remote_reward_url {url.replace('://', '://me:s3cret@')}/flaky --save_steps 1",
         "broken": remote + "/broken",
         "slow": remote + "/slow --remote_reward_retries 0",
         "garbage": remote + "/garbage",
@@ -308,7 +308,7 @@ def test_a_reward_model_with_another_tokenizer_and_statistics(runs):
 
 
 def test_a_service_that_fails_once_is_retried(runs):
-    _, lines, _ = finished(runs, "flaky")
+    out, lines, said = finished(runs, "flaky")
     texts = [text for batch in Service.asked["/flaky"][1:] for text in batch]
     asked_twice = Service.asked["/flaky"][0]
     assert asked_twice in Service.asked["/flaky"][1:]
@@ -316,6 +316,8 @@ def test_a_service_that_fails_once_is_retried(runs):
     assert len(texts) == 16
     assert lines[0]["reward/remote_mean"] == pytest.approx(remote)
     assert lines[0]["reward/score_mean"] == pytest.approx(lines[0]["reward/model_mean"] + 0.25 * remote, rel=1e-5)
+    assert "s3cret" not in said and "//***@127.0.0.1" in (out / "config.yaml").read_text()
+    assert [path for path in out.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize(

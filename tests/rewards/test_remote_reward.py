@@ -83,6 +83,24 @@ def ask(*urls, timeout=5.0, retries=2, batch_size=64):
     return RemoteReward(list(urls), timeout, retries, batch_size)(REQUEST, None)
 
 
+def test_hidden_credentials_come_from_the_environment(monkeypatch):
+    """`***` stands for them in a saved configuration."""
+    for url in ("http://***@host/a", "http://host/a?key=***"):
+        monkeypatch.delenv(remote_reward.VARIABLE, raising=False)
+        with pytest.raises(UserError, match=r"--remote_reward_url http://.*\*\*\*.* DSCHAT_PPO_REMOTE_REWARD_URL"):
+            RemoteReward([url], 1.0, 0, 1)
+        whole = url.replace("***", "me:s3cret")
+        monkeypatch.setenv(remote_reward.VARIABLE, f"http://other/, {whole}")
+        assert RemoteReward([url, "http://b/"], 1.0, 0, 1).urls == [whole, "http://b/"]
+
+
+@pytest.mark.parametrize("url", ["http://me:s3/cret@host/", "me:s3cret@host:5000/a", "ftp://me:s3cret@host"])
+def test_an_invalid_address_shows_no_credentials(url):
+    with pytest.raises(UserError, match="--remote_reward_url host") as refused:
+        RemoteReward([url], 1.0, 0, 1)
+    assert "s3" not in str(refused.value)
+
+
 def test_the_form_of_a_request(serve):
     service = serve(ok(1, -2.5, 3))
     scores = ask(service.url)

@@ -90,6 +90,21 @@ def test_a_second_interrupt_prints_no_traceback(capsys):
     assert capsys.readouterr().err == f"{message}; {HOW_TO_RESUME}\n"
 
 
+def test_messages_show_no_credentials(capsys, tmp_path):
+    open_log(tmp_path)
+    try:
+        for kind in (UserError, RuntimeError, NonFiniteError):
+
+            def fails(_, kind=kind):
+                raise kind("http://me:s3cret@host/")
+
+            run_step(list, fails, [])
+    finally:
+        close_log()
+    for text in (capsys.readouterr().err, (tmp_path / "logs" / "rank_0.log").read_text()):
+        assert text.count("http://***@host/") >= 3 and "s3cret" not in text
+
+
 def test_without_steps_there_is_no_step_in_the_message(capsys):
     def train(_config):
         raise ZeroDivisionError
