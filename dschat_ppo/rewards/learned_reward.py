@@ -162,8 +162,9 @@ class RetokenizedModelReward:
         messages = next((row[name] for name in (MESSAGES, "prompt") if is_messages(row.get(name))), None)
         if messages is None or self.tokenizer.chat_template is None:
             return Example(prompt, [response])
-        # the space that some templates write before an answer is not a part of it
-        return Example(messages, [response.removeprefix(" ")], tools=row.get(TOOLS))
+        # The space that some templates write before an answer is not a part of it; thinking that they open is.
+        opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
+        return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
 
 
 @torch.no_grad()

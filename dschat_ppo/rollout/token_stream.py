@@ -72,13 +72,15 @@ class TextStream:
 
     Args:
         tokenizer: of the model; special tokens give no text.
+        before: tokens before the answer, if it continues their text: tokenizers such as Llama's drop the space with
+            which a text begins.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
-        self.ids: list[int] = []
+        self.ids = list(before)
         self.start = 0  # where both decodings begin
-        self.shown = 0  # tokens whose text is out
+        self.shown = len(self.ids)  # tokens whose text is out
 
     def add(self, token: int) -> str:
         """The text that is complete with this token, "" if there is none."""

@@ -31,6 +31,7 @@ from dschat_ppo.rollout.token_stream import TextStream, stream_tokens
 from dschat_ppo.tools.encoding_process import Encoder
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
+_CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
 ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of a conversation is dropped
 
 
@@ -184,7 +185,7 @@ class ChatModel:
         started = time.perf_counter()
         ids, most, dropped = self.fitted(messages, settings.max_tokens)
         seed = int(row_seeds(number, 1, settings.seed))
-        stream = TextStream(self.tokenizer)
+        stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
         drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
         for tokens, token in enumerate(drawn, 1):
             end = "eos" if token in self.ends else "length" if tokens == most else ""

@@ -158,6 +158,18 @@ def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
     assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
+def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_that_its_template_opens(
+    engine, tokenizer
+):
+    rows = [("a lamp?<think>\n", "yes", {"prompt": MESSAGES}), ("a lamp?", " yes", {"prompt": MESSAGES})]
+    for opens, thinking in (("", "<think>\n"), ("<think>\n", "")):
+        tokenizer.chat_template = TEMPLATE.replace("<assistant>", f"<assistant>{opens}")
+        start = tokenizer.encode(f"<user>a lamp?\n<assistant>{opens}", add_special_tokens=False)
+        answers = [tokenizer.encode(text, add_special_tokens=False) for text in (f"{thinking}yes", "yes")]
+        expected = alone(engine, [[*start, *answer, tokenizer.eos_token_id] for answer in answers])
+        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_rows_of_every_chat_form_use_the_reward_models_chat_template(engine, tokenizer):
     """Data preparation adds the messages; the columns of such rows hold another form."""
     sharegpt = {"conversations": [{"from": "human", "value": "a lamp?"}], "_messages": MESSAGES}

@@ -84,6 +84,15 @@ def test_the_pieces_are_the_text(kind, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", [2, 16])
+def test_the_answer_to_a_text_keeps_the_space_with_which_it_begins(kind, context):
+    tokenizer = tokenizer_of(kind)
+    prompt, whole = (tokenizer.encode(text) for text in ("Where is it? It", "Where is it? It is in the hall."))
+    stream = TextStream(tokenizer, prompt[-context:])
+    assert "".join([*map(stream.add, whole[len(prompt) :]), stream.rest()]) == " is in the hall."
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind):
     """Also bytes that are no characters, and special tokens."""
     tokenizer, rng = tokenizer_of(kind), random.Random(3)
