@@ -75,6 +75,18 @@ ARCHITECTURES = {
          "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
          "qk_rope_head_dim": 8, "v_head_dim": 8},
     ),
+    "LFM2": ("Lfm2Config", {**_GROUPED, "layer_types": ["conv", "full_attention"]}),
+    "Granite 4 (hybrid)": (
+        "GraniteMoeHybridConfig",
+        {**_GROUPED, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+         "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    ),
+    "Doge": ("DogeConfig", _GROUPED),
+    "ELECTRA (decoder)": ("ElectraConfig", {**_SIZES, "embedding_size": 16, "is_decoder": True}),
+    "RWKV": (
+        "RwkvConfig",
+        {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS},
+    ),
 }  # fmt: skip
 
 

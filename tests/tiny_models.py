@@ -53,6 +53,15 @@ _MAMBA = {
     "pad_token_id": None,
 }  # fmt: skip
 
+_RWKV = {
+    **_COMMON, "vocab_size": VOCABULARY, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2,
+    "context_length": POSITIONS, "rescale_every": 0,
+}  # fmt: skip
+_GRANITE_HYBRID = {
+    **_GROUPED, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+}  # fmt: skip
+
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 3.0,
     "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -88,10 +97,17 @@ KINDS = {
         "GptOssForCausalLM", "GptOssConfig", {**_GROUPED, **_WINDOW_AND_FULL, "head_dim": 8, "num_local_experts": 4},
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", _MAMBA),
+    "rwkv": ("RwkvForCausalLM", "RwkvConfig", _RWKV),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**_GROUPED, "layer_types": ["conv", "full_attention"]}),
+    "granite-hybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", _GRANITE_HYBRID),
+    "doge": ("DogeForCausalLM", "DogeConfig", _GROUPED),
+    "electra": ("ElectraForCausalLM", "ElectraConfig", {**_SIZES, "embedding_size": 16, "is_decoder": True}),
 }  # fmt: skip
-PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo")
-UNFIT = ("gpt-oss", "mamba", "phimoe", "phi3-longrope")
-CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *UNFIT))
+HYBRIDS = ("lfm2", "granite-hybrid")  # attention beside layers that carry a state from token to token
+PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo", "doge", *HYBRIDS)
+RECOMPUTED = ("mamba", "rwkv")
+UNFIT = ("gpt-oss", "phimoe", "phi3-longrope")
+CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *RECOMPUTED, *UNFIT))
 
 
 def new_model(name: str, **changes) -> PreTrainedModel:

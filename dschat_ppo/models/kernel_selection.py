@@ -1,4 +1,7 @@
-"""Select the kernels of a model by a probe: run a few tokens both ways once the engine exists, and compare."""
+"""Select the kernels of a model by a probe: run a few tokens both ways once the engine exists, and compare.
+
+A way that ends with an error counts as infinitely far from the model's own, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.last_layer import last_mlp
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Model
 
@@ -77,15 +81,17 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
 
 def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     """Keep the fused head if it gives the log-probs and entropies of whole logits; else use those, with a warning."""
+    reason = ""
     if policy.fused:
-        fused = _outputs(engine, ids)
         policy.fused = False
-        difference = (fused - _outputs(engine, ids)).abs().mean(dim=-1).max()
-        policy.fused = bool(all_reduce(difference, "max") < TOLERANCE[policy.lm.dtype])
+        whole = _outputs(engine, ids)
+        policy.fused = True
+        fused, reason = _tried(engine, ids, whole)
+        policy.fused = _largest((fused - whole).abs().mean(dim=-1)) < TOLERANCE[policy.lm.dtype]
     if not policy.fused:
         logger().warning(
             f"{type(policy.lm).__name__}: its output head is more than a matrix product with a known scale and soft "
-            "cap; log-probs are computed from whole logits, which costs memory and time"
+            f"cap{reason and f': {reason}'}; log-probs are computed from whole logits, which costs memory and time"
         )
 
 
@@ -98,21 +104,23 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     padded = _outputs(engine, ids)
     module.packed = True
     with recorded_attention() as recorded:
-        packed = _outputs(engine, ids)
-    needs_mask = hidden_window(module.config, recorded.windows)
+        packed, error = _tried(engine, ids, padded)
+    needs_mask = not error and hidden_window(module.config, recorded.windows)
     if needs_mask and module.attention in WITHOUT_MASKS:
         name, choice = type(module.backbone).__name__, module.attention
         raise UserError(f"--attn_implementation {choice}: the sliding window of {name} is in its mask alone; use sdpa")
-    changed = _outputs(engine, torch.cat([ids[:1].flip(1), ids[1:]]))
+    changed, error = (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
     of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
-    difference = ((packed - padded).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
-    leak = ((packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread).max() / LEAK_TOLERANCE
+    difference = (packed - padded).abs().mean(dim=-1) / spread / PACKED_TOLERANCE[module.backbone.dtype]
+    leak = (packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread / LEAK_TOLERANCE
     dropped = module.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
     several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
-    differs, leaks, several = all_reduce(torch.stack([difference, leak, several_calls]), "max").tolist()
+    differs, leaks, several = (_largest(values) for values in (difference, leak, several_calls))
     reason = None
-    if needs_mask:
+    if error:
+        reason = f"with packed rows {error}"
+    elif needs_mask:
         reason = "its sliding window is in its mask, which packed rows do not have"
     elif not leaks < 1:
         reason = "a row's numbers depend on the row before it"
@@ -132,8 +140,9 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
     separate = _outputs(engine, ids)
     module.shares = True
-    difference = (_outputs(engine, ids) - separate).abs().mean(dim=-1) / separate.std(dim=-1)
-    module.shares = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
+    found, error = _tried(engine, ids, separate)
+    module.shares = _is_close(found, separate, module.backbone.dtype)
+    _log_error(module, "shared prompts", error)
 
 
 def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
@@ -145,8 +154,9 @@ def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: T
         return
     every = _outputs(engine, ids, first=TOKENS // 2)
     module.reads_few = True
-    difference = (_outputs(engine, ids, first=TOKENS // 2) - every).abs().mean(dim=-1) / every.std(dim=-1)
-    module.reads_few = bool(all_reduce(difference.max(), "max") < PACKED_TOLERANCE[module.backbone.dtype])
+    found, error = _tried(engine, ids, every, first=TOKENS // 2)
+    module.reads_few = _is_close(found, every, module.backbone.dtype)
+    _log_error(module, "a last MLP for some tokens", error)
 
 
 def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
@@ -163,17 +173,45 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
     whole = _outputs(engine, ids)
     module.divided = True
     with recorded_attention() as recorded:
-        divided = _outputs(engine, ids)
-    spread = whole.std(dim=-1)  # of log-probs, entropies or values, each by itself
-    difference = ((divided - whole).abs().mean(dim=-1) / spread).max() / PACKED_TOLERANCE[module.backbone.dtype]
+        divided, error = _tried(engine, ids, whole)
+    is_close = _is_close(divided, whole, module.backbone.dtype)
     reason = None
-    if hidden_window(module.config, recorded.windows):
+    if error:
+        reason = f"with divided rows {error}"
+    elif hidden_window(module.config, recorded.windows):
         reason = "its sliding window is in its mask, which divided rows do not have"
-    elif not all_reduce(difference, "max") < 1:
+    elif not is_close:
         reason = "divided rows do not give the numbers of whole rows"
     if reason is not None:
         name = type(module.backbone).__name__
         raise UserError(f"--sequence_parallel_size: {name} cannot be divided, because {reason}; use 1")
+
+
+def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Tensor, str]:
+    """`_outputs` of a way that the model may not fit, and "". If a rank raises: infinity in the shape of `own`, and
+    why. So all ranks make the same passes afterwards."""
+    found, error = torch.full_like(own, torch.inf), ""
+    try:
+        found = _outputs(engine, ids, first)
+    except Exception as problem:  # noqa: BLE001  see `unfit`
+        error = unfit(problem)
+    error = of_any_rank(error, own.device)
+    return torch.full_like(own, torch.inf) if error else found, error
+
+
+def _largest(values: Tensor) -> float:
+    """The largest of all ranks; infinity if one is no number."""
+    return float(all_reduce(values.nan_to_num(torch.inf).max(), "max"))
+
+
+def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether log-probs, entropies or values (kinds, N), each kind by itself, are near on all ranks."""
+    return _largest((found - expected).abs().mean(dim=-1) / expected.std(dim=-1)) < PACKED_TOLERANCE[dtype]
+
+
+def _log_error(module: PolicyModel | ScalarModel, way: str, error: str) -> None:
+    if error:
+        logger().info(f"{type(module.backbone).__name__}: with {way} {error}, so it runs without")
 
 
 def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:

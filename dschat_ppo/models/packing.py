@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import MASK_IS_READ
+from dschat_ppo.models.attention_choice import WITHOUT_MASKS
 from dschat_ppo.models.backbone import position_arguments, real_slots
 from dschat_ppo.models.last_layer import read_tokens_again
+from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
     Segments,
@@ -140,7 +143,18 @@ def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). `attention_mask` is None."""
+    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d).
+
+    Raises:
+        UnsupportedAttentionError: see `check_attention_call`.
+        UserError: likewise, and `--attn_implementation` asks for this attention for padded rows too.
+    """
+    try:
+        check_attention_call(module, attention_mask, options)
+    except UnsupportedAttentionError as problem:
+        if _RUNNING[-1].choice not in WITHOUT_MASKS:
+            raise
+        raise UserError(f"--attn_implementation {_RUNNING[-1].choice}: {problem}; use auto") from None
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
     if not _RUNNING[-1].divided:

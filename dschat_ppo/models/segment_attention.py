@@ -31,7 +31,7 @@ from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
 LARGEST_FLASH_HEAD = 256
-OF_OTHER_KERNELS = ("softcap", "s_aux", "position_bias")  # options that neither FlashAttention nor blocks have here
+OF_OTHER_KERNELS = ("softcap", "s_aux")  # options that neither FlashAttention nor blocks have here
 VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch has
 
 
@@ -81,9 +81,9 @@ def whole_row_kernel(
         UserError: the layer needs what the kernel of the choice does not have.
     """
     if choice in ("flash_attention_2", "flex_attention"):
-        biased, sees_all = options.get("position_bias") is not None, options.get("is_causal") is False
-        if biased or sees_all:
-            reason = "adds a bias to its logits" if biased else "is not causal"
+        has_sinks = choice == "flash_attention_2" and options.get("s_aux") is not None
+        if has_sinks or options.get("is_causal") is False:
+            reason = "has sinks" if has_sinks else "is not causal"
             raise UserError(f"--attn_implementation {choice}: the attention of this model {reason}; use auto")
     if choice == "flash_attention_2":
         return flash_attention_2

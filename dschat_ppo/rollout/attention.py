@@ -16,14 +16,11 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask, scaled
 
 NAME = "dschat_rollout"
-
-
-class UnsupportedAttentionError(Exception):
-    """The model's attention needs something that this engine does not implement."""
 
 
 class RolloutCache(Cache):
@@ -114,11 +111,12 @@ class RolloutAttention:
             ((n, L, heads, head_dim), None).
 
         Raises:
-            UnsupportedAttentionError: sinks, a bias, a mask made by the model, or attention that is not causal.
+            UnsupportedAttentionError: sinks, or attention that is not causal; see `check_attention_call`.
         """
-        sinks = others.get("s_aux") is not None or others.get("position_bias") is not None
-        if attention_mask is not None or sinks or not getattr(module, "is_causal", True):
-            raise UnsupportedAttentionError(f"{type(module).__name__} needs a mask, a bias or sinks")
+        check_attention_call(module, attention_mask, others)
+        causal = others.get("is_causal")  # which counts before the attribute
+        if others.get("s_aux") is not None or not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise UnsupportedAttentionError(f"{type(module).__name__} needs sinks, or is not causal")
         layer: Any = module.layer_idx
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.models.probes import unfit
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
 from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask
 from dschat_ppo.rollout.kv_pool import KVPool
@@ -152,8 +153,8 @@ def _agrees(
     batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths * shares, 300, shares)
     try:
         found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
-    except RuntimeError as problem:
-        _log.warning(f"rollout: the flash attention kernel does not run ({problem}); decode steps are slower")
+    except Exception as problem:  # noqa: BLE001  see `unfit`
+        _log.warning(f"rollout: with the flash attention kernel {unfit(problem)}; decode steps are slower")
         return False
     expected = decode_attention(batch, 0, query, decode_mask(batch, None), scale, None)
     difference = float((found.float() - expected.float()).abs().max())

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.models.probes import check_attention_call, unfit
 from dschat_ppo.rollout.attention import causal_attention, installed
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.
@@ -143,6 +144,7 @@ class _Seen:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
     ) -> tuple[Tensor, None]:
+        check_attention_call(module, mask, {})
         self.states, self.settings = [query, key, value], settings
         return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(1, 2), None
 
@@ -158,7 +160,8 @@ def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | No
     try:
         with installed(model, own):
             expected = layer(states, position_embeddings=turns)
-    except (TypeError, RuntimeError):  # a layer with the same names of children and other arguments
+    except Exception as problem:  # noqa: BLE001  a layer with the same names of children and other arguments
+        unfit(problem)
         return None
     if not isinstance(expected, Tensor):
         return None

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.models.probes import unfit
+
 FUNCTION = "apply_rotary_pos_emb"  # of a transformers module: (q, k, cos, sin, unsqueeze_dim=1) -> (q, k)
 MOST_ANGLES = 4  # kept at a time: some models have one set for each kind of layer
 
@@ -86,7 +88,8 @@ def _agrees(original: Rotate, device: torch.device, dtype: torch.dtype) -> bool:
     tensors = [tensor.to(device, dtype) for tensor in (q, k, angles.cos(), angles.sin())]
     try:
         expected = original(*tensors)
-    except (TypeError, RuntimeError):  # a function of the same name for other arguments
+        found = FusedRotary(original)(*tensors)
+        return len(expected) == 2 and all(map(torch.equal, found, expected))
+    except Exception as problem:  # noqa: BLE001  a function of the same name for other arguments
+        unfit(problem)
         return False
-    found = FusedRotary(original)(*tensors)
-    return len(expected) == 2 and all(map(torch.equal, found, expected))

@@ -30,7 +30,10 @@ from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout
 
-EngineName = Literal["continuous", "padded"]
+EngineName = Literal["continuous", "padded", "recomputed"]
+ENGINES: dict[EngineName, str] = {  # the faster ones first
+    "continuous": "continuous batching", "padded": "padded batches", "recomputed": "passes of whole rows",
+}  # fmt: skip
 
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
@@ -45,7 +48,7 @@ class GenerationConfig:
     `samples` responses per prompt; `rows` sequences running at a time, 0 = as many as memory allows, up to `MAX_ROWS`
     or `MAX_ROWS_GPU`; `prepack` lays the weights out for oneDNN (CPU, bf16), at the cost of their memory; `static` runs
     decode steps at fixed addresses, as CUDA graphs on a GPU (None: on a GPU, unless forward passes are collective);
-    `engine` is "continuous" or "padded".
+    `engine` is one of `ENGINES`.
     """
 
     sampling: SamplingParameters
@@ -102,8 +105,9 @@ def generate(
             prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), 1, limits
         )
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
-        if config.engine == "padded":
-            PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled).run()
+        if config.engine != "continuous":
+            cached = config.engine == "padded"
+            PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled, cached).run()
         else:
             scheduler = Scheduler(*_lengths_and_prompts(buffers), rows, config.samples, MIN_SHARED_TOKENS)
             ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, cancelled=cancelled).run()
@@ -113,7 +117,7 @@ def generate(
 def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None) -> str:
     """The engine and the kernels of `generate` with these arguments, for the log."""
     on_gpu, whole = next(model.parameters()).is_cuda, max_over_ranks is None
-    parts = ["continuous batching" if config.engine == "continuous" else "padded batches"]
+    parts = [ENGINES[config.engine]]
     if config.engine == "continuous":
         weight = next(model.parameters())
         compiled = "compiled attention" if can_run(weight) and not config.static else "PyTorch attention"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.models.backbone import last_logits_argument, position_arguments
+from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.memory import warn_of_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, sample
@@ -56,21 +56,24 @@ class InPlaceLayer(DynamicLayer):
 def new_cache(model: PreTrainedModel) -> Cache:
     """An empty cache that grows in place, or transformers' own for models with layers other than plain attention."""
     own = DynamicCache(config=model.config)
-    plain = all(isinstance(layer, DynamicLayer) for layer in own.layers)
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
     return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
 
 
 class PaddedBatches:
     """Generates all sequences of `buffers` in batches of at most `rows`, each until its last sequence is finished.
 
-    Args: see `ContinuousBatching`.
+    Args: see `ContinuousBatching`; and
+        cached: use the model's cache. Without, each token is a forward pass of whole right-padded rows, as in training:
+            some models have no cache under transformers' usual name, or padding on the left changes their numbers.
     """
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, sampling: SamplingParameters, rows: int,
-        max_over_ranks: MaxOverRanks | None = None, cancelled: Callable[[], bool] = never,
+        max_over_ranks: MaxOverRanks | None = None, cancelled: Callable[[], bool] = never, cached: bool = True,
     ):  # fmt: skip
         self.model = model
+        self.cached = cached
         self.buffers = buffers
         self.sampling = sampling
         self.rows = rows
@@ -101,6 +104,13 @@ class PaddedBatches:
             before, self.rows = self.rows, max(1, self.rows // 2)
             warn_of_memory(before, self.rows)
 
+    def _logits_of_whole_rows(self, rows: Tensor, width: int, lengths: Tensor) -> Tensor:
+        """(n, V) logits after the first `lengths` (n,) tokens of each row, none above `width`."""
+        ids = self.buffers.token_ids[rows, :width]
+        output = self.model(input_ids=ids, attention_mask=None, use_cache=False, **slot_arguments(self.model, ids))
+        logits: Tensor = output.logits[torch.arange(len(rows), device=ids.device), lengths - 1]
+        return logits
+
     def _run_batch(self, sequences: Tensor) -> None:
         """Generate all tokens of n sequences, (n,) int64. Without any, make the same passes with the spare row."""
         buffers, device = self.buffers, sequences.device
@@ -116,16 +126,20 @@ class PaddedBatches:
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
             decode_step()
-            output = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **position_arguments(self.model, position_ids_of(mask)[:, -ids.shape[1] :]),
-                **last_logits_argument(self.model, 1),
-            )
+            if self.cached:
+                output = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **position_arguments(self.model, position_ids_of(mask)[:, -ids.shape[1] :]),
+                    **last_logits_argument(self.model, 1),
+                )
+                logits = output.logits[:, -1]
+            else:
+                logits = self._logits_of_whole_rows(rows, mask.shape[1], lengths.squeeze(1) + counts)
             tokens, logprobs = sample(
-                output.logits[:, -1],
+                logits,
                 self.sampling,
                 buffers.uniforms[rows, counts.clamp_max(buffers.response_width - 1)],
                 seen=None if buffers.seen is None else buffers.seen[rows],

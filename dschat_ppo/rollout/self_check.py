@@ -12,18 +12,19 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
-from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.models.backbone import hidden_window, position_arguments
+from dschat_ppo.errors import NonFiniteError, UserError
+from dschat_ppo.models.backbone import hidden_window, position_arguments, slot_arguments
 from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, UnsupportedAttentionError, installed
+from dschat_ppo.models.probes import of_any_rank, unfit
+from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.attention_metadata import PrefillMetadata
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
-from dschat_ppo.rollout.generator import EngineName, GenerationConfig, generate
+from dschat_ppo.rollout.generator import ENGINES, EngineName, GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.types import PromptBatch, Rollout, position_ids_of
+from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
 
 _log = logging.getLogger(__name__)
 
@@ -64,34 +65,35 @@ def choose_engine(
 ) -> GenerationConfig:  # fmt: skip
     """Return `config` with an engine that passes the self-check on `model`.
 
-    That is continuous batching if it passes, else padded batches, with a warning. Collective.
+    That is the first of `ENGINES` that passes, with a warning for each that does not. Collective.
 
     Args:
         model: as lent for generation.
-        config: of the rollouts; `engine` "padded" is kept.
+        config: of the rollouts; engines before its `engine` are not tried.
         max_over_ranks, graphs: see `generate`.
 
     Raises:
         NonFiniteError: the model's log-probs are not finite.
-        RuntimeError: the padded engine does not agree with the plain forward pass either.
+        UserError: no engine agrees with the plain forward pass.
     """
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     name = type(model).__name__
-    if config.engine == "continuous":
-        result = check_engine(model, config, "continuous", max_over_ranks, graphs)
+    remaining = list(ENGINES)[list(ENGINES).index(config.engine) :]
+    for engine, slower in zip(remaining, [*remaining[1:], None], strict=True):
+        way, result = ENGINES[engine], check_engine(model, config, engine, max_over_ranks, graphs)
         if result.passes(tolerance):
-            _log.info(f"rollout: continuous batching agrees with {name} ({result})")
-            return config
-        _log.warning(f"rollout: continuous batching does not fit {name} ({result}); padded batches are slower")
-    result = check_engine(model, config, "padded", max_over_ranks)
+            _log.info(f"rollout: generation by {way} agrees with {name} ({result})")
+            return replace(config, engine=engine)
+        if slower is not None:
+            _log.warning(f"rollout: generation by {way} does not fit {name} ({result}); by {ENGINES[slower]} is slower")
     if math.isnan(result.logprob_difference):
         raise NonFiniteError(
             f"the log-probs of {name} are not finite: its weights contain NaN or infinite numbers, or --dtype is too "
             "narrow for it"
         )
-    if not result.passes(tolerance):
-        raise RuntimeError(f"generation does not agree with the forward pass of {name}: {result}")
-    return replace(config, engine="padded")
+    raise UserError(
+        f"generation by {way} does not agree with the forward pass of {name} ({result}); take another model"
+    )
 
 
 def check_engine(
@@ -99,9 +101,9 @@ def check_engine(
     graphs: RolloutGraphs | None = None,
 ) -> CheckResult:  # fmt: skip
     """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective."""
-    if engine == "continuous" and (reason := reason_unsupported(model)):
-        return CheckResult(0.0, 0.0, reason)
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
+    if engine == "continuous" and (reason := of_any_rank(reason_unsupported(model), device)):
+        return CheckResult(0.0, 0.0, reason)
     ids = torch.randint(0, vocabulary, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max(LENGTHS) + NEW_TOKENS
     lengths = torch.tensor(LENGTHS).clamp_max(max(1, known - NEW_TOKENS)).unsqueeze(1)
@@ -112,13 +114,17 @@ def check_engine(
         config, sampling=SamplingParameters(top_k=1), stopping=StoppingCriteria(NEW_TOKENS), samples=2, rows=4,
         engine=engine,
     )  # fmt: skip
-    rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
-    logits = plain_logits(model, rollout)
-    logprobs = token_logprobs(logits, rollout.response_ids)
-    best = token_logprobs(logits, logits.argmax(dim=-1))
-    worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs().max(), (best - logprobs).max()])
+    worst, error = torch.full((2,), math.inf, device=device), ""
+    try:
+        rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
+        logits = plain_logits(model, rollout)
+        logprobs = token_logprobs(logits, rollout.response_ids)
+        best = token_logprobs(logits, logits.argmax(dim=-1))
+        worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs().max(), (best - logprobs).max()])
+    except Exception as problem:  # noqa: BLE001  see `unfit`
+        error = unfit(problem)
     difference, shortfall = all_reduce(worst, "max").tolist()  # so that all ranks choose the same engine
-    return CheckResult(difference, shortfall)
+    return CheckResult(difference, shortfall, of_any_rank(error, device))
 
 
 @torch.no_grad()
@@ -135,8 +141,8 @@ def reason_unsupported(model: PreTrainedModel) -> str:
     try:
         with installed(model, attention):
             model(input_ids=zero, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, zero))
-    except UnsupportedAttentionError as problem:
-        return str(problem)
+    except Exception as problem:  # noqa: BLE001  see `unfit`
+        return unfit(problem)
     if hidden_window(model.config, attention.windows):
         return "it limits how far back a token sees by its mask alone"
     return ""
@@ -144,9 +150,9 @@ def reason_unsupported(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, rollout: Rollout) -> Tensor:
-    """Logits before each response token by the model's own forward pass, (B, R, V)."""
-    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P + R)
-    attention_mask = torch.cat([rollout.prompt_mask, rollout.response_mask], dim=1).long()
-    positions = position_arguments(model, position_ids_of(attention_mask))
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions).logits
-    return logits[:, rollout.prompt_ids.shape[1] - 1 : -1]
+    """Logits before each response token by the model's own forward pass of right-padded rows, as in training,
+    (B, R, V)."""
+    input_ids, _ = full_sequences(rollout)
+    logits = model(input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(model, input_ids)).logits
+    before = response_slots(rollout) - 1  # (B, R)
+    return logits.gather(1, before.unsqueeze(2).expand(-1, -1, logits.shape[2]))

@@ -17,7 +17,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.templates import Messages, encode_prompt
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_causal_lm, load_config
 from dschat_ppo.models.model_folders import model_folder
@@ -115,9 +115,11 @@ class ChatModel:
         self.model: PreTrainedModel = model.to(device).eval()
         config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
         try:
-            choose_engine(self.model, config)
-        except RuntimeError as problem:
-            raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
+            engine = choose_engine(self.model, config).engine
+        except UserError as problem:
+            raise UserError(f"{checked.flag} {checked.name}: {problem}") from None
+        if engine != config.engine:
+            raise UserError(f"{checked.flag} {checked.name}: this model has no cache that a chat can use")
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.positions = None if known is None else int(known) - first_position(self.model.config)
         self.ends = end_ids(self.tokenizer, self.model)

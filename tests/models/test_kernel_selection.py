@@ -1,5 +1,7 @@
 """The probe that selects kernels: fused or plain heads, packed or padded rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from pretended_gpu import moved, pretended_gpu
@@ -8,6 +10,7 @@ from test_segment_attention import flash_by_hand
 from tiny_models import model_of as tiny_model_of
 from tiny_models import new_model
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
@@ -114,6 +117,50 @@ def test_the_log_says_why_rows_are_padded(name, said):
     policy = PolicyModel(model_of(name, 1))
     reason = select_kernels(policy)
     assert reason is not None and f"{type(policy.backbone).__name__}: {reason}, so rows are padded" in said
+
+
+@pytest.mark.parametrize(("name", "said_of"), [
+    ("rwkv", "a last MLP for some tokens"), ("electra", "output head"), ("lfm2", "the row before it"),
+    ("granite-hybrid", "the row before it"), ("doge", "a mask of its own"),
+])  # fmt: skip
+def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name, said_of, said):
+    """RWKV's MLP takes a state, ELECTRA projects before its head, hybrids carry states; Doge adds a learned bias that
+    is 0 at first, so packed rows would have the same numbers."""
+    policy = PolicyModel(new_model(name)).eval()
+    plain = PolicyModel(policy.lm, fused=False).eval()
+    select_kernels(policy)
+    assert [line for line in said if said_of in line]
+    assert (policy.fused, policy.packed) == (name != "electra", name == "electra")
+    ids, wanted = torch.randint(2, 48, (3, 12), generator=torch.Generator().manual_seed(0)), torch.ones(3, 12).bool()
+    wanted[1, 5:] = wanted[2, 8:] = False
+    torch.testing.assert_close(policy(ids, wanted), plain(ids, wanted), rtol=0, atol=1e-5)
+
+
+def test_a_bias_that_is_learned_gets_its_gradient():
+    policy = PolicyModel(new_model("doge"))
+    select_kernels(policy)
+    policy(torch.arange(24).view(2, 12), torch.ones(2, 12).tril(9).bool())[0].sum().backward()
+    biases = [weight for key, weight in policy.named_parameters() if key.endswith("self_attn.A")]
+    assert biases and all(weight.grad.abs().sum() > 0 for weight in biases)
+
+
+def test_memory_that_runs_out_in_a_probe_ends_it(monkeypatch):
+    policy = PolicyModel(new_model("llama"))
+    monkeypatch.setattr(packing, "whole_row_kernel", partial(fail, torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        select_kernels(policy)
+
+
+def fail(problem, *args, **kwargs):
+    raise problem
+
+
+@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
+def test_a_chosen_attention_without_masks_refuses_a_model_that_makes_its_own(choice):
+    policy = PolicyModel(new_model("doge"))
+    policy.attention = choice
+    with pytest.raises(UserError, match=f"--attn_implementation {choice}: DogeAttention needs a mask.*use auto"):
+        select_kernels(policy)
 
 
 # On a GPU

@@ -85,8 +85,7 @@ def test_only_attention_that_the_kernel_computes_is_given_to_it():
     refused = [
         {"dtype": torch.float32},
         {"head": 100, "value_head": 100}, {"head": 264, "value_head": 264}, {"capability": (7, 5)}, {"is_cuda": False},
-        {"value_head": 32}, {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": 1.0}, {"position_bias": 1.0},
-        {"is_causal": False},
+        {"value_head": 32}, {"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": 1.0}, {"is_causal": False},
     ]  # fmt: skip
     assert not any(suits(**case) for case in refused)
 
@@ -196,13 +195,15 @@ def test_deterministic_algorithms_are_asked_of_flash_attn(monkeypatch):
     assert calls[0]["deterministic"]
 
 
-@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize(("option", "reason"), [({"position_bias": torch.ones(1)}, "adds a bias to its logits"),
-                                                ({"is_causal": False}, "is not causal")])  # fmt: skip
+@pytest.mark.parametrize(("choice", "option", "reason"), [
+    ("flash_attention_2", {"is_causal": False}, "is not causal"),
+    ("flash_attention_2", {"s_aux": torch.ones(1)}, "has sinks"),
+    ("flex_attention", {"is_causal": False}, "is not causal"),
+])  # fmt: skip
 def test_what_a_chosen_kernel_does_not_have_is_refused(choice, option, reason):
-    with pytest.raises(UserError, match=rf"^--attn_implementation {choice}: the attention of this model {reason}"):
+    with pytest.raises(UserError, match=rf"^--attn_implementation {choice}: the attention of this model .*{reason}"):
         whole_row_kernel(choice, *inputs(4), option)
-    assert whole_row_kernel(choice, *inputs(4), {"is_causal": True, "position_bias": None}) is not None
+    assert whole_row_kernel(choice, *inputs(4), {"is_causal": True, "s_aux": None}) is not None
 
 
 def test_segments_are_copied_to_the_device_once():

@@ -224,7 +224,7 @@ def test_the_log_says_which_eos_is_taken(logs):
 def row_of(name: str, logs: dict[str, str], folder) -> str:
     """What the runs of an architecture found, as a line of the table."""
     said = logs[f"{name}: ppo"]
-    unfit = re.search(r"continuous batching does not fit \w+ \((.*)\); padded", said)
+    unfit = re.search(r"continuous batching does not fit \w+ \((.*)\); by", said)
     assert unfit or "continuous batching agrees with" in said
     padded = re.search(r": (.*), so rows are padded", logs[f"{name}: sft"])
     model = AutoModelForCausalLM.from_pretrained(folder)

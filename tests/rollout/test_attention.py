@@ -9,13 +9,8 @@ import torch
 from tiny_models import new_model
 from torch import nn
 
-from dschat_ppo.rollout.attention import (
-    NAME,
-    RolloutAttention,
-    UnsupportedAttentionError,
-    causal_attention,
-    installed,
-)
+from dschat_ppo.models.probes import UnsupportedAttentionError
+from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, installed
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.decode_attention import decode_mask
 from dschat_ppo.rollout.decode_batch import DecodeBatch
@@ -140,10 +135,13 @@ def test_causal_attention_in_half_precision_does_not_overflow():
     assert torch.equal(found, torch.ones_like(found))
 
 
-@pytest.mark.parametrize("extra", [{"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
-def test_sinks_and_biases_are_refused(extra):
+IGNORED = ("s_aux", "position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
+
+
+@pytest.mark.parametrize("extra", [{"is_causal": False}, *({name: torch.zeros(1)} for name in IGNORED)], ids=str)
+def test_arguments_that_the_engine_would_ignore_are_refused(extra):
     tensors = (random(1, HEADS, 1, WIDTH, seed=0), *(random(1, KV_HEADS, 1, WIDTH, seed=1),) * 2)
-    with pytest.raises(UnsupportedAttentionError, match="needs a mask, a bias or sinks"):
+    with pytest.raises(UnsupportedAttentionError, match="SimpleNamespace needs"):
         RolloutAttention()(MODULE, *tensors, None, **extra)
 
 

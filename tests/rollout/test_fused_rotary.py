@@ -12,7 +12,7 @@ from dschat_ppo.rollout.attention_metadata import PrefillMetadata
 from dschat_ppo.rollout.fused_rotary import FUNCTION, FusedRotary, fused_rotary
 from dschat_ppo.rollout.kv_cache import KVCache
 
-ROTARY = [name for name in CONTINUOUS if name not in ("gpt2", "opt", "opt-350m")]
+ROTARY = [name for name in CONTINUOUS if name not in ("gpt2", "opt", "opt-350m", "electra")]
 
 
 def step(model) -> torch.Tensor:

@@ -8,6 +8,7 @@ from tiny_models import (
     LENGTHS,
     NEW_TOKENS,
     PADDED_ONLY,
+    RECOMPUTED,
     UNFIT,
     VOCABULARY,
     cut_at,
@@ -25,6 +26,7 @@ from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import check_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.types import PromptBatch
 
 GREEDY = SamplingParameters(top_k=1)
 # From 3 rows to more rows than sequences; static steps run without CUDA graphs here.
@@ -51,8 +53,8 @@ def prefix_uses(monkeypatch) -> list[int]:
 
 
 def test_the_list_of_architectures_is_complete():
-    assert len(CONTINUOUS) == 16
-    assert len(KINDS) == len(CONTINUOUS) + len(PADDED_ONLY) + len(UNFIT)
+    assert len(CONTINUOUS) == 17
+    assert len(KINDS) == len(CONTINUOUS) + len(PADDED_ONLY) + len(RECOMPUTED) + len(UNFIT)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -65,6 +67,18 @@ def test_greedy_tokens_equal_those_of_transformers(name, way):
 @pytest.mark.parametrize("name", [*PADDED_ONLY, "llama", "opt", "gemma2", "mistral-window"])
 def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
     check_greedy(name, PADDED[way])
+
+
+@pytest.mark.parametrize("name", [*RECOMPUTED, "llama", "gemma2"])
+def test_greedy_tokens_of_whole_rows_equal_those_of_transformers_for_each_prompt_alone(name):
+    model, prompts = model_of(name), prompts_of()
+    alone = [
+        transformers_greedy(model, PromptBatch(ids[mask][None], mask[mask][None]), NEW_TOKENS)[0]
+        for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+    ]
+    how = GenerationConfig(GREEDY, StoppingCriteria(NEW_TOKENS), rows=3, engine="recomputed")
+    assert tokens_of(generate(model, prompts, torch.arange(len(LENGTHS)), how)) == alone
+    check_logprobs(name, SAMPLINGS["penalty"], rows=3, engine="recomputed")
 
 
 def check_greedy(name: str, way: dict) -> None:

@@ -2,14 +2,15 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from tiny_models import model_of, new_model
+from tiny_models import HYBRIDS, model_of, new_model
 
-from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, decode_attention, self_check
-from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.generator import ENGINES, GenerationConfig
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import HALF_TOLERANCE, CheckResult, check_engine, choose_engine
@@ -57,9 +58,38 @@ def test_sinks_are_named_in_the_warning(caplog):
     assert "sinks" in warnings_of(caplog)[0]
 
 
-def test_a_model_that_no_engine_supports_is_an_error():
-    with pytest.raises(RuntimeError, match="MambaForCausalLM"):
-        choose_engine(model_of("mamba"), HOW)
+@pytest.mark.parametrize(("name", "engine"), [*((name, "padded") for name in HYBRIDS), ("rwkv", "recomputed")])
+def test_an_engine_that_raises_is_not_taken_and_its_reason_is_one_line(name, engine, caplog):
+    """The layers of a hybrid ask an empty cache for their state, RWKV does not read the cache of padded batches."""
+    assert choose_engine(model_of(name), HOW) == replace(HOW, engine=engine)
+    warnings = warnings_of(caplog)
+    assert len(warnings) == list(ENGINES).index(engine) and not any("\n" in line for line in warnings)
+    assert "IndexError" in warnings[0] or "cannot be replaced" in warnings[0]
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_memory_that_runs_out_is_no_reason_for_another_engine(engine, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = new_model("llama")
+    monkeypatch.setattr(model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_engine(model, replace(HOW, engine=engine, rows=1))
+
+
+def test_a_model_that_no_engine_supports_is_an_error(monkeypatch):
+    model = new_model("rwkv")
+    monkeypatch.setattr(model, "forward", partial(with_other_logits, model.forward))
+    with pytest.raises(UserError, match="RwkvForCausalLM.*another model") as problem:
+        choose_engine(model, HOW)
+    assert "\n" not in str(problem.value)
+
+
+def with_other_logits(forward, **inputs):
+    """Logits that differ from one pass to the next."""
+    output = forward(**inputs)
+    return replace(output, logits=torch.randn_like(output.logits))
 
 
 def test_log_probs_that_are_not_finite_are_an_error():
@@ -74,7 +104,7 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
     monkeypatch.setattr(self_check, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM"):
+    with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 
 
