@@ -79,14 +79,10 @@ ARCHITECTURES = {
     "Granite 4 (hybrid)": (
         "GraniteMoeHybridConfig",
         {**_GROUPED, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
-         "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+         "mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 24},
     ),
     "Doge": ("DogeConfig", _GROUPED),
     "ELECTRA (decoder)": ("ElectraConfig", {**_SIZES, "embedding_size": 16, "is_decoder": True}),
-    "RWKV": (
-        "RwkvConfig",
-        {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS},
-    ),
 }  # fmt: skip
 
 

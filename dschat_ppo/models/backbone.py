@@ -18,7 +18,7 @@ from dschat_ppo.types import Model
 # By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady the memory allocator,
 # and kernels have less to choose and plan; on a CPU padding is computed for nothing.
 COLUMNS = {"cuda": 64}
-WITHOUT_ATTENTION = ("conv", "linear_attention", "moe")  # kinds of layers, which have no window
+WITH_STATES = ("conv", "linear_attention")  # kinds of layers that carry a state from token to token
 
 
 @lru_cache(maxsize=64)
@@ -62,7 +62,7 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
         return True
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
-        known = set(kinds) <= {"full_attention", "sliding_attention", *WITHOUT_ATTENTION}
+        known = set(kinds) <= {"full_attention", "sliding_attention", "moe", *WITH_STATES}
         passed = all((kinds[layer] == "sliding_attention") == (w is not None) for layer, w in received.items())
         return not (known and passed)
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())

@@ -24,9 +24,11 @@ IGNORED = (
     "use_kernels",
 )  # fmt: skip
 # Settings of a run that some folders keep from the run that wrote them; flags and forward passes of this one set them.
+# (RWKV divides its weights in place for `rescale_every` when it begins to evaluate.)
 OF_A_RUN = {
     "gradient_checkpointing": False, "output_attentions": False, "output_hidden_states": False,
-    "output_router_logits": False, "return_dict": True, "torchscript": False,
+    "output_router_logits": False, "return_dict": True, "torchscript": False, "use_cache": True,
+    "chunk_size_feed_forward": 0, "rescale_every": 0,
 }  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--dtype` chooses the dtype of a run
 

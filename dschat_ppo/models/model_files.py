@@ -24,6 +24,12 @@ _LARGEST = {
 }
 
 
+# As torch and safetensors name them: of weights, and of buffers such as positions. Numbers of 8 bits need scales, which
+# nothing here applies.
+_PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"} | {
+    f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "bool")
+}
+
 _SETTINGS_ONLY = [False]
 
 
@@ -84,7 +90,8 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a checkpoint, without reading the weights.
 
     Raises:
-        UserError: a file cannot be read, or an index names a file outside the folder.
+        UserError: a file cannot be read, an index names a file outside the folder, or a weight is not a floating-point
+            number: its quantisation is not known.
     """
     for file in sorted(Path(folder).glob("*.index.json")):
         _check_index(file)
@@ -93,10 +100,18 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
         with reading(f"{file}: cannot be read, copy the model again"):
             if file.suffix == ".bin":
                 loaded = load_pickled(file, "meta", mmap=True)
-                shapes |= {name: tuple(weight.shape) for name, weight in loaded.items()}
-                continue
-            with safe_open(file, framework="pt") as weights:
-                shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
+                found = {name: (tuple(weight.shape), str(weight.dtype)) for name, weight in loaded.items()}
+            else:
+                with safe_open(file, framework="pt") as weights:
+                    parts = {name: weights.get_slice(name) for name in list(weights.keys())}
+                    found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        for name, (shape, dtype) in found.items():
+            if len(shape) > 1 and dtype not in _PLAIN and not is_old_buffer(name, shape):
+                raise UserError(
+                    f"{file}: {name} holds {dtype.removeprefix('torch.')} and no floating-point numbers: a quantised "
+                    "checkpoint without its quantisation; use the model with unquantised weights"
+                )
+            shapes[name] = shape
     return shapes
 
 

@@ -113,10 +113,10 @@ class RolloutAttention:
         Raises:
             UnsupportedAttentionError: sinks, or attention that is not causal; see `check_attention_call`.
         """
-        check_attention_call(module, attention_mask, others)
+        check_attention_call(module, attention_mask, {**others, "sinks": others.get("s_aux", others.get("sinks"))})
         causal = others.get("is_causal")  # which counts before the attribute
-        if others.get("s_aux") is not None or not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise UnsupportedAttentionError(f"{type(module).__name__} needs sinks, or is not causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise UnsupportedAttentionError(f"{type(module).__name__} needs keys of later tokens")
         layer: Any = module.layer_idx
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling

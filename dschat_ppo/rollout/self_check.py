@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.models.backbone import hidden_window, position_arguments, slot_arguments
+from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_arguments, slot_arguments
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
@@ -133,9 +133,11 @@ def reason_unsupported(model: PreTrainedModel) -> str:
     if not model._supports_attention_backend:
         return "its attention cannot be replaced"
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    if kinds & {"dynamic", "longrope"}:
+    ropes = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if ropes & {"dynamic", "longrope"}:
         return "its rotary positions depend on the longest row of a batch"
+    if kinds := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(WITH_STATES):
+        return f"its layers of kind {' and '.join(sorted(kinds))} carry a state, which only padded batches keep"
     attention, zero = RolloutAttention(), torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     attention.begin(PrefillMetadata(KVCache(1, 1), zero[0], zero[0]))
     try:

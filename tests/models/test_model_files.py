@@ -52,6 +52,35 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         checkpoint_shapes(str(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_quantised_checkpoint_without_its_quantisation_is_refused_in_one_line(assets, tmp_path, dtype, is_pickled):
+    """Such numbers would be cast and trained as if they were weights."""
+    folder = tmp_path / "model"
+    copytree(assets / "lm", folder)
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    if is_pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save({**weights, name: weights[name].to(dtype)}, folder / "pytorch_model.bin")
+    else:
+        save_file({**weights, name: weights[name].to(dtype)}, folder / "model.safetensors", {"format": "pt"})
+    for check in (check_causal_lm, lambda path: check_sequence_classifier(path, new_head=True)):
+        with pytest.raises(UserError, match=f"{name} holds .*unquantised weights") as problem:
+            check(str(folder))
+        assert "\n" not in str(problem.value)
+
+
+def test_buffers_that_are_not_weights_pass(tmp_path):
+    """The causal mask of GPT-2's first files, positions of BERT, and a number for a batch norm."""
+    buffers = {
+        "h.0.attn.bias": torch.ones(1, 1, 4, 4).byte(),
+        "position_ids": torch.arange(4)[None],
+        "n": torch.ones(1).int(),
+    }
+    save_file(buffers, tmp_path / "model.safetensors")
+    assert checkpoint_shapes(str(tmp_path)).keys() == buffers.keys()
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [

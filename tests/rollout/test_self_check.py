@@ -59,12 +59,29 @@ def test_sinks_are_named_in_the_warning(caplog):
 
 
 @pytest.mark.parametrize(("name", "engine"), [*((name, "padded") for name in HYBRIDS), ("rwkv", "recomputed")])
-def test_an_engine_that_raises_is_not_taken_and_its_reason_is_one_line(name, engine, caplog):
-    """The layers of a hybrid ask an empty cache for their state, RWKV does not read the cache of padded batches."""
+def test_the_first_engine_that_fits_is_taken_and_each_reason_is_one_line(name, engine, caplog):
+    """The layers of a hybrid would ask an empty cache for their state; RWKV does not read that of padded batches."""
     assert choose_engine(model_of(name), HOW) == replace(HOW, engine=engine)
     warnings = warnings_of(caplog)
     assert len(warnings) == list(ENGINES).index(engine) and not any("\n" in line for line in warnings)
-    assert "IndexError" in warnings[0] or "cannot be replaced" in warnings[0]
+    assert "carry a state" in warnings[0] or "cannot be replaced" in warnings[0]
+
+
+@pytest.mark.parametrize("engine", ["continuous", "padded"])
+def test_whatever_a_model_raises_in_one_engine_it_runs_by_the_next(engine, monkeypatch, caplog):
+    model = new_model("llama")
+    forward = model.forward
+
+    def without_cache(past_key_values=None, **inputs):
+        if past_key_values is not None:
+            raise KeyError("no\nstate")
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", without_cache)
+    assert choose_engine(model, replace(HOW, engine=engine)) == replace(HOW, engine="recomputed")
+    warnings = warnings_of(caplog)
+    assert len(warnings) == list(ENGINES).index("recomputed") - list(ENGINES).index(engine)
+    assert all("KeyError" in line and "\n" not in line for line in warnings)
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
