@@ -106,6 +106,16 @@ def test_the_tested_versions_are_within_the_declared_ranges():
             assert requirement.name != pin.name or requirement.specifier.contains(only.version), f"{pin}: {requirement}"
 
 
+def test_every_torch_that_the_tests_run_with_is_declared_and_no_other_minor_version_beyond_them():
+    """Before 2.8 memory pools and expandable segments excluded each other; CUDA graphs of rollouts have both."""
+    (torch,) = [each for each in map(Requirement, declared()[0]) if each.name == "torch"]
+    named = re.findall(r"torch==(\d+)\.(\d+)", (ROOT / "tests/versions.sh").read_text(encoding="utf-8"))
+    versions = [(int(major), int(minor)) for major, minor in named]
+    assert (2, 11) in versions and all(torch.specifier.contains(f"{major}.{minor}.0") for major, minor in versions)
+    major, minor = max(versions)
+    assert not torch.specifier.contains(f"{major}.{minor + 1}.0") and not torch.specifier.contains("2.7.1")
+
+
 def test_the_search_sees_imports_inside_functions():
     assert not imported("dschat_ppo/rewards")["math_verify"][1]
     assert imported("dschat_ppo/rewards")["torch"][1]

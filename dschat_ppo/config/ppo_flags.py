@@ -73,8 +73,8 @@ class PPOFlags:
         "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)", 0
     )
     rollout_engine: Literal["auto", "padded"] = flag(
-        "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches; "
-        "'padded' always uses padded batches, which wait for their longest answer",
+        "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches, "
+        "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer",
         "auto",
     )
     rollout_graphs: bool = flag("on a GPU, replay decoding steps as CUDA graphs", True)

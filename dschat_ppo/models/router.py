@@ -31,6 +31,6 @@ def router_top_k(config: PretrainedConfig, model: str) -> int:
         raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; omit the flag")
     with reading(f"{refused} cannot be built"):
         lm: Any = lm_without_weights(config)
-    if not hasattr(lm, "router_aux_loss_coef"):
+    if not hasattr(lm, "router_aux_loss_coef") or not getattr(lm, "num_experts", 1):  # Granite 4 may have no experts
         raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; omit the flag")
     return int(lm.num_experts_per_tok)

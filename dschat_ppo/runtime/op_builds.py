@@ -1,9 +1,9 @@
 """Operators that DeepSpeed compiles at first use: one folder for each environment, one compilation at a time, and a
 check of the compiled files.
 
-torch locks a compilation by a file that only its owner removes. If the owner is killed, every later run waits forever.
-And ninja trusts names and times: after a power loss an object or a library can be empty, truncated or full of zeros and
-still be newer than its source, and would be linked and loaded in every later run.
+torch before 2.14 locks a compilation by a file that only its owner removes. If the owner is killed, every later run
+waits forever. And ninja trusts names and times: after a power loss an object or a library can be empty, truncated or
+full of zeros and still be newer than its source, and would be linked and loaded in every later run.
 """
 
 from __future__ import annotations
@@ -240,12 +240,14 @@ def _unlocked_compiler(folder: Path) -> str | None:
     removed.
 
     Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that no
-    process has open at two checks is stale.
+    process has open at two checks is stale. From 2.14 on the kernel locks the file, which then stays and stops nobody.
     """
-    lock = folder / TORCH_LOCK
+    from torch.utils import cpp_extension
+
+    lock, stops = folder / TORCH_LOCK, hasattr(cpp_extension, "FileBaton")
     for check in range(2):
         try:
-            owner = lock.stat().st_uid
+            owner = lock.stat().st_uid if stops else None
         except FileNotFoundError:
             owner = None
         if owner is not None and (find_process(os.getpid()) is None or os.geteuid() not in (0, owner)):

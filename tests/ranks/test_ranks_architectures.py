@@ -228,6 +228,8 @@ def row_of(name: str, logs: dict[str, str], folder) -> str:
     unfit = re.search(r"continuous batching does not fit \w+ \((.*)\); by", said)
     assert unfit or "continuous batching agrees with" in said
     padded = re.search(r": (.*), so rows are padded", logs[f"{name}: sft"])
+    whole = "log-probs are computed from whole logits" in logs[f"{name}: sft"]
+    packed = f"no: {padded[1]}" if padded else "no: its output head needs whole logits" if whole else "yes"
     model = AutoModelForCausalLM.from_pretrained(folder)
     layers = list(dict.fromkeys(layer.rpartition(".")[2] for layer in lora_targets(model, None)))
     try:
@@ -238,7 +240,7 @@ def row_of(name: str, logs: dict[str, str], folder) -> str:
     return " | ".join([
         f"| {name} ({type(model).__name__.removesuffix('ForCausalLM').removesuffix('LMHeadModel')})",
         f"padded batches: {unfit[1]}" if unfit else "continuous batching",
-        f"no: {padded[1]}" if padded else "yes",
+        packed,
         ", ".join(f"`{layer}`" for layer in layers),
         f"{router if name in MIXTURES else '-'} |",
     ])  # fmt: skip
