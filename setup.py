@@ -4,10 +4,10 @@ The lower bounds are the oldest versions that the tests pass with (tests/version
 versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. torch has an upper bound too,
 the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
-transformers asks for: it needs a GPU, and the tests run without. flash-attn starts at the version with soft caps; it needs a GPU too, and builds against the
-installed torch (pip's --no-build-isolation). mlflow-skinny is MLflow's client; with sqlalchemy and alembic it also
-writes MLflow's default, a local database. Libraries without a bound are imported by the package and required, with
-bounds, by those above them.
+transformers asks for: it needs a GPU, and the tests run without. flash-attn starts at the version with soft caps; it
+needs a GPU too, and builds against the installed torch (pip's --no-build-isolation). mlflow-skinny is MLflow's client;
+with sqlalchemy and alembic it also writes MLflow's default, a local database. Libraries without a bound are imported by
+the package and required, with bounds, by those above them.
 """
 
 from pathlib import Path
