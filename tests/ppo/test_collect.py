@@ -17,6 +17,7 @@ from dschat_ppo.errors import RolloutCancelled, StopRequested
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.score import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import Rollout
 
 CPU = torch.device("cpu")
@@ -28,6 +29,8 @@ DYNAMIC = "--dynamic_sampling --dynamic_sampling_rounds 3"
 
 class Generator:
     """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
+
+    config = SimpleNamespace(stopping=StoppingCriteria(1))
 
     def __init__(self):
         self.prompts = Dataset.from_dict({"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]})
