@@ -103,7 +103,7 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD), str(report_end)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder, pass_fds=(report_end,),
-            bufsize=0, start_new_session=True,
+            start_new_session=True,
         )  # fmt: skip
         os.close(report_end)
         try:
@@ -111,7 +111,8 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
         finally:
             os.close(report)
             assert process.stdin is not None
-            process.stdin.close()  # its watcher then kills the program with all that it started, and ends
+            with suppress(BrokenPipeError):  # its watcher then kills the program with all that it started, and ends
+                process.stdin.close()
             try:
                 process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -129,6 +130,7 @@ def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, seconds
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(job)
+        process.stdin.flush()
     poll, left = select.poll(), TimeLeft(seconds)
     poll.register(report, select.POLLIN)
     text = b""
