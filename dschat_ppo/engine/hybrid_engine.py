@@ -18,8 +18,10 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.sleep import HostMemory, asleep, gradient_buckets, training_states, weights_of
 from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
 from dschat_ppo.engine.whole_weights import whole_weights
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.types import Engine
 
 Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
@@ -120,7 +122,7 @@ class HybridEngine:
         """Compare the divided layers with the training engine, whose layers are whole. Collective; once, at the start.
 
         Raises:
-            RuntimeError: log-probs of the likeliest tokens differ by more than rounding.
+            UserError: they cannot run, or log-probs of the likeliest tokens differ by more than rounding.
         """
         if self.parallel is None:
             return
@@ -131,18 +133,22 @@ class HybridEngine:
         with torch.no_grad():
             whole = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
         self.engine.train(was_training)
-        with self.generating() as lent:
-            parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        parts, error = torch.full_like(whole, torch.inf), ""
+        try:
+            with self.generating() as lent:
+                parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        except Exception as problem:  # noqa: BLE001  see `unfit`
+            error = unfit(problem)
+        error = of_any_rank(error, ids.device)
         likeliest = whole.argmax(dim=-1, keepdim=True)
         difference = (parts.gather(2, likeliest) - whole.gather(2, likeliest)).abs().mean()
         difference = float(dist.all_reduce(difference, "max"))  # so that all ranks decide alike
         tolerance = 1e-3 if model.dtype == torch.float32 else 0.3
         name, size = type(model).__name__, self.parallel.size
-        if not difference <= tolerance:
-            raise RuntimeError(
-                f"--inference_tp_size {size}: the divided layers of {name} differ from the whole ones by "
-                f"{difference:.2g} in log-probs; use --unpin_actor_parameters"
-            )
+        if error or not difference <= tolerance:
+            found = error or f"log-probs differ from those of whole layers by {difference:.2g}"
+            flag = f"--inference_tp_size {size}"
+            raise UserError(f"{flag}: with divided layers of {name} {found}; use --unpin_actor_parameters")
         logger().info(f"rollout: {name} divided over {size} ranks agrees with the whole layers ({difference:.1e})")
 
 

@@ -119,22 +119,24 @@ def test_a_layer_that_is_not_linear_is_named():
         pass
 
 
-@pytest.mark.parametrize("adds_up", [True, False])
-def test_a_division_that_computes_something_else_stops_the_run(adds_up, monkeypatch, said):
+@pytest.mark.parametrize(("way", "said_of"), [("adds up", ""), ("halves", "differ from"), ("raises", "IndexError")])
+def test_a_division_that_computes_something_else_stops_the_run(way, said_of, monkeypatch, said):
     """In one process: layers compute with their whole weights, or with this rank's half of each sum alone."""
     model = new_model("llama")
     whole = {id(layer): layer.weight.detach().clone() for layer in model.modules() if isinstance(layer, nn.Linear)}
 
     def forward(layer, style, parallel, inputs):
-        return nn.functional.linear(inputs, whole[id(layer)] if adds_up else layer.weight)
+        if way == "raises":
+            raise IndexError("out of range")
+        return nn.functional.linear(inputs, whole[id(layer)] if way == "adds up" else layer.weight)
 
     monkeypatch.setattr(module, "_forward", forward)
     hybrid = HybridEngine(SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0))
-    if adds_up:
+    if not said_of:
         hybrid.check_division()
         assert any("divided over 2 ranks agrees" in line for line in said)
         return
-    with pytest.raises(RuntimeError, match="--inference_tp_size 2: the divided layers of LlamaForCausalLM differ"):
+    with pytest.raises(UserError, match=f"--inference_tp_size 2: .*LlamaForCausalLM .*{said_of}"):
         hybrid.check_division()
 
 
