@@ -60,7 +60,10 @@ class RewardSourceFlags:
         False,
     )
     remote_reward_url: str | None = flag(
-        "URL of a reward service, http://host:port/get_reward, or of several", None, commas=True
+        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is"
+        " taken from DSCHAT_PPO_REMOTE_REWARD_URL",
+        None,
+        commas=True,
     )
     remote_reward_weight: float = flag("weight of the remote reward; 0 = only log it", 1.0)
     remote_reward_sources: list[str] = flag_list(
