@@ -60,8 +60,8 @@ class RewardSourceFlags:
         False,
     )
     remote_reward_url: str | None = flag(
-        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is"
-        " taken from DSCHAT_PPO_REMOTE_REWARD_URL",
+        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is "
+        "taken from DSCHAT_PPO_REMOTE_REWARD_URL",
         None,
         commas=True,
     )
