@@ -11,7 +11,7 @@ from tiny_models import model_of as tiny_model_of
 from tiny_models import new_model
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import packing, segment_attention
+from dschat_ppo.models import packing, probes, segment_attention
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
@@ -142,6 +142,14 @@ def test_a_bias_that_is_learned_gets_its_gradient():
     policy(torch.arange(24).view(2, 12), torch.ones(2, 12).tril(9).bool())[0].sum().backward()
     biases = [weight for key, weight in policy.named_parameters() if key.endswith("self_attn.A")]
     assert biases and all(weight.grad.abs().sum() > 0 for weight in biases)
+
+
+def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
+    monkeypatch.setattr(probes, "all_reduce", lambda value, op: torch.ones_like(value))
+    policy = PolicyModel(new_model("llama"))
+    assert "another rank" in select_kernels(policy)
+    assert not (policy.fused or policy.packed or policy.shares or policy.reads_few)
+    assert [line for line in said if "another rank cannot run it" in line]
 
 
 def test_memory_that_runs_out_in_a_probe_ends_it(monkeypatch):
