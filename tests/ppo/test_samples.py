@@ -54,11 +54,11 @@ def lines_of(folder) -> list[dict]:
 def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
     first, second, third, fourth = sample_lines(scored(), TOKENIZER, ["learned", "rule"])
     assert first == {
-        "prompt": "3", "answer": "10 11 12", "tokens": 5, "score": 1.0, "scores": {"learned": 1.0},
+        "prompt": "3", "answer": " 10 11 12", "tokens": 5, "score": 1.0, "scores": {"learned": 1.0},
         "kl": pytest.approx(0.5), "length": 3, "ended": "length",
     }  # fmt: skip
     assert second == {
-        "prompt": "3", "answer": "20", "tokens": 4, "score": 2.5, "scores": {"learned": 2.0, "rule": 0.5},
+        "prompt": "3", "answer": " 20", "tokens": 4, "score": 2.5, "scores": {"learned": 2.0, "rule": 0.5},
         "kl": pytest.approx(0.6), "length": 2, "ended": "eos",
     }  # fmt: skip
     assert (third["answer"], third["tokens"], third["scores"], third["kl"]) == (
@@ -67,7 +67,7 @@ def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
         {"rule": 3.0},
         pytest.approx(0.7),
     )
-    assert (fourth["answer"], fourth["ended"], fourth["kl"]) == ("40 42", "stop", pytest.approx(0.8))
+    assert (fourth["answer"], fourth["ended"], fourth["kl"]) == (" 40 42", "stop", pytest.approx(0.8))
 
 
 def test_without_a_reference_there_is_no_kl_and_before_the_update_it_is_that_of_sampling():
@@ -110,7 +110,7 @@ def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):
     samples.write(4, scored())
     assert torch.equal(torch.get_rng_state(), state)
     assert [(line["step"], line["answer"]) for line in lines_of(tmp_path)] == [
-        (step, answer) for step in (2, 4) for answer in ("20", "10 11 12", "")
+        (step, answer) for step in (2, 4) for answer in (" 20", " 10 11 12", "")
     ]
     assert list(lines_of(tmp_path)[0])[0] == "step"
 
