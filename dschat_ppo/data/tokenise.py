@@ -157,9 +157,12 @@ def tokenise_batch(
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
             continue
-        for part in [FittedExample(block, block, Fitted.BLOCK, {}) for block in blocks] or [fitted]:
+        for number, part in enumerate([FittedExample(block, block, Fitted.BLOCK, {}) for block in blocks] or [fitted]):
             columns["index"].append(index)
-            for name, value in columns_of(raw_rows[index], example, part, settings).items():
+            values = columns_of(raw_rows[index], example, part, settings)
+            if blocks:  # equal blocks of one text are no duplicates
+                values["key"] = _hash(_bytes_of(ids) + str(number).encode())
+            for name, value in values.items():
                 columns[name].append(value)
     return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
 
