@@ -3,6 +3,7 @@
 Under `deepspeed` or another launcher the process is one rank. Without a launcher the command starts one rank for each
 GPU of this machine, through the program that the `deepspeed` command starts on each machine; without a GPU, one rank in
 this process. `--num_accelerators N` sets the number of ranks. With a hostfile, `deepspeed` itself starts the ranks.
+After Ctrl-C the commands return 130, so that a shell does not go on with the next step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import ctypes
 import json
 import os
 import re
+import runpy
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,7 +24,9 @@ from pathlib import Path
 from dschat_ppo.commands.training import run_training
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.exit_codes import exit_code
+from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime.exit_codes import INTERRUPTED, exit_code
+from dschat_ppo.runtime.launch import leave
 
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
 AMD_DEVICE = Path("/dev/kfd")
@@ -74,22 +79,61 @@ def start(step: str, argv: Sequence[str]) -> int:
         return run_training(step, words)  # prints it
     if config.run.dry_run:
         if config.run.dry_run_ranks is not None:
-            return run_training(step, words)
+            return _run_here(step, words)
         slots = slots_of(HOSTFILE, count) or [ranks]
         if len(slots) > 1:  # rank 0 alone, as in such a launch
             world = {"RANK": "0", "WORLD_SIZE": str(sum(slots)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(max(slots))}
             os.environ.update(world, MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
-        return run_training(step, [*words, "--dry_run_ranks", str(sum(slots))])
+        return _run_here(step, [*words, "--dry_run_ranks", str(sum(slots))])
     if HOSTFILE.exists():
         number = [] if count is None else ["--num_accelerators", str(count)]
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", *number, "--module", "dschat_ppo", step, *words]
+        command = [*_launcher("runner"), *number, "--module", "dschat_ppo", step, *words]
     elif ranks == 1:
-        return run_training(step, words)
+        return _run_here(step, words)
     else:
         command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
     return os.execv(command[0], command)
+
+
+def _run_here(step: str, words: Sequence[str]) -> int:
+    """Run the one rank in this process."""
+    try:
+        code = run_training(step, words)
+    except KeyboardInterrupt:  # before the run takes it for a request to stop
+        return INTERRUPTED
+    return INTERRUPTED if stop_requests.interrupted() else code
+
+
+def _launcher(name: str) -> list[str]:
+    """The start of the command that runs a program of DeepSpeed's launcher by `run_launcher`."""
+    return [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", f"deepspeed.launcher.{name}"]
+
+
+def run_launcher(argv: Sequence[str]) -> int:
+    """Run a module in this process; returns its exit code, but 130 after Ctrl-C.
+
+    DeepSpeed's launcher then returns 1, as after a failure.
+
+    Args:
+        argv: the name of the module, and its arguments.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # the kernel's handler writes the number of each signal to it
+    sys.argv = list(argv)
+    code: object = 0
+    try:
+        runpy.run_module(argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:  # before the launcher has its own handler
+        return INTERRUPTED
+    os.write(writer, b"\0")
+    if signal.SIGINT in os.read(reader, 2**16):
+        return INTERRUPTED
+    return code if isinstance(code, int) else int(bool(code))
 
 
 def slots_of(hostfile: Path, most: int | None) -> list[int]:
@@ -143,7 +187,7 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    launcher = [*_launcher("launch"), f"--world_info={world}"]
     return [*launcher, f"--master_port={port}", f"--log_level={log_level}", "--module", "dschat_ppo", step, *words]
 
 
@@ -158,3 +202,7 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    leave(run_launcher(sys.argv[1:]))

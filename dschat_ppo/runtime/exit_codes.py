@@ -13,6 +13,7 @@ USER_ERROR = 2  # flags, data or models that the user has to correct
 NOT_FINITE = 3  # NaN or infinity
 NOT_WRITTEN = 4  # the disk is full, or the output may not be written
 RANK_LOST = 5  # a rank hangs, or its process has ended
+INTERRUPTED = 130  # of the `dschat-*` commands after Ctrl-C, as of a program that SIGINT ends
 UNHEALTHY = 6  # a health event ended it (--stop_on_health), with everything saved
 
 HOW_TO_RESUME = "run the same command again to resume from the newest checkpoint"

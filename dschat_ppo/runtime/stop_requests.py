@@ -81,6 +81,11 @@ def flag_is_set() -> bool:
     return _REQUESTS.flag or _REQUESTS.signal is not None
 
 
+def interrupted() -> bool:
+    """Whether this process has received SIGINT since `install`."""
+    return _REQUESTS.interrupted
+
+
 def set_flag() -> None:
     """Request a stop, from any thread: for the watchdog, which observes the launcher and the other ranks."""
     _REQUESTS.flag = True

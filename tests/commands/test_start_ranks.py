@@ -3,14 +3,19 @@
 import base64
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from launch import ROOT, environment
 
 from dschat_ppo.commands import start_ranks
 from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.launch_environment import complete_environment
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
@@ -66,7 +71,7 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine):
     with pytest.raises(Replaced) as replaced:
         start("sft", SFT)
     [command] = replaced.value.args
-    assert command[:4] == [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
+    assert command[:5] == [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", "deepspeed.launcher.launch"]
     assert command[-len(SFT) - 3 :] == ["--module", "dschat_ppo", "sft", *SFT]
     assert world_of(command) == {"localhost": [0, 1, 2, 3]}
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
@@ -144,7 +149,49 @@ def test_a_hostfile_leaves_the_ranks_to_deepspeed(machine, monkeypatch, tmp_path
     monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
     with pytest.raises(Replaced) as replaced:
         start("ppo", ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", *SFT[2:], "--num_gpus=1"])
-    assert replaced.value.args[0][1:6] == ["-m", "deepspeed.launcher.runner", "--num_accelerators", "1", "--module"]
+    assert replaced.value.args[0][4:8] == ["deepspeed.launcher.runner", "--num_accelerators", "1", "--module"]
+
+
+def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
+    machine(0)
+
+    def stopped_run(step, words):
+        stop_requests.install()
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    def early(step, words):
+        raise KeyboardInterrupt
+
+    for run, code in ((stopped_run, 130), (early, 130), (lambda step, words: stop_requests.restore() or 3, 3)):
+        monkeypatch.setattr(start_ranks, "run_training", run)
+        assert start("sft", SFT) == code
+        assert start("sft", [*SFT, "--dry_run"]) == code
+    stop_requests.restore()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (None, 5)])
+def test_the_launcher_returns_130_after_ctrl_c_alone(tmp_path, number, code):
+    """In place of DeepSpeed's launcher, a module that handles both signals as it does."""
+    (tmp_path / "waits.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda *_: sys.exit(1))\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(30 if sys.argv[2] == 'wait' else 0)\n"
+        "sys.exit(5)\n"
+    )
+    command = [sys.executable, "-m", "dschat_ppo.commands.start_ranks", "waits", str(tmp_path / "ready"),
+               "wait" if number else "end"]  # fmt: skip
+    env = environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    run = subprocess.Popen(command, env=env)
+    deadline = time.monotonic() + 60
+    while number and not (tmp_path / "ready").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    if number:
+        run.send_signal(number)
+    assert run.wait(timeout=60) == code
 
 
 def test_the_port_is_free_or_the_given_one(machine, monkeypatch):
