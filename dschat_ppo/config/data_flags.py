@@ -21,7 +21,7 @@ from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
     "auto", "prompt_response", "messages", "sharegpt", "alpaca", "preference", "implicit_preference", "hh", "ranked",
-    "kto", "question_answer", "verl", "text", "stepwise", "prm800k", "math_shepherd",
+    "kto", "question_answer", "verl", "text", "stepwise", "prm800k", "math_shepherd", "better_of_two", "user_assistant",
     # the data sets of DeepSpeed-Chat
     "Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
     "yitingxie/rlhf-reward-datasets", "openai/webgpt_comparisons", "stanfordnlp/SHP",
@@ -31,7 +31,7 @@ DATA_FORMATS = Literal[
 ]  # fmt: skip
 COLUMN_FLAGS = (
     "prompt_column", "response_column", "chosen_column", "rejected_column", "messages_column", "system_column",
-    "answer_column",
+    "answer_column", "better_column",
 )  # fmt: skip
 
 
@@ -85,6 +85,20 @@ class DataFlags:
         "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` or"
         " `system_message` if there is one; '': none",
         None,
+    )
+    system_message: str | None = flag("system message before chat messages, for rows without one of their own", None)
+    better_column: str | None = flag(
+        "column that says which of two answers is better: by its place (0 or 1), the end of its column's name or that"
+        " name",
+        None,
+    )
+    role_names: list[str] = flag_list(
+        "further names of roles in messages, as in --role_names customer=user agent=assistant; theirs=system, user,"
+        " assistant or tool",
+        list,
+    )
+    ignore_columns: list[str] = flag_list(
+        "columns to leave out knowingly, whatever they hold; with images also the placeholders of pictures", list
     )
     answer_column: str | None = flag(
         "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", None, "label_key"
@@ -159,13 +173,28 @@ class DataFlags:
             except re.error as problem:
                 raise UserError(f"--answer_pattern '{self.answer_pattern}': {problem}") from None
             require(groups > 0, f"--answer_pattern '{self.answer_pattern}' needs a group such as (.*)")
-        _ = self.template_variables  # refuses invalid JSON now
+        _ = self.template_variables, self.roles  # refuse invalid values now
 
     @property
     def columns(self) -> dict[str, str]:
         """Role ("prompt", "response", "chosen", ...) -> the column that a flag names for it."""
         named = {name.removesuffix("_column"): getattr(self, name) for name in COLUMN_FLAGS}
         return {role: column for role, column in named.items() if column is not None}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """`--role_names`: further names of roles, in lower case -> system, user, assistant or tool.
+
+        Raises:
+            UserError: an entry has another form.
+        """
+        pairs = [entry.partition("=")[::2] for entry in self.role_names]
+        for theirs, ours in pairs:
+            require(
+                bool(theirs.strip()) and ours in ("system", "user", "assistant", "tool"),
+                f"--role_names '{theirs}={ours}' must be THEIRS=OURS, with OURS one of system, user, assistant, tool",
+            )
+        return {theirs.strip().lower(): ours for theirs, ours in pairs}
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.messages import WEIGHT, Message
+from dschat_ppo.data.messages import Message
 from dschat_ppo.data.template_limits import GROUP_BYTES, check_size, in_groups
 from dschat_ppo.data.templates import (
     encode_answer,
@@ -239,8 +239,8 @@ def _render(
     assert not isinstance(example.prompt, str)
     opening = render_prompt(tokenizer, example.prompt, example.tools)
     spans = turn_spans(tokenizer, example.prompt, opening, example.tools) if all_turns else []
-    earlier = [turn for turn in example.prompt if turn["role"] == "assistant"] if spans else []
-    spans = [span for span, turn in zip(spans, earlier, strict=True) if WEIGHT not in turn]
+    said = [number for number, message in enumerate(example.prompt) if message["role"] == "assistant"]
+    spans = [span for turn, span in zip(said, spans, strict=False) if turn not in example.context]
     turns = [render_answer(tokenizer, example.prompt, opening, answer, example.tools) for answer in example.answers]
     last = 0
     for found in special.finditer(opening) if special else ():

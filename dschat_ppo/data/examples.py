@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class Example:
         tools: tool descriptions for the chat template, or None.
         suffix: of the row's name if a row gives several examples, such as ", answers 1 and 3".
         labels: of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN for a step without a label.
+        context: numbers of the prompt's messages that are turns of the assistant and no targets of SFT.
     """
 
     prompt: str | Messages
@@ -43,6 +45,7 @@ class Example:
     tools: list[Any] | None = None
     suffix: str = ""
     labels: tuple[float, ...] = ()
+    context: tuple[int, ...] = ()
 
 
 def limit_flag(use: Use) -> str:
@@ -82,12 +85,14 @@ def has_value(row: Row, path: str) -> bool:
 
 
 def text_at(row: Row, path: str) -> str:
-    """The text of a column or of a field inside it.
+    """The text of a column or of a field inside it; a number or a boolean as JSON writes it.
 
     Raises:
         UserError: it is missing, null or not text.
     """
     value = value_at(row, path)
+    if isinstance(value, bool | int | float):
+        value = json.dumps(value)
     if not isinstance(value, str):
         raise UserError(f"'{path}' is {kind_of(value)}; expected text")
     return value

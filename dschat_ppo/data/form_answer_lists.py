@@ -14,13 +14,17 @@ from datasets import Dataset
 from dschat_ppo.data.examples import Row, Use, value_at
 from dschat_ppo.data.form_readers import prompt_value
 from dschat_ppo.data.form_rows import Draft, Reading
-from dschat_ppo.data.messages import Message, Messages, kind_of, looks_like_messages, read_messages, split_answer
+from dschat_ppo.data.messages import Message, Messages, from_json, kind_of, looks_like_messages, split_answer
 from dschat_ppo.errors import UserError
 
 SCORES = ("scores", "ratings", "rewards")  # columns with a number per answer: more is better
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 _TEXTS = ("text", "answer", "response", "completion", "content")
 _SCORE = ("score", "overall_score", "rating", "reward")
+LABELS = {  # of KTO, in lower case
+    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
+    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
+}
 _GROUPS = 10_000
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_prompt` adds
 
@@ -95,6 +99,16 @@ def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
     SFT takes the good answers, a preference is every good answer with every bad one. KTO takes each answer alone.
     """
+    if reading.column("messages"):
+        column = dict(reading.columns)["messages"]
+        asked, said = split_answer(reading.messages(value_at(row, column), "messages"), column)
+        if not asked:
+            raise UserError(f"'{column}' has nothing before the assistant's answer")
+        label = _is_good(value_at(row, dict(reading.columns)["label"]))
+        answers = {"prompt": [], "sft": [said] if label else [], "unpaired": [said]}[use]
+        if use == "sft" and not label:
+            return []
+        return [Draft(asked, answers, labels=(float(label),) if use == "unpaired" else ())]
     prompt = prompt_value(row, reading)
     if use == "prompt":
         return [Draft(_as_chat(prompt, row, reading))]
@@ -105,7 +119,7 @@ def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
     good: list[tuple[int, str | Message]] = []
     bad: list[tuple[int, str | Message]] = []
     for number, (value, label) in enumerate(zip(values, labels, strict=True), start=1):
-        (good if _is_good(label) else bad).append((number, _completion(value, column)))
+        (good if _is_good(label) else bad).append((number, _completion(value, reading)))
     prompt = _as_chat(prompt, row, reading)
     if use == "sft":
         return [Draft(prompt, [answer], f", answer {number}" if len(values) > 1 else "") for number, answer in good]
@@ -122,11 +136,12 @@ def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
     ]
 
 
-def _completion(value: Any, column: str) -> str | Message:
+def _completion(value: Any, reading: Reading) -> str | Message:
+    column, value = dict(reading.columns)["response"], from_json(value)
     if isinstance(value, str):
         return value
     if looks_like_messages(value):
-        prefix, answer = split_answer(read_messages(value, column), column)
+        prefix, answer = split_answer(reading.messages(value, "response"), column)
         if not prefix:
             return answer
     raise UserError(f"'{column}' is {kind_of(value)}; expected text or one message of the assistant")
@@ -140,16 +155,15 @@ def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messag
 
 
 def _is_good(label: Any) -> bool:
-    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text (CSV files).
+    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for them.
 
     Raises:
         UserError: it is something else.
     """
-    known = {"true": True, "false": False, "1": True, "0": False, "-1": False, "1.0": True, "0.0": False, "-1.0": False}
-    text = str(label).lower()
-    if text not in known:
-        raise UserError(f"'label' is {kind_of(label)}; expected true or false")
-    return known[text]
+    text = str(label).strip().lower()
+    if text not in LABELS:
+        raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
+    return LABELS[text]
 
 
 def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str, context: tuple[str, ...] = ()) -> Dataset:

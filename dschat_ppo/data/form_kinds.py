@@ -43,9 +43,10 @@ class Kind:
     def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
         """The uses that these roles serve."""
         found = [use for use, choices in self.needs.items() if any(set(roles) <= set(columns) for roles in choices)]
-        return (*found, *(("unpaired",) if "preference" in found else ()))
+        return (*found, *(("unpaired",) if "preference" in found and "unpaired" not in found else ()))
 
 
+_ASKED = ("prompt", "instruction", "conversations", "question", "query", "input")  # columns of a prompt of its own
 _PROMPT: Roles = {"prompt": ("prompt",)}
 _PAIR: Roles = {"chosen": ("chosen",), "rejected": ("rejected",)}
 _ANSWERS: Roles = {
@@ -64,9 +65,11 @@ KINDS = (
     ),
     Kind(
         "kto",
-        {**_PROMPT, "response": ("completion", "response"), "label": ("label",)},
-        dict.fromkeys(("sft", "preference", "prompt"), (("prompt", "response", "label"),)),
-        form_answer_lists.read_kto, ("prompt", "response"), shadows=("prompt_response",),
+        {**_PROMPT, "response": ("completion", "response"), "label": ("label",),
+         "messages": ("messages", "conversations")},
+        {"preference": (("prompt", "response", "label"),),
+         **dict.fromkeys(("sft", "prompt", "unpaired"), (("prompt", "response", "label"), ("messages", "label")))},
+        form_answer_lists.read_kto, ("prompt", "response"), shadows=("prompt_response", "messages", "sharegpt"),
     ),
     Kind(
         "stepwise",
@@ -93,8 +96,17 @@ KINDS = (
         form_answer_lists.read_ranked, ("prompt",),
     ),
     Kind(
+        "better_of_two",
+        {"prompt": ("prompt", "question", "query", "instruction"),
+         "first": ("response_0", "response_a", "answer_0", "answer_a", "output_0", "output_a"),
+         "second": ("response_1", "response_b", "answer_1", "answer_b", "output_1", "output_b"),
+         "better": ("better_response_id", "better_answer_id", "better", "preferred", "preference", "winner")},
+        dict.fromkeys(("sft", "preference", "prompt"), (("prompt", "first", "second", "better"),)),
+        form_readers.read_better, ("prompt", "better"), shadows=("prompt_response",),
+    ),
+    Kind(
         "preference",
-        {**_PROMPT, **_PAIR, "response": ("response",)},
+        {"prompt": ("prompt", "question", "query", "input"), **_PAIR, "response": ("response",)},
         {"sft": (("prompt", "chosen"),), "preference": (("prompt", "chosen", "rejected"),),
          "prompt": (("prompt", "chosen"),)},
         form_readers.read_preference, ("prompt", "chosen", "rejected", "response"),
@@ -107,8 +119,8 @@ KINDS = (
     ),
     Kind(
         "messages",
-        {"messages": ("messages",)},
-        {"sft": (("messages",),), "prompt": (("messages",),)},
+        {"messages": ("messages",), "rejected": ("rejected_messages", "rejected_response")},
+        {"sft": (("messages",),), "preference": (("messages", "rejected"),), "prompt": (("messages",),)},
         form_readers.read_conversation, ("messages",), rendering="chat",
     ),
     Kind(
@@ -117,20 +129,21 @@ KINDS = (
         {"sft": (("chosen",), ("messages",)), "preference": (("chosen", "rejected"),),
          "prompt": (("chosen",), ("messages",))},
         form_readers.read_transcript, ("chosen", "rejected", "messages"), rendering="text",
-        shadows=("implicit_preference", "text"), not_with=("prompt", "instruction", "conversations"), inside=True,
+        shadows=("implicit_preference", "text"), not_with=_ASKED, inside=True,
     ),
     Kind(
         "implicit_preference",
         _PAIR,
         dict.fromkeys(("sft", "preference", "prompt"), (("chosen", "rejected"),)),
-        form_readers.read_implicit_preference, ("chosen", "rejected"),
-        not_with=("prompt", "instruction", "conversations"), inside=True,
+        form_readers.read_implicit_preference, ("chosen", "rejected"), not_with=_ASKED, inside=True,
     ),
     Kind(
         "alpaca",
-        {"prompt": ("instruction",), "input": ("input",), "response": ("output",), "history": ("history",), **_PAIR},
-        {"sft": (("prompt", "response"), ("prompt", "chosen")), "preference": (("prompt", "chosen", "rejected"),),
-         "prompt": (("prompt", "response"), ("prompt", "chosen"))},
+        {"prompt": ("instruction",), "input": ("input", "context"), "response": ("output", "response"),
+         "history": ("history",), **_PAIR},
+        {"sft": (("prompt", "response"), ("prompt", "chosen"), ("prompt", "pair")),
+         "preference": (("prompt", "chosen", "rejected"), ("prompt", "pair")),
+         "prompt": (("prompt", "response"), ("prompt", "chosen"), ("prompt", "pair"))},
         form_readers.read_alpaca, rendering="content",
     ),
     Kind(
@@ -140,8 +153,14 @@ KINDS = (
         form_readers.read_question_answer, rendering="content",
     ),
     Kind(
+        "user_assistant",
+        {"prompt": ("user", "human"), "response": ("assistant", "gpt", "bot", "model")},
+        {"sft": (("prompt", "response"),), "prompt": (("prompt", "response"),)},
+        form_readers.read_question_answer, rendering="content",
+    ),
+    Kind(
         "prompt_response",
-        {**_PROMPT, "response": ("response", "completion")},
+        {"prompt": ("prompt", "query"), "response": ("response", "completion"), "history": ("history",)},
         {"sft": (("prompt", "response"),), "prompt": (("prompt",),)},
         form_readers.read_prompt_response, ("prompt", "response"), not_with=("chosen",),
     ),

@@ -11,15 +11,7 @@ from typing import Any
 
 from dschat_ppo.data.examples import Row, Use, has_value, value_at
 from dschat_ppo.data.form_rows import Draft, Reading
-from dschat_ppo.data.messages import (
-    Message,
-    Messages,
-    kind_of,
-    looks_like_messages,
-    read_messages,
-    split_answer,
-    to_last_trained,
-)
+from dschat_ppo.data.messages import Message, Messages, kind_of, looks_like_messages, split_answer, up_to_last_target
 from dschat_ppo.errors import UserError
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -41,9 +33,10 @@ def read_prompt_response(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 
 def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """Messages whose last one is the answer; or messages up to the answer, with the columns chosen and rejected."""
+    """Messages whose last one is the answer, perhaps beside a rejected one; or messages up to the answer, which is in
+    the columns chosen and rejected."""
     column = dict(reading.columns)["messages"]
-    messages = to_last_trained(read_messages(value_at(row, column), column))
+    messages = up_to_last_target(reading.messages(value_at(row, column), "messages"), column)
     if reading.column("chosen"):
         return _pair(messages, row, reading, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":
@@ -51,7 +44,13 @@ def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
     prompt, answer = split_answer(messages, column)
     if not prompt:
         raise UserError(f"'{column}' has nothing before the assistant's answer")
-    return [Draft(_closed(prompt, column), [] if use == "prompt" else [answer])]
+    answers = [answer]
+    if use == "preference":
+        prefix, rejected, _ = _answer(row, reading, "rejected")
+        if prefix and prefix != prompt:
+            raise UserError(f"'{reading.column('rejected')}' answers another prompt than '{column}'")
+        answers.append(rejected)
+    return [_of_use(_closed(prompt, column), answers, use)]
 
 
 def read_preference(row: Row, reading: Reading, use: Use) -> list[Draft]:
@@ -82,9 +81,9 @@ def _pair(prompt: str | Messages, row: Row, reading: Reading, use: Use) -> list[
 def read_implicit_preference(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """Two conversations or texts that start with the same prompt, which ends where they begin to differ."""
     columns = dict(reading.columns)
-    chosen, rejected = (value_at(row, columns[role]) for role in ("chosen", "rejected"))
+    chosen, rejected = (reading.value(row, role) for role in ("chosen", "rejected"))
     if looks_like_messages(chosen) and looks_like_messages(rejected):
-        whole = [read_messages(chosen, columns["chosen"]), read_messages(rejected, columns["rejected"])]
+        whole = [reading.messages(chosen, "chosen"), reading.messages(rejected, "rejected")]
         if whole[0] == whole[1]:
             raise UserError("chosen and rejected are equal")
         prompt, answer = split_answer(whole[0], columns["chosen"])
@@ -150,30 +149,59 @@ def _turns(prompt: str) -> Messages:
 def read_alpaca(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """An instruction with an optional input and earlier turns, and its answer (or the better and the worse one)."""
     question = reading.text(row, "prompt")
-    extra = value_at(row, reading.column("input") or "") if reading.column("input") else None
-    history = value_at(row, reading.column("history") or "") if reading.column("history") else None
-    if not question:
-        raise UserError("the instruction is empty")
+    extra = reading.value(row, "input") if reading.column("input") else None
+    history = _history(row, reading)
     if extra is not None and not isinstance(extra, str):
         raise UserError(f"'{reading.column('input')}' is {kind_of(extra)}; expected text")
+    if not question:
+        question, extra = extra or "", None
+    if not question:
+        raise UserError("the instruction is empty")
     whole = f"{question}\n\n{extra}" if extra else question
     prompt: str | Messages = whole
     if reading.rendering == "chat":
         if reading.input_template is not None:
             whole = reading.input_template.replace("{}", whole)
-        turns: Messages = []
-        for pair in history or []:
-            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-                raise UserError(f"'history' holds {kind_of(pair)}; expected pairs of question and answer")
-            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        prompt = [*turns, {"role": "user", "content": whole}]
+        prompt = [*history, {"role": "user", "content": whole}]
     elif history:
         raise UserError("'history' holds earlier turns, which need the chat template; --apply_chat_template True")
     elif reading.input_template is None:
         prompt = _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
+    if reading.column("pair"):
+        answers = reading.value(row, "pair")
+        if not (isinstance(answers, list) and len(answers) == 2 and all(isinstance(text, str) for text in answers)):
+            raise UserError(f"'{reading.column('pair')}' is {kind_of(answers)}; expected a better and a worse answer")
+        return [_of_use(prompt, answers, use)]
     roles = ["chosen", "rejected"] if use == "preference" else ["response" if reading.column("response") else "chosen"]
     return [Draft(prompt, [] if use == "prompt" else [reading.text(row, role) for role in roles])]
+
+
+def _history(row: Row, reading: Reading) -> Messages:
+    """The earlier turns of a row: pairs of question and answer, or messages; [] without any."""
+    history = reading.value(row, "history") if reading.column("history") else None
+    if looks_like_messages(history):
+        return reading.messages(history, "history")
+    turns: Messages = []
+    for pair in history or []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UserError(f"'history' holds {kind_of(pair)}; expected pairs of question and answer")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def read_better(row: Row, reading: Reading, use: Use) -> list[Draft]:
+    """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
+    columns, texts = dict(reading.columns), [reading.text(row, role) for role in ("first", "second")]
+    names = [columns["first"].lower(), columns["second"].lower()]
+    ends = [name.rpartition("_")[2] for name in names]
+    given = reading.text(row, "better").strip().lower()
+    known = {**dict(zip(("0", "1"), (0, 1), strict=True)), **dict(zip(ends, (0, 1), strict=True)),
+             **dict(zip(names, (0, 1), strict=True))}  # fmt: skip
+    if given not in known:
+        raise UserError(f"'{columns['better']}' is {given!r}; expected one of {', '.join(known)}")
+    better = known[given]
+    return [_of_use(_closed(prompt_value(row, reading), columns["prompt"]), [texts[better], texts[1 - better]], use)]
 
 
 def read_question_answer(row: Row, reading: Reading, use: Use) -> list[Draft]:
@@ -193,28 +221,30 @@ def prompt_value(row: Row, reading: Reading) -> str | Messages:
         UserError: it is neither.
     """
     column = dict(reading.columns)["prompt"]
-    value = value_at(row, column)
+    value = reading.value(row, "prompt")
+    if isinstance(value, str) and reading.column("history"):
+        return [*_history(row, reading), {"role": "user", "content": value}]
     if isinstance(value, str):
         return value
     if isinstance(value, list) and (not value or looks_like_messages(value)):
-        return read_messages(value, column)
+        return [*_history(row, reading), *reading.messages(value, "prompt")]
     raise UserError(f"'{column}' is {kind_of(value)}; expected text or a list of role/content messages")
 
 
 def _answer(row: Row, reading: Reading, role: str) -> tuple[Messages, str | Message, bool]:
     """(messages before the answer, the answer, whether it is given as messages)."""
     column = dict(reading.columns)[role]
-    value = value_at(row, column)
-    if isinstance(value, str):
-        return [], value, False
+    value = reading.value(row, role)
+    if isinstance(value, str | bool | int | float):
+        return [], reading.text(row, role), False
     if looks_like_messages(value):
-        return *split_answer(read_messages(value, column), column), True
+        return *split_answer(reading.messages(value, role), column), True
     raise UserError(f"'{column}' is {kind_of(value)}; expected text (or messages that end with the assistant's)")
 
 
 def _holds_messages(row: Row, reading: Reading, role: str) -> bool:
     column = reading.column(role)
-    return column is not None and has_value(row, column) and looks_like_messages(value_at(row, column))
+    return column is not None and has_value(row, column) and looks_like_messages(reading.value(row, role))
 
 
 def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, column: str) -> str | Messages:

@@ -10,6 +10,13 @@ from dschat_ppo.data.form_choice import Candidate, glued_row, shown
 from dschat_ppo.data.form_rows import Rendering
 from dschat_ppo.errors import UserError
 
+QUESTIONS = (
+    "question",
+    "query",
+    "input",
+    "instruction",
+)  # columns of what a user says, not of text as a model reads it
+
 
 class Rendered(NamedTuple):
     """Rendering, whether text prompts become user messages, words for the log, and a warning or ""."""
@@ -31,7 +38,9 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
     if wanted and (kind.name in SETS or kind.name == "text"):
         reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
         raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
-    is_content = kind.rendering == "content" and wanted is None and flags.input_template is None and has_template
+    of_a_question = flags.prompt_column is None and kind.name in ("preference", "better_of_two", "prompt_response")
+    asks = kind.rendering == "content" or (of_a_question and chosen.columns.get("prompt") in QUESTIONS)
+    is_content = asks and wanted is None and flags.input_template is None and has_template
     if chosen.is_chat or wanted or is_content:
         if not has_template:
             raise UserError(
@@ -56,7 +65,7 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
             "text", False, about + ("" if wanted is False or not has_template else ", without the chat template")
         )
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or kind.rendering == "content" or "steps" in chosen.drafts:
+    if not has_template or asks or "steps" in chosen.drafts:
         chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
         return Rendered(
             "text", False, about,

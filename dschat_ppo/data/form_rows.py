@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from dschat_ppo.data.examples import Example, Row, Use, check_answers, margin_of, text_at, truth_of, value_at
-from dschat_ppo.data.messages import Message, Messages, read_tools
+from dschat_ppo.data.messages import CONTEXT, Message, Messages, from_json, read_messages, read_tools
 from dschat_ppo.errors import UserError
 
 Rendering = Literal["chat", "text"]
@@ -35,8 +36,11 @@ class Reading:
         wrap: a prompt that is text becomes the user's message.
         input_template: text around a prompt that is text; `{}` stands for the prompt.
         system, tools: columns, or None.
+        system_message: `--system_message`, for rows without one.
         truth: column of the correct answer, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
+        role_names: `--role_names`.
+        placeholders: texts that stand for ignored pictures, to be removed.
     """
 
     form: str
@@ -48,10 +52,25 @@ class Reading:
     tools: str | None = None
     truth: str | None = None
     truth_pattern: str | None = None
+    system_message: str | None = None
+    role_names: tuple[tuple[str, str], ...] = ()
+    placeholders: tuple[str, ...] = ()
 
     def column(self, role: str) -> str | None:
         """The column of a role, or None."""
         return dict(self.columns).get(role)
+
+    def value(self, row: Row, role: str) -> Any:
+        """The value in the column of a role; messages that are stored as JSON text are parsed.
+
+        Raises:
+            UserError: the row has none.
+        """
+        return from_json(value_at(row, dict(self.columns)[role]))
+
+    def messages(self, value: Any, role: str) -> Messages:
+        """`read_messages` of a value in the column of a role."""
+        return read_messages(value, dict(self.columns)[role], dict(self.role_names))
 
     def text(self, row: Row, role: str) -> str:
         """The text in the column of a role.
@@ -93,10 +112,26 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
             if use != "steps":  # whose steps may be equal
                 check_answers(draft.answers)
             prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
-            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels))
+            context: tuple[int, ...] = ()
+            if isinstance(prompt, list):
+                context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+                prompt = [{key: value for key, value in message.items() if key != CONTEXT} for message in prompt]
+            if reading.placeholders:
+                prompt, *answers = (_without(part, reading.placeholders) for part in (prompt, *draft.answers))
+                draft = replace(draft, answers=answers)
+            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels, context))
     except UserError as problem:
         raise UserError(f"{where}: {problem}") from None
     return examples
+
+
+def _without(part: Any, placeholders: tuple[str, ...]) -> Any:
+    """A text, a message or messages without these texts."""
+    if isinstance(part, list):
+        return [_without(message, placeholders) for message in part]
+    if isinstance(part, dict):
+        return {**part, "content": _without(part["content"], placeholders)}
+    return re.sub("|".join(map(re.escape, placeholders)), "", part)
 
 
 def split_pair(draft: Draft) -> list[Draft]:
@@ -132,13 +167,16 @@ def _rendered(prompt: str | Messages, reading: Reading) -> str | Messages:
 def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Messages:
     system = value_at(row, reading.system) if reading.system else None
     if system is None or system == "":
-        return prompt
+        system = reading.system_message
+        if not system or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
+            return prompt
     if not isinstance(system, str):
         raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
     if isinstance(prompt, str):
+        source = f"'{reading.system}' holds" if reading.system else "--system_message is"
         raise UserError(
-            f"'{reading.system}' holds a system message, which needs the chat template; {CHOOSE_CHAT}, "
-            "--system_column '' ignores the column"
+            f"{source} a system message, which needs the chat template; {CHOOSE_CHAT}, --system_column '' ignores the "
+            "column"
         )
     if prompt[0]["role"] != "system":
         return [{"role": "system", "content": system}, *prompt]

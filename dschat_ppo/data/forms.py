@@ -7,7 +7,7 @@ rows can be read in two ways, it stops and shows both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +15,38 @@ from typing import Any
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
-from dschat_ppo.data.form_answer_lists import group_by_prompt
-from dschat_ppo.data.form_choice import Candidate, choose, try_kind
+from dschat_ppo.data.form_answer_lists import LABELS, group_by_prompt
+from dschat_ppo.data.form_choice import Candidate, choose, shown, try_kind
 from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, Kind, kind_named
 from dschat_ppo.data.form_rendering import rendering_of
 from dschat_ppo.data.form_rows import Reading, Rendering, read_row
+from dschat_ppo.data.messages import alternates, from_json, looks_like_messages
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
-_CONTENT = ("prompt", "response", "chosen", "rejected", "messages")
+_CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+_PLACEHOLDERS = ("<image>\n", "<image>", "<video>\n", "<video>", "<audio>\n", "<audio>")
+# Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
+_ALWAYS_CONTENT = (*PICTURES, "history", "weight", "weights", "loss_mask", "mask", "functions", "rejected_messages")
+# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them.
+_MAY_BE_CONTENT = {
+    name for kind in KINDS for role, names in kind.roles.items() for name in names
+    if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
+} - {"answer", "answers"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
+_OF_REWARDS = (
+    "response",
+    "responses",
+    "completion",
+    "output",
+    "label",
+    "labels",
+    "steps",
+    "completions",
+    "model",
+    "bot",
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bo
         UserError: no form fits, a flag names a column that does not exist, or the rows can be read in two ways; the
             message then shows both and how to choose.
     """
-    rows = rows[:FIRST_ROWS]
+    columns, rows = _without_ignored(name, columns, rows[:FIRST_ROWS], flags)
     by_flag, note = _columns_by_flag(name, columns, rows, flags)
     content = {role: column for role, column in by_flag.items() if role in _CONTENT}
     known = set_named(name) if flags.data_format == "auto" and not content else None
@@ -153,10 +175,25 @@ def _form(
     truth, pattern = _truth(chosen, rows, flags, by_flag)
     reading = Reading(
         kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
-        None if is_named else system, None if is_named else tools, truth, pattern,
+        None if is_named else system, None if is_named else tools, truth, pattern, flags.system_message,
+        tuple(flags.roles.items()), _PLACEHOLDERS if set(PICTURES) & set(flags.ignore_columns) else (),
     )  # fmt: skip
+    used = {path.split(".")[0] for path in (*chosen.columns.values(), system, tools, truth) if path}
+    used |= {"margin"} if "rejected" in chosen.columns else set()
+    unused = [] if is_named else [column for column in columns if column not in used and not column.startswith("_")]
+    if has_prose:
+        unused.remove("tools")
+    if flags.system_column is not None:
+        unused = [column for column in unused if column not in SYSTEM_COLUMNS]
+    is_chosen = bool(set(by_flag) & set(_CONTENT)) or flags.data_format != "auto"
+    _require_no_content(name, unused, rows, chosen, is_chosen)
     if is_named and by_flag.get("system"):
         raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
+    if flags.system_message and (is_named or rendering == "text"):
+        raise UserError(
+            f"{name}: --system_message precedes chat messages, but the prompts are text; --apply_chat_template True "
+            "makes chat messages of them"
+        )
     systems = [value_at(row, reading.system) for row in rows if reading.system and has_value(row, reading.system)]
     if rendering == "text" and any(systems):
         raise UserError(
@@ -168,14 +205,17 @@ def _form(
     parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})", about]
     parts += [f"system messages from '{system}'"] if reading.system else []
     parts += [f"tools from '{tools}'"] if reading.tools else []
+    parts += [f"other columns, which only rewards see: {_listed(unused)}"] if unused else []
+    messages = [value_at(row, chosen.columns["messages"]) for row in rows[:1]] if "messages" in chosen.columns else []
+    parts += ["the texts of a row are turns of user and assistant in turn"] if any(map(alternates, messages)) else []
     parts += ["the column 'tools' is not used, since it is not JSON"] if has_prose else []
     parts += [f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else "")] if truth else []
     if flags.input_template is not None and template is None:
         parts.append("--input_template does not apply")
-    if kind.name == "preference" and "response" in chosen.columns:
+    if {"response", "chosen"} <= set(chosen.columns):
         parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
     regroup = None
-    if kind.name == "kto":
+    if kind.name == "kto" and "messages" not in chosen.columns:
         context = tuple(column for column in (reading.system, reading.tools) if column)
         nested = [column for column in (*chosen.columns.values(), *context) if column not in columns]
         if nested:
@@ -232,6 +272,80 @@ def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
     return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
 
 
+def _without_ignored(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[list[str], list[Row]]:
+    """Columns and rows without those that `--ignore_columns` names.
+
+    Raises:
+        UserError: the only data set has no such column.
+    """
+    missing = [column for column in flags.ignore_columns if column not in columns]
+    if missing and len(flags.data_path) == 1:
+        raise UserError(f"--ignore_columns {missing[0]}: {name} has no such column; it has {_listed(columns)}")
+    kept = [column for column in columns if column not in flags.ignore_columns]
+    return kept, [{column: value for column, value in row.items() if column in kept} for row in rows]
+
+
+def _require_no_content(name: str, unused: list[str], rows: list[Row], chosen: Candidate, by_flag: bool) -> None:
+    """Refuse a reading that leaves out a column with content: no other form would tell.
+
+    What a column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
+    holds all that is read (the same as one text).
+
+    Args:
+        name: of the data set.
+        unused: columns that the reading does not use.
+        rows: the first rows.
+        chosen: the reading.
+        by_flag: whether flags choose the reading; what others would read is then left out knowingly.
+
+    Raises:
+        UserError: the message shows the column, the reading and the way out.
+    """
+    only_prompts = set(chosen.drafts) == {"prompt"}
+    for column in unused:
+        known = column in _ALWAYS_CONTENT or (column in _MAY_BE_CONTENT and not by_flag)
+        if not known or (only_prompts and column in _OF_REWARDS):
+            continue
+        if column in ("label", "labels") and not all(_is_label(row.get(column)) for row in rows):
+            continue
+        for number, row in enumerate(rows):
+            value = row.get(column)
+            by_use = [[line for draft in found[number] or [] for line in _lines([draft.prompt, *draft.answers])]
+                      for found in chosen.drafts.values()]  # fmt: skip
+            if value in (None, "", [], {}) or (column in ("weight", "weights") and value == 1) or not all(by_use):
+                continue
+            held, everything = list(_lines(from_json(value))), "\n".join(line for lines in by_use for line in lines)
+            is_read = bool(held) and all(line in everything for line in held)
+            holds_all = any(all(line in "\n".join(held) for line in lines) for lines in by_use)
+            if column in PICTURES or not (is_read or holds_all):
+                draft = next(draft for found in chosen.drafts.values() for draft in found[number] or [])
+                way = f"--ignore_columns {column} leaves it out"
+                if column in PICTURES:
+                    way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+                raise UserError(
+                    f"{name}: its column '{column}' holds content, {str(value)[:60]!r}, that the form "
+                    f"{chosen.kind.name} does not use; it reads {shown(draft)}. {way}; --prompt_column, "
+                    "--response_column, ... and --data_format choose another reading"
+                )
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, list) or str(value).strip().lower() in LABELS
+
+
+def _lines(value: Any) -> Iterator[str]:
+    """The lines of all texts inside a value, without the white space around them; of a message its content alone."""
+    if isinstance(value, dict) and looks_like_messages(value):
+        value = value.get("content", value.get("value"))
+    if isinstance(value, str):
+        yield from (line.strip() for line in value.splitlines() if line.strip())
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _lines(inner)
+    elif value is not None:
+        yield json.dumps(value, default=str)
+
+
 def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
     """Role -> column of a form: the one that a flag names, or else the first of its names that exists."""
     found = {}
@@ -242,7 +356,15 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
-    return found
+    if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
+        del found["prompt"]  # of Alpaca's form
+    answers = found.get("response")
+    if kind.name == "alpaca" and answers and any(isinstance(row.get(answers), list) for row in rows):
+        found["pair"] = found.pop("response")
+    # a column whose partner is missing, as chosen without rejected, has no role
+    of_needs = [set(roles) for choices in kind.needs.values() for roles in choices]
+    served = set().union(*(roles for roles in of_needs if roles <= set(found)))
+    return {role: column for role, column in found.items() if role in served or role not in set().union(*of_needs)}
 
 
 def _require_one_column(
@@ -255,13 +377,20 @@ def _require_one_column(
         if used is None or role in by_flag:
             continue
         for other, row in ((other, row) for other in others for row in rows):
-            if has_value(row, used) and has_value(row, other) and value_at(row, used) != value_at(row, other):
+            if has_value(row, used) and has_value(row, other) and _differ(value_at(row, used), value_at(row, other)):
                 values = (f"'{path}', {str(value_at(row, path))[:40]!r}" for path in (used, other))
-                choice = f"name it with --{role}_column" if role in chosen.kind.by_flag else "rename one of them"
+                choice = f"--ignore_columns {other} leaves the second one out"
+                if role in chosen.kind.by_flag:
+                    choice = f"name it with --{role}_column"
                 raise UserError(
                     f"{name}: its rows can be read in two ways, as the {role} of the form {chosen.kind.name} is "
                     f"{' or '.join(values)}; {choice}"
                 )
+
+
+def _differ(used: Any, other: Any) -> bool:
+    """Whether the second value says what the first does not."""
+    return used != other and not (isinstance(used, str) and isinstance(other, str) and other.strip() in used)
 
 
 def _check_forced(

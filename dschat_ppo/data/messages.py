@@ -1,7 +1,8 @@
 """Chat messages as data sets store them, to plain lists of messages for a chat template.
 
-Accepted are role/content and from/value (ShareGPT), content as text or as text parts, tool calls and tool messages.
-Keys whose value is null are dropped, because Arrow adds every key of a column to every message.
+Accepted are role/content and from/value (ShareGPT), content as text or as text parts, tool calls and tool messages, and
+lists of texts, which alternate between user and assistant. Keys whose value is null are dropped, because Arrow adds
+every key of a column to every message.
 """
 
 from __future__ import annotations
@@ -13,19 +14,32 @@ from dschat_ppo.errors import UserError
 
 Message = dict[str, Any]
 Messages = list[Message]
-ROLES = {
+ROLES = {  # in lower case
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    "function": "function", "ipython": "ipython", "human": "user", "gpt": "assistant", "observation": "tool",
-    "function_call": "assistant", "tool_call": "assistant", "tool_response": "tool", "model": "assistant",
-    "chatgpt": "assistant", "bot": "assistant",
+    "function": "function", "ipython": "ipython", "human": "user", "prompter": "user", "gpt": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "chatbot": "assistant", "ai": "assistant",
+    "observation": "tool", "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant", "tool_calls": "assistant",
 }  # fmt: skip
-_EXPECTED = (
-    "system, user, assistant or tool (also human, gpt, model, bot, chatgpt, observation, function_call, tool_call, "
-    "tool_response); --role_names theirs=ours names others"
-)
-# Keys by which data sets say whether a turn is trained. A turn of the assistant that is not keeps `WEIGHT`: 0.
-WEIGHT = "weight"
-_TRAINED = (WEIGHT, "loss_mask", "train", "loss")
+_CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
+_EXPECTED = "system, user, assistant or tool (also human, gpt, model, observation, tool_call, ...); --role_names"
+_EXPECTED += " 'theirs=ours' names others"
+_WEIGHTS = ("weight", "loss_mask", "train", "loss")  # keys by which data sets exclude a turn from training
+_NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
+
+
+def from_json(value: Any) -> Any:
+    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if isinstance(found, dict) and isinstance(found.get("messages"), list):
+        found = found["messages"]
+    return found if looks_like_messages(found) else value
 
 
 def looks_like_messages(value: Any) -> bool:
@@ -37,16 +51,17 @@ def looks_like_messages(value: Any) -> bool:
     return any(map(looks_like_messages, value))
 
 
-def read_messages(value: Any, column: str) -> Messages:
+def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
     """Normalise the messages of one field.
 
     Args:
-        value: a list of messages, one message, or JSON of either (CSV files hold lists as text).
+        value: a list of messages or texts, one message, or JSON of these (CSV files hold lists as text).
         column: name of the field, for messages of errors.
+        role_names: `--role_names`, further names of roles in lower case -> one of `ROLES`.
 
     Returns:
-        New messages: `role` and `content` (text), then the other keys that are not null. A message of the assistant
-        that its owner excluded from training has `WEIGHT` 0.
+        New messages: `role` and `content` (text), then the other keys that are not null. A turn of the assistant that
+        its data set excludes from training has the key `CONTEXT`.
 
     Raises:
         UserError: a message cannot be used; the text says which one and why, and does not name the row.
@@ -54,25 +69,37 @@ def read_messages(value: Any, column: str) -> Messages:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         value = parse_json(value, f"'{column}'")
     if isinstance(value, dict):
-        value = [value]
+        value = value["messages"] if isinstance(value.get("messages"), list) else [value]
     if not isinstance(value, list):
         raise UserError(f"'{column}' is {kind_of(value)}; expected a list of role/content messages")
     if not value:
         raise UserError(f"'{column}' is an empty list; expected role/content messages")
-    return [_read_message(message, f"message {number} of '{column}'") for number, message in enumerate(value, start=1)]
+    if alternates(value):
+        value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
+    roles = ROLES | (role_names or {})
+    return [_read_message(one, f"message {number} of '{column}'", roles) for number, one in enumerate(value, start=1)]
 
 
-def _read_message(message: Any, name: str) -> Message:
+def alternates(value: Any) -> bool:
+    """Whether a list holds texts and no messages: turns of user and assistant."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(text, str) and not looks_like_messages(from_json(text)) for text in value)
+    )
+
+
+def _read_message(message: Any, name: str, roles: dict[str, str]) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{name} is {kind_of(message)}; expected an object with role and content")
     given = {key: value for key, value in message.items() if value is not None}
     is_sharegpt = "role" not in given and "from" in given
     role, content = (given.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
-    role = role.lower() if isinstance(role, str) else role
-    if not isinstance(role, str) or role not in ROLES:
+    known = roles.get(role.strip().lower()) if isinstance(role, str) else None
+    if known is None:
         raise UserError(f"{name} has {f'role {role!r}' if role is not None else 'no role'}; expected {_EXPECTED}")
     calls = without_nulls(given.pop("tool_calls", None))
-    if role in ("function_call", "tool_call"):
+    if role.strip().lower() in _CALLS:
         calls, content = _calls_of(content, name), ""
     if content is None and calls:
         content = ""
@@ -80,16 +107,27 @@ def _read_message(message: Any, name: str) -> Message:
         raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
     if calls:
         given["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
-    excluded = [key for key in _TRAINED if key in given and not _is_trained(given.pop(key), key, name)]
-    if excluded and ROLES[role] == "assistant":
-        given[WEIGHT] = 0
-    return {"role": ROLES[role], "content": _text_of(content, name), **given}
+    weights = {key: given.pop(key) for key in _WEIGHTS if key in given}
+    for key, weight in weights.items():
+        if str(weight).lower() not in _NUMBERS:
+            raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected 0 or 1, which leave it out or train it")
+    if known == "assistant" and not all(_NUMBERS[str(weight).lower()] for weight in weights.values()):
+        given[CONTEXT] = True
+    return {"role": known, "content": _text_of(content, name), **given}
 
 
-def _is_trained(value: Any, key: str, name: str) -> bool:
-    if str(value).lower() not in ("1", "0", "1.0", "0.0", "true", "false"):
-        raise UserError(f"{name} has the {key} {value!r}; a turn is trained (1, true) or not (0, false)")
-    return str(value).lower() in ("1", "1.0", "true")
+def up_to_last_target(messages: Messages, column: str) -> Messages:
+    """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all.
+
+    Raises:
+        UserError: every turn is excluded.
+    """
+    if CONTEXT not in messages[-1]:
+        return messages
+    targets = [n for n, message in enumerate(messages) if message["role"] == "assistant" and CONTEXT not in message]
+    if not targets:
+        raise UserError(f"'{column}' excludes every turn of the assistant from training")
+    return messages[: targets[-1] + 1]
 
 
 def _text_of(content: Any, name: str) -> str:
@@ -167,14 +205,6 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"
 
 
-def to_last_trained(messages: Messages) -> Messages:
-    """The messages up to the last one of the assistant that is trained, if they end with one that is not."""
-    if messages[-1]["role"] != "assistant" or WEIGHT not in messages[-1]:
-        return messages
-    answers = [at for at, turn in enumerate(messages, start=1) if turn["role"] == "assistant" and WEIGHT not in turn]
-    return messages[: answers[-1]] if answers else messages
-
-
 def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Message]:
     """Split messages before the answer, which is the last one.
 
@@ -186,7 +216,5 @@ def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Messa
     """
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
-    answer = messages[-1]
-    if WEIGHT in answer:
-        raise UserError(f"the answer of '{column}' is excluded from training ({WEIGHT} 0)")
+    answer = {key: value for key, value in messages[-1].items() if key != CONTEXT}
     return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer

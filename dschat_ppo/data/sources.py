@@ -120,6 +120,11 @@ def _parse(spec: str, flag: str) -> tuple[str, str | None, str | None, float | N
     rest, weight, samples = _without_mixing(whole, spec, flag)
     if os.path.lexists(rest):
         return rest, None, None, weight, samples
+    if rest == "local/jsonfile":
+        raise UserError(
+            f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the files "
+            "themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path data/eval.json"
+        )
     split = None
     if rest.endswith("]"):
         depth, start = 0, len(rest)

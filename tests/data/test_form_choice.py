@@ -66,7 +66,7 @@ def test_a_flag_that_names_the_column_chooses_too():
         ),
         (
             {"prompt": "P:", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1]},
-            r"as the scores of the form ranked is 'scores', '\[1, 2\]' or 'rewards', '\[2, 1\]'; rename one of them",
+            r"as the scores of the form ranked is 'scores', '\[1, 2\]' or 'rewards', '\[2, 1\]'; --ignore_.* rewards.*",
             None, None,
         ),
     ],

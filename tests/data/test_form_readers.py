@@ -114,7 +114,7 @@ BAD = {
     "prompt is no list of messages": ({"prompt": [], "response": "a"}, "sft", "'prompt' is an empty list"),
     "prompt is empty": ({"prompt": "", "response": "a"}, "sft", "the prompt is empty"),
     "response is null": ({"prompt": "p:", "response": None}, "sft", "'response' is null"),
-    "response is a number": ({"prompt": "p:", "response": 3.5}, "sft", "'response' is float"),
+    "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is dict"),
     "response ends with a question": ({"prompt": "p:", "response": [ASK]}, "sft", "'response' ends with .* 'user'"),
     "empty answer": ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
     "empty rejected": ({"prompt": "p:", "chosen": "c", "rejected": ""}, "preference", "rejected answer is empty"),
@@ -131,7 +131,7 @@ BAD = {
     "two answers": ({"messages": [ASK, ROOF, HALL]}, "prompt", "'messages' ends with the assistant's message"),
     "unknown role": (
         {"messages": [ASK, HALL, {"role": "narrator", "content": "b"}]}, "sft",
-        "message 3 of 'messages' has role 'narrator'; expected system, user, assistant or tool",
+        "message 3 of 'messages' has role 'narrator'; expected system, user, .*--role_names",
     ),
     "no content": ({"messages": [{"role": "user", "text": "a"}]}, "prompt", "message 1 of 'messages' has no content"),
     "different prompts": (

@@ -1,0 +1,165 @@
+"""Shapes of data sets of other projects (`inputs/`), and the rule behind them: no content is left out silently."""
+
+import json
+from pathlib import Path
+
+import pytest
+from form_fixtures import ASK, assistant, form_of, read, user
+from test_docs_examples import SECTIONS
+from tiny_tokenizers import tokenizer_of
+from transformers import AutoTokenizer
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.sample_text import row_sample
+from dschat_ppo.errors import UserError
+
+INPUTS = Path(__file__).parent / "inputs"
+LAMP, COLOUR = "user: Where is the lamp?", "user: And its colour?"
+EARLIER = [LAMP, "assistant: In the hall."]
+CALL = {"type": "function", "function": {"name": "find_thing", "arguments": {"thing": "lamp"}}}
+# File -> (flags, use, the prompt of its first row, and its answers).
+SHAPES = {
+    "question_pairs_plain": ({}, "preference", [LAMP], ["The lamp is in the hall.", "The lamp is lost."]),
+    "input_pairs": ({}, "preference", ["system: Be brief.", LAMP], ["It is in the hall.", "It is lost."]),
+    "prompt_response_history": ({}, "sft", [*EARLIER, COLOUR + "\n"], ["red."]),
+    "query_response_history": ({}, "sft", ["system: Be brief.", *EARLIER, COLOUR], ["red."]),
+    "images_placeholder": (
+        {"ignore_columns": ["images"]}, "sft", ["user: What is the lamp's colour?"], ["red."]
+    ),
+    "kto_messages": ({}, "unpaired", [LAMP], ["In the hall."]),
+    "kto_string_labels": ({}, "unpaired", "Where is the lamp?\n", ["In the hall."]),
+    "rejected_messages": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "alpaca_dpo_list": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "ab_better_id": ({"apply_chat_template": True}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "roles_capital": ({}, "sft", [LAMP], ["In the hall."]),
+    "roles_model": ({}, "sft", [LAMP], ["In the hall."]),
+    "tool_call_roles": ({}, "sft", [LAMP, "assistant: ", 'tool: {"room": "hall"}'], ["In the hall."]),
+    "user_assistant": ({}, "sft", [LAMP], ["In the hall."]),
+    "dialogue_list": ({}, "sft", [LAMP], ["In the hall."]),
+    "mixed_output_types": ({}, "sft", ["user: What is 0 + 1?"], ["1"]),
+    "alpaca_empty_instruction": ({}, "sft", [LAMP], ["In the hall."]),
+    "json_string_pairs": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "turn_weight": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
+    "turn_loss_mask": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
+    "turn_train_false": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
+}  # fmt: skip
+
+
+def rows_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in (INPUTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_of_another_project_is_read(name):
+    flags, use, prompt, answers = SHAPES[name]
+    example = read(rows_of(name), use, **flags)[0]
+    found = example.prompt if isinstance(example.prompt, str) else [
+        f"{turn['role']}: {turn['content']}" for turn in example.prompt
+    ]  # fmt: skip
+    assert found == prompt and example.answers == answers
+    if isinstance(example.prompt, list):
+        assert all(set(turn) <= {"role", "content", "tool_calls"} for turn in example.prompt)
+
+
+def test_labels_turns_and_calls_of_these_shapes():
+    assert [one.labels for one in read(rows_of("kto_messages"), "unpaired")[:2]] == [(1.0,), (0.0,)]
+    assert [one.labels for one in read(rows_of("kto_string_labels"), "unpaired")[:2]] == [(0.0,), (1.0,)]
+    assert len(read(rows_of("kto_messages"), "sft")) == sum(row["label"] for row in rows_of("kto_messages"))
+    assert read(rows_of("tool_call_roles"), "sft")[0].prompt[1]["tool_calls"] == [CALL]
+    pairs = read(rows_of("ab_better_id"), "preference", apply_chat_template=True)
+    assert pairs[1].answers == ["In the attic.", "Find it."], "the second answer is better"
+    assert "turns of user and assistant" in form_of(rows_of("dialogue_list")).description
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["turn_weight", "turn_loss_mask", "turn_train_false"])
+def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming, assets, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    given = {"streaming": True, "streaming_rows": 4} if streaming else {}
+    flags = DataFlags([str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path), **given)
+    rows = prepare("sft", tokenizer, flags, 400, all_turns=True).train
+    for number in range(2):
+        batch = collate_sft(rows, [number], 0, train_on_prompt=False)
+        assert "WRONG DRAFT" in tokenizer.decode(batch.input_ids[0])
+        trained = tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]])
+        assert "WRONG" not in trained and "DRAFT" not in trained and trained.startswith("In the ")
+        assert "⟦In the " in row_sample(tokenizer, rows[number]) and "⟦WRONG" not in row_sample(tokenizer, rows[number])
+
+
+def test_a_conversation_ends_with_its_last_trained_turn():
+    kept = [ASK, assistant("In the hall."), user("Sure?"), assistant("No.", train=False)]
+    for use, answers in (("sft", ["In the hall."]), ("prompt", [])):
+        (found,) = read([{"messages": kept}], use)
+        assert (found.prompt, list(found.answers)) == ([ASK], answers)
+    with pytest.raises(UserError, match="row 1: 'messages' excludes every turn"):
+        read([{"messages": [ASK, assistant("No.", loss=0)]}], "sft")
+    with pytest.raises(UserError, match="'weight' of message 2 of 'messages' is float .'0.5'.; expected 0 or 1"):
+        read([{"messages": [ASK, assistant("No.", weight=0.5)]}], "sft")
+    found = read([{"messages": [ASK, assistant("Yes.", weight=1), user("b"), assistant("c", weight="1.0")]}], "sft")
+    assert "weight" not in str(found) and found[0].context == ()
+    asked = [ASK, assistant("No.", weight=0), user("Sure?")]
+    assert len(read([{"messages": asked}], "prompt")[0].prompt) == 3, "a prompt after an excluded turn"
+
+
+def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
+    rows = [{"messages": [{"role": "Customer", "content": "Hi"}, {"role": "agent", "content": "Hello."}]}]
+    with pytest.raises(UserError, match="role 'Customer'.*--role_names"):
+        read(rows, "sft")
+    [example] = read(rows, "sft", role_names=["customer=user", "agent=assistant"], system_message="Be brief.")
+    assert [turn["role"] for turn in example.prompt] == ["system", "user"] and example.answers == ["Hello."]
+    assert example.prompt[0]["content"] == "Be brief."
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
+    [example] = read([{"messages": [*own, {"role": "assistant", "content": "x"}]}], "sft", system_message="Be brief.")
+    assert example.prompt[0]["content"] == "Be long.", "a row's own message counts"
+    with pytest.raises(UserError, match="--system_message.*--apply_chat_template True"):
+        form_of([{"prompt": "Q: ", "response": "a"}], system_message="Be brief.")
+    with pytest.raises(UserError, match="--role_names 'customer='"):
+        form_of(rows, role_names=["customer"])
+
+
+MARK = "stands nowhere else"
+OTHERS = {
+    "question": MARK, "query": MARK, "input": MARK, "instruction": MARK, "context": MARK, "system": MARK,
+    "prompt": MARK, "messages": [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}],
+    "history": [[MARK, MARK]], "images": [f"{MARK}.jpg"], "weight": 0.5, "loss_mask": [0, 1], "label": True,
+    "rejected": MARK, "chosen": MARK, "response": MARK, "completion": MARK, "output": MARK, "text": MARK,
+}  # fmt: skip
+OF_REWARDS = {"response", "completion", "output", "label"}  # answers beside prompts alone
+
+
+@pytest.mark.parametrize("column", OTHERS)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_a_column_with_content_is_read_or_named_whatever_the_form(section, column):
+    """Either what the column holds is part of what is read, or the run ends with the column's name and a way out."""
+    rows = [{**row, column: OTHERS[column]} for row in section.rows]
+    if column in section.rows[0]:
+        pytest.skip("a column of the form itself")
+    try:
+        form = form_of(rows)
+        uses = [use for use in form.uses if use != "unpaired" and (use, form.name) != ("preference", "kto")]
+        found = [example for use in uses for example in form.read(rows[0], use, "row 1")]
+    except UserError as problem:
+        assert "--" in str(problem) or str(problem).startswith("row 1: ")
+        kept = form_of(rows, ignore_columns=[column])
+        assert kept.name == form_of(section.rows).name
+        return
+    of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS
+    is_told = f"not '{column}'" in form.description  # SFT learns the response and not the chosen answer
+    assert MARK in str(found) or of_rewards or is_told or form.name == "kto"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_other_columns_are_listed_once_and_change_nothing(section):
+    rows = [{**row, "id": 7, "category": "maths", "score_chosen": 2.5, "difficulty": "low"} for row in section.rows]
+    form, plain = form_of(rows), form_of(section.rows)
+    assert form.name == plain.name and form.rendering == plain.rendering
+    assert "'category'" in form.description and "'difficulty'" in form.description
+
+
+def test_ignored_columns_must_exist_and_the_name_of_deepspeed_chats_files_leads_to_them(tmp_path):
+    with pytest.raises(UserError, match="--ignore_columns picture.*it has 'prompt', 'response'"):
+        form_of([{"prompt": "Q: ", "response": "a"}], ignore_columns=["picture"])
+    with pytest.raises(UserError, match=r"local/jsonfile.*data/train\.json.*--data_format local/jsonfile"):
+        prepare("sft", tokenizer_of("bytes"), DataFlags(["local/jsonfile"], data_output_path=str(tmp_path)), 64)
