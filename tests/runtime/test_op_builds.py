@@ -264,11 +264,10 @@ def test_a_lock_that_is_closed_but_not_yet_removed_is_waited_for(tmp_path, quick
 
 def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
     (tmp_path / TORCH_LOCK).touch()
-    monkeypatch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
-    with pytest.raises(UserError, match="whose owner cannot be found"):
-        exclusive(tmp_path).__enter__()
-    monkeypatch.undo()
-    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
+        with pytest.raises(UserError, match="whose owner cannot be found"):
+            exclusive(tmp_path).__enter__()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user's
     with pytest.raises(UserError, match="whose owner cannot be found"):
         exclusive(tmp_path).__enter__()
