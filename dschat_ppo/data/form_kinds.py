@@ -115,13 +115,13 @@ KINDS = (
         "sharegpt",
         {"messages": ("conversations", "conversation"), **_PAIR},
         {"sft": (("messages",),), "preference": (("messages", "chosen", "rejected"),), "prompt": (("messages",),)},
-        form_readers.read_conversation, rendering="chat",
+        form_readers.read_conversation, rendering="chat", shadows=("user_assistant",),
     ),
     Kind(
         "messages",
         {"messages": ("messages",), "rejected": ("rejected_messages", "rejected_response")},
         {"sft": (("messages",),), "preference": (("messages", "rejected"),), "prompt": (("messages",),)},
-        form_readers.read_conversation, ("messages",), rendering="chat",
+        form_readers.read_conversation, ("messages",), rendering="chat", shadows=("user_assistant",),
     ),
     Kind(
         "hh",
@@ -148,7 +148,7 @@ KINDS = (
     ),
     Kind(
         "question_answer",
-        {"prompt": ("question",), "response": ("answer",)},
+        {"prompt": ("question",), "response": ("answer", "response")},
         {"sft": (("prompt", "response"),), "prompt": (("prompt", "response"),)},
         form_readers.read_question_answer, rendering="content",
     ),

@@ -7,8 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dschat_ppo.data.examples import Example, Row, Use, check_answers, margin_of, text_at, truth_of, value_at
-from dschat_ppo.data.messages import CONTEXT, Message, Messages, from_json, read_messages, read_tools
+from dschat_ppo.data.examples import Example, Row, Use, check_answers, has_value, margin_of, text_at, truth_of, value_at
+from dschat_ppo.data.messages import (
+    CONTEXT,
+    Message,
+    Messages,
+    from_json,
+    read_messages,
+    read_tools,
+    tools_beside,
+    without_pictures,
+)
 from dschat_ppo.errors import UserError
 
 Rendering = Literal["chat", "text"]
@@ -40,7 +49,8 @@ class Reading:
         truth: column of the correct answer, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: `--role_names`.
-        placeholders: texts that stand for ignored pictures, to be removed.
+        placeholders: texts that stand for ignored pictures, to be removed; picture parts of messages are removed too.
+        empty: columns that the reading does not use, and that hold no content in the first rows.
     """
 
     form: str
@@ -55,6 +65,7 @@ class Reading:
     system_message: str | None = None
     role_names: tuple[tuple[str, str], ...] = ()
     placeholders: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
     def column(self, role: str) -> str | None:
         """The column of a role, or None."""
@@ -70,6 +81,9 @@ class Reading:
 
     def messages(self, value: Any, role: str) -> Messages:
         """`read_messages` of a value in the column of a role."""
+        value = from_json(value)
+        if self.placeholders and isinstance(value, list):
+            value = [without_pictures(message) for message in value]
         return read_messages(value, dict(self.columns)[role], dict(self.role_names))
 
     def text(self, row: Row, role: str) -> str:
@@ -79,6 +93,21 @@ class Reading:
             UserError: it is not text.
         """
         return text_at(row, dict(self.columns)[role])
+
+
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def has_content(column: str, value: Any) -> bool:
+    """Whether a column that a reading does not use holds content: a weight of 1 changes nothing."""
+    return value not in (None, "", [], {}) and not (column in ("weight", "weights") and value == 1)
+
+
+def leave_out(column: str) -> str:
+    """The way out where a column is not used."""
+    if column in PICTURES:
+        return f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+    return f"--ignore_columns {column} leaves it out"
 
 
 LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
@@ -99,14 +128,19 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
         UserError: the row is bad; the message names it and says why.
     """
     try:
+        for column in (one for one in reading.empty if has_content(one, row.get(one))):
+            value = str(row[column])[:60]
+            raise UserError(f"'{column}' holds content, {value!r}, that is not used; {leave_out(column)}")
         splits = use == "unpaired" and reading.form not in LABELLED
         drafts = read(row, reading, "preference" if splits else use)
         drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
         margin = margin_of(row) if reading.column("rejected") else 0.0
         truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
-        tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
+        tools = _tools_of(row, reading)
         if tools and reading.rendering == "text":
-            raise UserError(f"'{reading.tools}' describes tools, which need the chat template; {CHOOSE_CHAT}")
+            raise UserError(
+                f"'{reading.tools or 'tools'}' describes tools, which need the chat template; {CHOOSE_CHAT}"
+            )
         examples = []
         for draft in drafts:
             if use != "steps":  # whose steps may be equal
@@ -123,6 +157,21 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
     except UserError as problem:
         raise UserError(f"{where}: {problem}") from None
     return examples
+
+
+def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
+    """The tools of a row: of their column, or those beside the messages in one object.
+
+    Raises:
+        UserError: they differ.
+    """
+    tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
+    for _, column in reading.columns:
+        inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
+        if inside and tools and inside != tools:
+            raise UserError(f"'{column}' describes other tools than the rest of the row")
+        tools = tools or inside
+    return tools
 
 
 def _without(part: Any, placeholders: tuple[str, ...]) -> Any:

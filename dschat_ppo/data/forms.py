@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,22 +19,22 @@ from dschat_ppo.data.form_answer_lists import LABELS, group_by_prompt
 from dschat_ppo.data.form_choice import Candidate, choose, shown, try_kind
 from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, Kind, kind_named
 from dschat_ppo.data.form_rendering import rendering_of
-from dschat_ppo.data.form_rows import Reading, Rendering, read_row
+from dschat_ppo.data.form_rows import PICTURES, Reading, Rendering, has_content, leave_out, read_row
 from dschat_ppo.data.messages import alternates, from_json, looks_like_messages
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
 _CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")
-PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 _PLACEHOLDERS = ("<image>\n", "<image>", "<video>\n", "<video>", "<audio>\n", "<audio>")
 # Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
 _ALWAYS_CONTENT = (*PICTURES, "history", "weight", "weights", "loss_mask", "mask", "functions", "rejected_messages")
-# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them.
+# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
+# are names that mostly stand for who asked, and which model answered.
 _MAY_BE_CONTENT = {
     name for kind in KINDS for role, names in kind.roles.items() for name in names
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
-} - {"answer", "answers"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
+} - {"answer", "answers", "user", "model", "bot"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
 _OF_REWARDS = (
     "response",
     "responses",
@@ -44,8 +44,6 @@ _OF_REWARDS = (
     "labels",
     "steps",
     "completions",
-    "model",
-    "bot",
 )
 
 
@@ -186,7 +184,10 @@ def _form(
     if flags.system_column is not None:
         unused = [column for column in unused if column not in SYSTEM_COLUMNS]
     is_chosen = bool(set(by_flag) & set(_CONTENT)) or flags.data_format != "auto"
-    _require_no_content(name, unused, rows, chosen, is_chosen)
+    known = _known_content(unused, chosen, is_chosen)
+    _require_no_content(name, known, rows, chosen)
+    empty = [column for column in known if not any(has_content(column, row.get(column)) for row in rows)]
+    reading = replace(reading, empty=tuple(empty))
     if is_named and by_flag.get("system"):
         raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
     if flags.system_message and (is_named or rendering == "text"):
@@ -285,7 +286,15 @@ def _without_ignored(name: str, columns: list[str], rows: list[Row], flags: Data
     return kept, [{column: value for column, value in row.items() if column in kept} for row in rows]
 
 
-def _require_no_content(name: str, unused: list[str], rows: list[Row], chosen: Candidate, by_flag: bool) -> None:
+def _known_content(unused: list[str], chosen: Candidate, by_flag: bool) -> list[str]:
+    """Those of the unused columns that hold content by their names. If flags choose the reading, what others would read
+    is left out knowingly."""
+    known = _ALWAYS_CONTENT if by_flag else (*_ALWAYS_CONTENT, *_MAY_BE_CONTENT)
+    of_rewards = _OF_REWARDS if set(chosen.drafts) == {"prompt"} else ()
+    return [column for column in unused if column in known and column not in of_rewards]
+
+
+def _require_no_content(name: str, known: list[str], rows: list[Row], chosen: Candidate) -> None:
     """Refuse a reading that leaves out a column with content: no other form would tell.
 
     What a column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
@@ -293,35 +302,28 @@ def _require_no_content(name: str, unused: list[str], rows: list[Row], chosen: C
 
     Args:
         name: of the data set.
-        unused: columns that the reading does not use.
+        known: columns that the reading does not use, see `_known_content`.
         rows: the first rows.
         chosen: the reading.
-        by_flag: whether flags choose the reading; what others would read is then left out knowingly.
 
     Raises:
         UserError: the message shows the column, the reading and the way out.
     """
-    only_prompts = set(chosen.drafts) == {"prompt"}
-    for column in unused:
-        known = column in _ALWAYS_CONTENT or (column in _MAY_BE_CONTENT and not by_flag)
-        if not known or (only_prompts and column in _OF_REWARDS):
-            continue
+    for column in known:
         if column in ("label", "labels") and not all(_is_label(row.get(column)) for row in rows):
             continue
         for number, row in enumerate(rows):
             value = row.get(column)
             by_use = [[line for draft in found[number] or [] for line in _lines([draft.prompt, *draft.answers])]
                       for found in chosen.drafts.values()]  # fmt: skip
-            if value in (None, "", [], {}) or (column in ("weight", "weights") and value == 1) or not all(by_use):
+            if not has_content(column, value) or not all(by_use):
                 continue
             held, everything = list(_lines(from_json(value))), "\n".join(line for lines in by_use for line in lines)
             is_read = bool(held) and all(line in everything for line in held)
             holds_all = any(all(line in "\n".join(held) for line in lines) for lines in by_use)
             if column in PICTURES or not (is_read or holds_all):
                 draft = next(draft for found in chosen.drafts.values() for draft in found[number] or [])
-                way = f"--ignore_columns {column} leaves it out"
-                if column in PICTURES:
-                    way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+                way = leave_out(column)
                 raise UserError(
                     f"{name}: its column '{column}' holds content, {str(value)[:60]!r}, that the form "
                     f"{chosen.kind.name} does not use; it reads {shown(draft)}. {way}; --prompt_column, "
@@ -423,7 +425,8 @@ def _truth(
     if chosen.kind.name == "question_answer":
         column = chosen.columns["response"]
         has_mark = any("####" in str(value_at(row, column)) for row in rows if has_value(row, column))
-        return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
+        if column == "answer" or has_mark:
+            return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
     return None, None
 
 

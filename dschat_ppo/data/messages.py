@@ -26,6 +26,7 @@ _EXPECTED = "system, user, assistant or tool (also human, gpt, model, observatio
 _EXPECTED += " 'theirs=ours' names others"
 _WEIGHTS = ("weight", "loss_mask", "train", "loss")  # keys by which data sets exclude a turn from training
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+_PICTURES = ("image", "image_url", "video", "audio", "input_audio")  # types of parts of a message
 CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
 
 
@@ -40,6 +41,25 @@ def from_json(value: Any) -> Any:
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
         found = found["messages"]
     return found if looks_like_messages(found) else value
+
+
+def tools_beside(value: Any) -> Any:
+    """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    is_object = isinstance(value, dict) and isinstance(value.get("messages"), list)
+    return value.get("tools") if is_object else None
+
+
+def without_pictures(message: Any) -> Any:
+    """A message without the parts of its content that are pictures or sounds."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    kept = [part for part in message["content"] if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
+    return {**message, "content": kept}
 
 
 def looks_like_messages(value: Any) -> bool:
@@ -216,5 +236,7 @@ def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Messa
     """
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
-    answer = {key: value for key, value in messages[-1].items() if key != CONTEXT}
+    answer = messages[-1]
+    if CONTEXT in answer:
+        raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
     return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer

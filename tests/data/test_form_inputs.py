@@ -150,6 +150,65 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section, colum
     assert MARK in str(found) or of_rewards or is_told or form.name == "kto"
 
 
+@pytest.mark.parametrize(
+    ("column", "empty", "value"),
+    [
+        ("images", [], ["a.png"]),
+        ("loss_mask", None, [0]),
+        ("weight", 1, 0),
+        ("input", "", MARK),
+        ("context", None, MARK),
+    ],
+)
+@pytest.mark.parametrize("use", ["sft", "prompt"])
+def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, value, use):
+    row = {"prompt": "Q: ", "response": "a", column: empty}
+    form = form_of([row] * 21)
+    assert form.read(row, use, "row 21")
+    with pytest.raises(UserError, match=f"row 22: '{column}' holds content, .*--ignore_columns {column}"):
+        form.read({**row, column: value}, use, "row 22")
+    assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use, "row 22")
+
+
+def test_tools_beside_messages_in_one_object_are_used():
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    good, bad = (
+        {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}], "tools": tools}
+        for text in ("Here.", "No.")
+    )
+    for rows in ([{"messages": good}], [{"chosen": json.dumps(good), "rejected": json.dumps(bad)}]):
+        assert [example.tools for example in read(rows, "sft")] == [tools]
+    other = json.dumps({**bad, "tools": [{"type": "function", "function": {"name": "other"}}]})
+    with pytest.raises(UserError, match="'rejected' describes other tools"):
+        read([{"chosen": json.dumps(good), "rejected": other}], "preference")
+
+
+def test_an_excluded_answer_of_a_pair_is_refused():
+    chosen, rejected = ([{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text, **key}]
+                        for text, key in (("Here.", {"weight": 0}), ("No.", {})))  # fmt: skip
+    with pytest.raises(UserError, match="row 1: the answer of 'chosen' is excluded"):
+        read([{"chosen": chosen, "rejected": rejected}], "preference")
+
+
+def test_picture_parts_of_messages_go_with_the_ignored_column():
+    parts = [{"type": "image"}, {"type": "text", "text": "Where?"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Here."}], "images": ["a"]}
+    ]
+    with pytest.raises(UserError, match="part of type 'image'"):
+        read(rows, "sft")
+    assert read(rows, "sft", ignore_columns=["images"])[0].prompt[0]["content"] == "Where?"
+
+
+def test_who_answered_is_no_content_and_a_question_with_a_response_is_read():
+    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}]
+    form = form_of([{"conversation": turns, "model": "m-1", "user": "u7"}])  # as in WildChat
+    assert form.name == "sharegpt" and "'model'" in form.description
+    [example] = read([{"id": "1", "system_prompt": "Be brief.", "question": "Where?", "response": "Here."}], "sft")
+    assert [turn["content"] for turn in example.prompt] == ["Be brief.", "Where?"]  # as in OpenOrca
+    assert example.answers == ["Here."]
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_other_columns_are_listed_once_and_change_nothing(section):
     rows = [{**row, "id": 7, "category": "maths", "score_chosen": 2.5, "difficulty": "low"} for row in section.rows]
