@@ -253,7 +253,10 @@ def raw(address: str, data: bytes) -> bytes:
 )
 def test_wrong_content_lengths_are_rejected(address, headers, status):
     answer = raw(
-        address, b"POST /get_reward HTTP/1.1\r\nContent-Type: application/json\r\n" + headers + b'\r\n{"query": []}'
+        address,
+        b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        + headers
+        + b'\r\n{"query": []}',
     )
     assert status in answer.split(b"\r\n")[0]
     assert send(f"{address}/health")[0] == 200
