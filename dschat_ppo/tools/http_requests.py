@@ -124,13 +124,13 @@ def check_origin(headers: Message, names: Sequence[str] | None) -> None:
 
     Args:
         headers: of the request.
-        names: hosts that a request may name; None: any.
+        names: hosts that a request may name; None: any. A request without a host is of no browser.
 
     Raises:
         RejectedError: the host is another one, or another site sends the request.
     """
-    host, origin = headers.get("Host", ""), headers.get("Origin")
-    if names is not None and _name_of(f"//{host}") not in names:
+    host, origin = headers.get("Host"), headers.get("Origin")
+    if names is not None and host is not None and _name_of(f"//{host}") not in names:
         raise RejectedError(403, f"the host {host!r} is not this machine; use http://{OWN_NAMES[0]}:PORT/")
     if origin is not None and origin != f"http://{host}":
         raise RejectedError(403, "requests from other sites are refused")
