@@ -21,6 +21,7 @@ from dschat_ppo.algorithms.correction import (
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
 from dschat_ppo.checkpoint.resumable import load_saved
+from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
@@ -80,9 +81,10 @@ class AdvantageComputation:
             rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
             flags.normalize_group_std, scores=self._answer_scores(rows),
         )  # fmt: skip
-        advantages, returns = ESTIMATORS[flags.advantage_estimator](inputs)  # (N, R) each
-        if flags.whitens:
-            advantages = masked_whiten(advantages, mask)
+        with block("advantages"):
+            advantages, returns = ESTIMATORS[flags.advantage_estimator](inputs)  # (N, R) each
+            if flags.whitens:
+                advantages = masked_whiten(advantages, mask)
         experience = Experience(
             **_fields(rows), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rows),
             selected=None,

@@ -86,7 +86,7 @@ def data_words(flags: DataFlags) -> list[str]:
     words: list[str] = []
     for field in fields(flags):
         value = getattr(flags, field.name)
-        if value == field.default:
+        if value == field.default or value == []:
             continue
         if field.default_factory is not MISSING:
             words += [f"--{field.name}", *value]

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import deepspeed.accelerator  # noqa: F401  slow: a run imports it before its first phase too
 import torch
 import torch.distributed as torch_dist
 
