@@ -23,12 +23,12 @@ DERIVED = (
 # Other keys of DeepSpeed's configuration, which ignores a key that it does not know.
 KNOWN = (
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
-    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "communication_data_type", "compile", "compression_training", "csv_monitor",
     "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state",
-    "elasticity", "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping",
+    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping",
     "gradient_predivide_factor", "hybrid_engine", "log_level", "lower_precision_safe_modules",
     "managed_gradient_accumulation", "memory_breakdown", "pipeline", "prescale_gradients",
-    "seq_parallel_communication_data_type", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard",
+    "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard",
     "timers", "torch_autocast", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
     "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 )  # fmt: skip

@@ -64,7 +64,7 @@ def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -
         _note(folder, ", ".join(names), "a model folder does not choose code")
     names = sorted({name for name, value in _all_settings(settings) if name in OF_A_RUN and value != OF_A_RUN[name]})
     if names:
-        _note(folder, ", ".join(names), "the flags of a run choose it")
+        _note(folder, ", ".join(names), "this run sets it")
 
 
 @cache
