@@ -103,6 +103,7 @@ def test_a_closed_terminal_stops_the_run_in_order(tmp_path, kind, reason):
     file = tmp_path / "found"
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-c", IN_TERMINAL, kind, str(file)])
     deadline = time.monotonic() + 60
     while not file.exists() and time.monotonic() < deadline:
