@@ -29,6 +29,8 @@ _CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")
 _PLACEHOLDERS = ("<image>\n", "<image>", "<video>\n", "<video>", "<audio>\n", "<audio>")
 # Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
 _ALWAYS_CONTENT = (*PICTURES, "history", "weight", "weights", "loss_mask", "mask", "functions", "rejected_messages")
+# Those among them whose values may stand in the texts by chance: a weight of 0 in "10".
+_NO_COPIES = (*PICTURES, "weight", "weights", "loss_mask", "mask", "functions")
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
 # are names that mostly stand for who asked, and which model answered.
 _MAY_BE_CONTENT = {
@@ -314,14 +316,15 @@ def _require_no_content(name: str, known: list[str], rows: list[Row], chosen: Ca
             continue
         for number, row in enumerate(rows):
             value = row.get(column)
+            with_answers = [found for use, found in chosen.drafts.items() if use != "prompt"]
             by_use = [[line for draft in found[number] or [] for line in _lines([draft.prompt, *draft.answers])]
-                      for found in chosen.drafts.values()]  # fmt: skip
+                      for found in with_answers or chosen.drafts.values()]  # fmt: skip
             if not has_content(column, value) or not all(by_use):
                 continue
             held, everything = list(_lines(from_json(value))), "\n".join(line for lines in by_use for line in lines)
             is_read = bool(held) and all(line in everything for line in held)
             holds_all = any(all(line in "\n".join(held) for line in lines) for lines in by_use)
-            if column in PICTURES or not (is_read or holds_all):
+            if column in _NO_COPIES or not (is_read or holds_all):
                 draft = next(draft for found in chosen.drafts.values() for draft in found[number] or [])
                 way = leave_out(column)
                 raise UserError(

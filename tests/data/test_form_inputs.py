@@ -217,6 +217,22 @@ def test_other_columns_are_listed_once_and_change_nothing(section):
     assert "'category'" in form.description and "'difficulty'" in form.description
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
+        {"messages": [user("Count to 10."), assistant("It is 10.")], "loss_mask": [0, 1]},
+        {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
+        {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "history": ["Hi", "Hello", "Why?"]},
+        {"question": "the hill", "answer": "Brocken", "context": "We speak of the hill in the Harz."},
+    ],
+)
+def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
+    """Digits of a weight are in a number, and the prompt is in what surrounds it; the rest would be lost."""
+    with pytest.raises(UserError, match="--ignore_columns"):
+        form_of([row])
+
+
 def test_ignored_columns_must_exist_and_the_name_of_deepspeed_chats_files_leads_to_them(tmp_path):
     with pytest.raises(UserError, match="--ignore_columns picture.*it has 'prompt', 'response'"):
         form_of([{"prompt": "Q: ", "response": "a"}], ignore_columns=["picture"])
