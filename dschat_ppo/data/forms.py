@@ -181,8 +181,7 @@ def _form(
     used = {path.split(".")[0] for path in (*chosen.columns.values(), system, tools, truth) if path}
     used |= {"margin"} if "rejected" in chosen.columns else set()
     unused = [] if is_named else [column for column in columns if column not in used and not column.startswith("_")]
-    if has_prose:
-        unused.remove("tools")
+    unused = [column for column in unused if column != "tools" or not has_prose]
     if flags.system_column is not None:
         unused = [column for column in unused if column not in SYSTEM_COLUMNS]
     is_chosen = bool(set(by_flag) & set(_CONTENT)) or flags.data_format != "auto"
@@ -208,7 +207,7 @@ def _form(
     parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})", about]
     parts += [f"system messages from '{system}'"] if reading.system else []
     parts += [f"tools from '{tools}'"] if reading.tools else []
-    parts += [f"other columns, which only rewards see: {_listed(unused)}"] if unused else []
+    parts += [f"columns that training does not use: {_listed(unused)}"] if unused else []
     messages = [value_at(row, chosen.columns["messages"]) for row in rows[:1]] if "messages" in chosen.columns else []
     parts += ["the texts of a row are turns of user and assistant in turn"] if any(map(alternates, messages)) else []
     parts += ["the column 'tools' is not used, since it is not JSON"] if has_prose else []

@@ -233,6 +233,11 @@ def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
         form_of([row])
 
 
+def test_a_named_data_set_may_have_a_column_of_tools_in_prose():
+    row = {"prompt": "Hi", "chosen": "Yes", "rejected": "No", "tools": "a hammer"}
+    assert form_of([row], name="local/jsonfile", data_format="local/jsonfile").name == "local/jsonfile"
+
+
 def test_ignored_columns_must_exist_and_the_name_of_deepspeed_chats_files_leads_to_them(tmp_path):
     with pytest.raises(UserError, match="--ignore_columns picture.*it has 'prompt', 'response'"):
         form_of([{"prompt": "Q: ", "response": "a"}], ignore_columns=["picture"])
