@@ -25,7 +25,7 @@ from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined, usable_parts
-from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.sources import DataSource, labelled, parse_sources
 from dschat_ppo.data.splits import Origins, Splits, load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
@@ -89,7 +89,7 @@ class Preparation:
         sources = parse_sources(flags.data_path, "--data_path", flags)
         names = [source.name for source in sources]
         sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", flags, names)
-        return sources + parse_sources(self.eval_paths or [], EVAL_FLAG, flags)
+        return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG, flags))
 
     def add(self, source: DataSource) -> None:
         """Read, split and tokenise a data set.
@@ -109,7 +109,7 @@ class Preparation:
         flags, seed = self.flags, self.flags.data_split_seed
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         self.read.append(splits)
-        report_unreadable(source.spec, splits, self.flags.bad_rows)
+        report_unreadable(source.label, splits, self.flags.bad_rows)
         raw, evaluation = self.first(splits.train), splits.eval
         form = self.form_of(source, *first_rows(raw))
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
@@ -120,12 +120,14 @@ class Preparation:
                 raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
             if len(numbers) < len(raw):
                 counts = f"{len(numbers)} of {len(raw)} rows"
-                logger().info(f"data: {source.spec}: this step uses {counts} (--data_split {flags.data_split})")
+                logger().info(f"data: {source.label}: this step uses {counts} (--data_split {flags.data_split})")
         parts = [(numbers, "", True)]
         if self.eval_fraction is None or self.eval_paths:
             if evaluation is not None:
                 how = "replaced by those of {}" if self.eval_paths else "not used; {} FILE uses them"
-                logger().info(f"data: {source.spec}: its {len(evaluation)} evaluation rows are {how.format(EVAL_FLAG)}")
+                logger().info(
+                    f"data: {source.label}: its {len(evaluation)} evaluation rows are {how.format(EVAL_FLAG)}"
+                )
                 evaluation = None
         elif evaluation is None:
             numbers, held_out = hold_out(numbers, self.eval_fraction, seed)
@@ -155,18 +157,18 @@ class Preparation:
         if not opened.found.evaluation:
             if self.eval_fraction:
                 logger().info(
-                    f"data: {source.spec}: --eval_fraction holds no rows out of a stream; --eval_data_path FILE names "
+                    f"data: {source.label}: --eval_fraction holds no rows out of a stream; --eval_data_path FILE names "
                     "rows for evaluation"
                 )
             return
         names = ", ".join(opened.found.evaluation)
         if self.eval_fraction is None:
             logger().info(
-                f"data: {source.spec}: its rows for evaluation ({names}) are not used; name them with --eval_data_path"
+                f"data: {source.label}: its rows for evaluation ({names}) are not used; name them with --eval_data_path"
             )
             return
         splits = evaluation_of(opened, self.flags)
-        report_unreadable(source.spec, splits, self.flags.bad_rows)
+        report_unreadable(source.label, splits, self.flags.bad_rows)
         whole = [(np.arange(len(splits.train)), f" ({names})", False)]
         self.eval.extend(self.parts_of(source, splits.train, splits.origins, opened.settings.form, whole))
 
@@ -174,7 +176,7 @@ class Preparation:
         """Add a data set of which all rows are for evaluation."""
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
         self.read.append(splits)
-        report_unreadable(source.spec, splits, self.flags.bad_rows)
+        report_unreadable(source.label, splits, self.flags.bad_rows)
         raw = self.first(splits.train)
         form = self.form_of(source, *first_rows(raw))
         raw = self.grouped(form, raw)
@@ -187,11 +189,11 @@ class Preparation:
             UserError: see `detect_form`; or the form does not serve this step.
         """
         form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
-        logger().info(f"data: {source.spec}: {form.description}")
+        logger().info(f"data: {source.label}: {form.description}")
         if form.warning:
-            logger().warning(f"data: {source.spec}: {form.warning}")
+            logger().warning(f"data: {source.label}: {form.warning}")
         form.require(self.use)
-        self.forms[source.spec] = form
+        self.forms[source.label] = form
         return form
 
     def first(self, raw: Dataset) -> Dataset:
@@ -229,7 +231,7 @@ class Preparation:
             form: how they are read.
             parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
         """
-        flags, name = self.flags, f"{source.spec}{parts[0][1]}"
+        flags, name = self.flags, f"{source.label}{parts[0][1]}"
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
         if len(numbers) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
@@ -243,7 +245,7 @@ class Preparation:
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
-            logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
+            logger().info(f"data: {source.label}: answers to chat messages end with {end}")
 
     def _check_forms(self) -> None:
         check_flags_used(list(self.forms.values()), self.flags)

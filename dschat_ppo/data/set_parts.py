@@ -67,13 +67,13 @@ def usable_parts(
             leaves without a row, or without a whole answer.
     """
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
-    first = f"{source.spec}{tokenised.parts[0][1]}"
+    first = f"{source.label}{tokenised.parts[0][1]}"
     report_bad_rows(first, table, sum(len(numbers) for numbers, _, _ in tokenised.parts), flags.bad_rows)
     repeats = report_duplicates(first, table, tokenised.raw, tokenised.origins, flags.bad_rows == "skip")
     usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
     found = []
     for numbers, suffix, for_training in tokenised.parts:
-        name, order = f"{source.spec}{suffix}", table.rows_of(numbers)
+        name, order = f"{source.label}{suffix}", table.rows_of(numbers)
         readable = order[table.fitted[order] != Fitted.UNUSABLE]
         fitted = table.fitted[readable]
         logger().info(f"data: {name}: {counted(len(readable), 'row')}; {describe_counts(fitted)}")
@@ -82,7 +82,7 @@ def usable_parts(
             if settings.use != "prompt":
                 logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[readable])}")
         if for_training and len(readable) and (fitted == Fitted.ANSWER_CUT).all():
-            raise UserError(f"{name}: every answer is cut by {limit}; raise it")
+            raise UserError(f"{source.spec}{suffix}: every answer is cut by {limit}; raise it")
         order = order[usable[order]]
         if for_training and len(order) == 0:
             raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dschat_ppo.common.paths import shown_path
@@ -33,7 +33,9 @@ class DataSource:
     """One data set that a flag names.
 
     Attributes:
-        spec: as written on the command line, for messages; a path in the working directory is relative.
+        spec: as written on the command line, for errors; a path in the working directory is relative.
+        label: `spec` for lines of the log: a path outside of the working directory is cut to the end that no other
+            data set of the run has.
         flag: the flag that names it, for messages.
         location: a file, a folder or a hub name; `~` is expanded.
         config: its configuration, or None.
@@ -44,6 +46,7 @@ class DataSource:
     """
 
     spec: str
+    label: str
     flag: str
     location: str
     config: str | None
@@ -79,7 +82,8 @@ def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Coll
         while (unique := name if count == 1 else f"{name}_{count}") in names:
             count += 1
         names.add(unique)
-        sources.append(DataSource(shown_path(spec), flag, location, config, split, unique, weight, samples))
+        shown = shown_path(spec)
+        sources.append(DataSource(shown, shown, flag, location, config, split, unique, weight, samples))
     _check_weights(sources)
     if flag == "--data_path" and sources:
         for name, value in (("config", flags.dataset_config), ("split", flags.dataset_split)):
@@ -89,7 +93,22 @@ def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Coll
                     f"--dataset_{name} {value}: no data set of --data_path uses it; it applies to hub names without "
                     f"their own; for a folder write it at its name, as in {example}"
                 )
-    return sources
+    return labelled(sources)
+
+
+def labelled(sources: Sequence[DataSource]) -> list[DataSource]:
+    """The data sets of a run with labels that distinguish them."""
+    paths = {source.location: Path(os.path.abspath(source.location)).parts for source in sources}
+    found = []
+    for source in sources:
+        label, path = source.spec, paths[source.location]
+        if label.startswith(("/", "~")):
+            others = [other for other in paths.values() if other != path]
+            lengths = range(1, len(path))
+            length = next((n for n in lengths if path[-n:] not in [other[-n:] for other in others]), len(path))
+            label = "/".join(path[-length:]) + os.path.expanduser(source.spec)[len(source.location) :]
+        found.append(replace(source, label=label))
+    return found
 
 
 def has_data_suffix(name: str) -> bool:

@@ -139,7 +139,7 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
         is_local = os.path.isdir(source.location)  # not an earlier download of a hub data set
         names = [os.path.relpath(path, source.location) if is_local else path.name for path in files[:_SHOWN]]
         more_files = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-        logger().info(f"data: {source.spec}: files for evaluation: {', '.join(names)}{more_files}")
+        logger().info(f"data: {source.label}: files for evaluation: {', '.join(names)}{more_files}")
     evaluation, more = opened.read(for_eval)
     return Splits(train, evaluation, opened.origins, Skipped(skipped.count + more.count, skipped.first or more.first))
 
@@ -162,7 +162,7 @@ def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error")
         )
     else:
         if len(names) > 1:
-            logger().info(f"data: {source.spec}: all its splits are used for evaluation: {', '.join(names)}")
+            logger().info(f"data: {source.label}: all its splits are used for evaluation: {', '.join(names)}")
         rows, skipped = opened.read(names)
     return Splits(rows, None, opened.origins, skipped)
 

@@ -48,7 +48,7 @@ def text_blocks(
         wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
         (source,) = parse_sources([spec], FLAG, wanted)
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
-        report_unreadable(spec, splits, flags.bad_rows)
+        report_unreadable(source.label, splits, flags.bad_rows)
         rows = splits.train
         if rows.features.get("text") not in (Value("string"), Value("large_string")):
             columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
@@ -70,7 +70,7 @@ def text_blocks(
         blocks = cached_dataset(flags.data_output_path, key, make)
     if not len(blocks):
         raise UserError(f"{FLAG} {spec}: no text has two tokens or more")
-    logger().info(f"data: {spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    logger().info(f"data: {source.label}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
     return blocks
 
 

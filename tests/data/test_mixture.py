@@ -10,7 +10,7 @@ from dschat_ppo.data.sources import DataSource
 
 
 def source(name: str, weight: float | None = None, samples: int | None = None) -> DataSource:
-    return DataSource(name, "--data_path", name, None, None, name, weight, samples)
+    return DataSource(name, name, "--data_path", name, None, None, name, weight, samples)
 
 
 def used(sources: list[DataSource], available: list[int]) -> list[int]:

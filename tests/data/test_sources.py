@@ -3,7 +3,7 @@
 import pytest
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.sources import has_data_suffix, is_hub_name, parse_sources
+from dschat_ppo.data.sources import has_data_suffix, is_hub_name, labelled, parse_sources
 from dschat_ppo.errors import UserError
 
 
@@ -55,6 +55,25 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.jsonl").write_text("")
     assert parse("~/a.jsonl:0.5")[0].location == str(tmp_path / "a.jsonl")
+
+
+def test_labels_are_short_and_differ(tmp_path, monkeypatch):
+    """What log lines print: hub names and paths of the working directory as they are, others without their folders."""
+    monkeypatch.chdir(tmp_path)
+    paths = ["a/x/d.jsonl", "b/x/d.jsonl", "b/[ab].jsonl", "here.jsonl", "here/c.jsonl"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    whole = [str(tmp_path / path) for path in paths]
+    monkeypatch.chdir(tmp_path / "here")
+    found = parse(whole[0] + ":1", whole[2] + ":1", whole[3] + "@7", whole[4] + ":2", "org/name:main[train]:0.5")
+    labels = ["d.jsonl:1", "[ab].jsonl:1", "here.jsonl@7", "c.jsonl:2", "org/name:main[train]:0.5"]
+    assert [source.label for source in found] == labels
+    assert found[0].spec == whole[0] + ":1", "an error names the path"
+    both = labelled(found[:1] + parse(whole[1], whole[0], flag="--eval_data_path"))
+    assert [source.label for source in both] == ["a/x/d.jsonl:1", "b/x/d.jsonl", "a/x/d.jsonl"]
+    (tmp_path / "here" / "d.jsonl").write_text("")
+    assert [source.label for source in parse("d.jsonl", whole[0])] == ["d.jsonl", "x/d.jsonl"]
 
 
 def test_defaults_apply_to_hub_names_without_their_own(tmp_path):

@@ -90,7 +90,7 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
     code, shown, error = preview(*words)
     assert code == 2
-    assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
+    assert error.startswith("error: bad.jsonl: 2 of 11 rows cannot be used") and error.count("\n") == 1
     assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
     assert "2 rows that cannot be used:" in shown
     assert f"    {path}, row 4: 'chosen' is null" in shown
