@@ -77,12 +77,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def build(folder: Path) -> Path:
-    """The compiled file in `folder`.
-
-    Raises:
-        BuildError: there is no compiler, or it fails.
-        OSError: the folder cannot be written.
-    """
+    """The compiled file in `folder`. `BuildError`: no working compiler; `OSError`: `folder` cannot be written."""
     command = [*_compiler(), *FLAGS]
     if "clang" in os.path.basename(os.path.realpath(command[0])):
         command.remove("-fopenmp")  # its library is another one than torch's, with threads of its own
@@ -110,11 +105,7 @@ def _compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled files: in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves.
-
-    Raises:
-        OSError: the home folder is unknown.
-    """
+    """The folder in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves. `OSError`: the home is unknown."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")

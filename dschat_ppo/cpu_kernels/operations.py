@@ -53,12 +53,9 @@ def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: flo
 
 
 def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate the first heads in place: x * cos + rotate_half(x) * sin. (Su et al. 2021, equation 34)
+    """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) * sin.
 
-    Args:
-        values: (n, all heads, d).
-        cos, sin: (n, d), or (1, d) for all rows alike.
-        heads: how many are rotated.
+    `cos`, `sin`: (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)
     """
     rows, every, width = values.shape
     assert cos.shape == sin.shape and cos.shape in ((rows, width), (1, width))
@@ -86,7 +83,7 @@ def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scale: float,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Write one token of each row into the KV cache and attend from it to its slot and those before.
+    """Write one token of each row into the KV cache; attend from it to its slot and those before -> (n, heads, d).
 
     Args:
         query: (n, heads, 1, d), and `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side.
@@ -94,9 +91,6 @@ def decode_attention(
         slots: (n,) int64 contiguous, where the token of each row goes.
         scale: factor of the scores.
         window: how many slots a token sees, its own among them; None: all.
-
-    Returns:
-        (n, heads, d).
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -139,12 +133,9 @@ def causal_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, gradient: Tensor, parts: Tensor,
     groups: Tensor, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, given that of the output; see `causal_attention`.
+    """The gradients of query, key and value, given `gradient` of `output`; the rest as in `causal_attention`.
 
-    Args:
-        query, key, value, output, log_sums, parts, window, scale: of `causal_attention`.
-        gradient: of `output`, of its shape.
-        groups: (groups + 1,) int64, the first part of each group, and the number of parts; no part sees another group.
+    `groups` (groups + 1,) int64: the first part of each group, and the number of parts; no part sees another group.
     """
     query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
     found = tuple(torch.empty_like(x) for x in (query, key, value))

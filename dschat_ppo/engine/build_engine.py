@@ -29,10 +29,7 @@ _NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate schedule, which counts optimizer steps.
-
-    `lora_learning_rate` is that of LoRA parameters, None: `learning_rate`. The schedule scales both alike.
-    """
+    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`."""
 
     learning_rate: float
     weight_decay: float
@@ -46,7 +43,7 @@ class OptimizerSettings:
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
-    """A DeepSpeed engine in training mode that trains the parameters of `model` that require gradients with AdamW.
+    """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW.
 
     `layer_by_layer`: ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `whole_weights.py`).
     """
@@ -78,9 +75,8 @@ def _leave_gradients(engine: Engine) -> None:
 def _import_muon() -> None:
     """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler.
 
-    Functions there are decorated with `torch.compile`, which imports the compiler: a second for each rank, and modules
-    that each garbage collection searches. No run calls these functions (`DERIVED`). `TORCHDYNAMO_DISABLE` is torch's
-    own switch; DeepSpeed without the module needs no import.
+    `torch.compile` decorates functions there, which imports the compiler: a second for each rank, and modules that each
+    garbage collection searches. No run calls these functions (`DERIVED`). DeepSpeed without the module needs no import.
     """
     before = os.environ.get(_NO_COMPILER)
     os.environ[_NO_COMPILER] = "1"
@@ -107,11 +103,10 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
-    """Make the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
+    """Let the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
 
-    Under ZeRO-3 an engine gathers parameters before they are needed, and records them in its module. Engines over the
-    same parameters must share that record: an engine does not gather a parameter that is under way, and would not know
-    what to wait for. Without shared parameters this changes nothing.
+    Under ZeRO-3 an engine records in its module which parameters are under way, and does not gather these. Engines over
+    the same parameters must share that record, or one would not know what to wait for.
     """
     record = getattr(engine.module, "ds_inflight_param_registry", None)
     held = {id(parameter) for parameter in engine.module.parameters()}
@@ -132,10 +127,10 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
-    """The schedule that `settings` name: the rate of each parameter group is its peak times a factor.
+    """The rate of each parameter group is its peak times a factor f.
 
-    With `min_lr_ratio` m, the factor f after the warm-up becomes m + (1 - m) f. "polynomial" ends at m times the peak,
-    or with m = 0 at `POLYNOMIAL_END`, as in transformers.
+    With `min_lr_ratio` m, f after the warm-up becomes m + (1 - m) f. "polynomial" ends at m times the peak, or with
+    m = 0 at `POLYNOMIAL_END`, as in transformers.
     """
     peak, warmup, total, least = (
         settings.learning_rate,
@@ -153,11 +148,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA or not) and weight decay.
-
-    Matrices have weight decay; biases, norm weights and the magnitudes of DoRA (one dimension) have none. Groups
-    without LoRA come first.
-    """
+    """Trainable parameters by learning rate (LoRA last) and weight decay, which only matrices have (no DoRA magnitude)."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
         (is_lora, is_matrix): [] for is_lora in (False, True) for is_matrix in (True, False)
     }

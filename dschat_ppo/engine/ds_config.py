@@ -55,17 +55,11 @@ def train_config(
 ) -> Config:
     """Configuration of an engine that trains.
 
-    Args:
-        stage: ZeRO stage 0 to 3. In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale
-            the fp16 loss in `engine.backward` and counts one Adam step too many, so its numbers differ.
-        dtype: "bf16", "fp16" or "fp32".
-        offload: keep the optimizer state in host memory; at stage 3 the parameters too.
-        world_size: number of ranks.
-        max_grad_norm: global norm to clip gradients to; 0 for no clipping.
-        overlay: the user's settings (`--deepspeed_config`), which take precedence.
-        memory: offload of the optimizer alone, and ZeRO++; None: neither.
-        quantised_frozen: hold frozen weights in 8 bits at stage 3 (`--enable_mixed_precision_lora`).
-        device: type of the devices, such as "cuda". On a GPU, ZeRO-3 gathers and reduces while it computes.
+    In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale the fp16 loss in `engine.backward`
+    and counts one Adam step too many, so its numbers differ. `offload` keeps the optimizer state in host memory, at
+    stage 3 the parameters too. `overlay`, the user's `--deepspeed_config`, takes precedence. `memory` None: neither
+    offload of the optimizer alone nor ZeRO++. `quantised_frozen` holds frozen weights in 8 bits at stage 3. `device` is
+    a type such as "cuda": on a GPU, ZeRO-3 gathers and reduces while it computes.
     """
     memory = memory or MemoryFlags()
     stage = 1 if stage == 0 and dtype != "fp32" else stage
@@ -102,7 +96,7 @@ def train_config(
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantised: bool = False) -> Config:
     """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank.
 
-    `quantised` gathers its weights in 8 bits. hpZ would not save it a gather: only a backward pass gathers again.
+    `quantised` gathers in 8 bits. hpZ would save no gather: only a backward pass gathers again.
     """
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
@@ -113,17 +107,7 @@ def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantise
 
 
 def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str) -> None:
-    """Check what ZeRO++ needs of the machine. Call it before a model is loaded.
-
-    Args:
-        memory: the flags.
-        quantised_frozen: `--enable_mixed_precision_lora`.
-        ranks: number of ranks.
-        device: type of the devices, such as "cuda" or "cpu".
-
-    Raises:
-        UserError: the ranks cannot be divided, or a flag needs a GPU.
-    """
+    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that flags for GPUs have one."""
     size = memory.zero_hpz_partition_size
     require(
         ranks % size == 0,
@@ -161,22 +145,16 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The user's DeepSpeed settings from the JSON file of `--deepspeed_config`, without those that the trainer derives
-    (see `require_agreement`) and without "auto", which means what the flags or DeepSpeed set; {} without a file.
+    """The settings of `--deepspeed_config`; {} without a file.
 
-    Raises:
-        UserError: the file cannot be read, is not a JSON object, or has a setting that DeepSpeed does not know.
+    Without those that the trainer derives (see `require_agreement`) and "auto", which means what the flags or DeepSpeed
+    set.
     """
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
 def require_agreement(config: SFTConfig | PreferenceConfig | PPOConfig, ranks: int) -> None:
-    """Require the batches, the optimizer, the schedule and the number format of `--deepspeed_config` to be those of the
-    flags, which the trainer uses.
-
-    Raises:
-        UserError: one differs; the message has both values.
-    """
+    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
     if isinstance(config, PPOConfig):

@@ -39,13 +39,12 @@ class HybridEngine:
 
     Args:
         engine: the actor's DeepSpeed engine.
-        pinned: gather ZeRO-3 weights once for the whole context. If False, they stay partitioned, and DeepSpeed's
-            hooks gather each layer when it runs. This saves memory and costs one collective per layer; all ranks must
-            then run the same number of forward passes (see `max_over_ranks`).
-        merge: context manager that merges adapters into the whole weights and restores these on exit. It gets the
-            model, and those weights that are dropped after the exit and need not be restored. Requires `pinned`.
-        sleeping: engines whose training states move to host memory during the context, and whose weights too, but for
-            those that the actor uses.
+        pinned: gather ZeRO-3 weights once for the whole context. If False, DeepSpeed's hooks gather each layer when it
+            runs: less memory, one collective per layer. All ranks must then run the same number of forward passes (see
+            `max_over_ranks`).
+        merge: merges adapters into the whole weights, and restores these on exit. It gets the model, and those weights
+            that are dropped after the exit and need not be restored. Requires `pinned`.
+        sleeping: engines whose training states, and weights that the actor does not use, move to host memory.
         parallel: divide the layers over the ranks of a group, which then generate together; forward passes are
             collective over the group. Requires `pinned`.
     """
@@ -119,11 +118,7 @@ class HybridEngine:
                 model.train(was_training)
 
     def check_division(self) -> None:
-        """Compare the divided layers with the training engine, whose layers are whole. Collective; once, at the start.
-
-        Raises:
-            UserError: they cannot run, or log-probs of the likeliest tokens differ by more than rounding.
-        """
+        """Require divided layers to give the log-probs of whole ones, up to rounding. Collective; once, at first."""
         if self.parallel is None:
             return
         model = self.model

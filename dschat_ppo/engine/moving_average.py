@@ -15,13 +15,8 @@ from dschat_ppo.engine.weight_parts import copy_overlaps, is_partitioned
 class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory (Polyak averaging).
 
-    Under ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks divide the whole tensors among
-    them. Frozen parameters are their own average, so none is held for them.
-
-    Args:
-        model: its parameters that train are averaged; their current values are the initial average. The average of
-            an adapter is that of its matrices.
-        decay: at least 0, below 1.
+    Averages the parameters of `model` that train (of an adapter, its matrices), from their current values on. Under
+    ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks divide the whole tensors among them.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -79,25 +74,16 @@ class MovingAverage:
             mine.copy_(part[name])
 
     def load_parts(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the parts of all ranks of a saved run, in rank order, whatever their partitions.
+        """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns whether there was any.
 
-        Args:
-            ranks: read one at a time; {} for a rank that held none.
-
-        Returns:
-            Whether any rank held a part. If none did, the average does not change.
+        Their partitions may be others. `ranks` is read one at a time.
         """
         firsts = {name: 0 if name in self._owners else dist.rank() * p.numel() for name, p in self._parts.items()}
         return copy_overlaps({name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks)
 
 
 def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The whole fp32 averages from the parts of all ranks of a saved run, in rank order, whatever their partitions.
-
-    Args:
-        ranks: see `MovingAverage.load_parts`.
-        shapes: of the parameters that the run averaged; the result has those of which any rank held a part.
-    """
+    """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in `MovingAverage.load_parts`."""
     parts: dict[str, list[Tensor]] = {}
     for state in ranks:
         for name in state.keys() & shapes.keys():

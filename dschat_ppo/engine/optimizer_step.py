@@ -37,12 +37,7 @@ MicroBatch = TypeVar("MicroBatch")
 class Gradients(Generic[MicroBatch]):
     """The accumulated gradients of an optimizer step, before its update.
 
-    Attributes:
-        engine: holds the gradients.
-        micro_batches: as in `optimizer_step`.
-        loss_of: as in `optimizer_step`.
-        fault: the first loss that is not finite, or None.
-        random_state: this rank's `random_state()` at the start of the step.
+    `fault` is the first loss that is not finite; `random_state` this rank's `random_state()` at the start of the step.
     """
 
     engine: Engine
@@ -86,11 +81,9 @@ def accumulate(
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
-    """The second half of `optimizer_step`: the update. Collective.
+    """The update, the second half of `optimizer_step`. Collective.
 
-    Args:
-        gradients: from `accumulate`.
-        refused: skip the update (the same on every rank); weights, schedule and loss scale do not change.
+    `refused` (the same on every rank) skips it: weights, schedule and loss scale do not change.
     """
     engine, fault = gradients.engine, gradients.fault
     if refused or fault is not None:

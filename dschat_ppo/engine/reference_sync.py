@@ -27,14 +27,10 @@ PIECE = 2**24  # elements that are in fp32 at a time
 class ReferenceSync:
     """`reference = mixup * actor + (1 - mixup) * reference`, in fp32, then rounded to the dtype of the weights.
 
-    As in TR-DPO (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). Each rank computes the elements of the
-    reference that it holds: its partition under ZeRO-3, else the whole tensors. Actor and reference may differ in that.
-    The reference then is part of the state of the run.
-
-    Args:
-        actor: DeepSpeed engine around a `PolicyModel`.
-        reference: the same, with parameters of the same names and shapes.
-        mixup: share of the actor, above 0, at most 1.
+    As in TR-DPO (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). `actor` and `reference` are engines around
+    a `PolicyModel`, with parameters of the same names and shapes. Each rank computes the elements of the reference that
+    it holds: its partition under ZeRO-3, else whole tensors; the actor may differ in that. The reference then is part
+    of the state of the run.
     """
 
     def __init__(self, actor: Engine, reference: Engine, mixup: float):
@@ -45,13 +41,10 @@ class ReferenceSync:
 
     @torch.no_grad()
     def update(self) -> float:
-        """Move the reference. Collective; call it between optimizer steps.
+        """Move the reference, between optimizer steps. Collective.
 
-        Returns:
-            How far it moved: the norm of the change over all parameters, divided by the norm before it.
-
-        Raises:
-            NonFiniteError: a weight of the actor is NaN or infinite; the reference does not change.
+        Returns how far: the norm of the change over all parameters, divided by the norm before it. If a weight of the
+        actor is not finite, it raises `NonFiniteError` and changes nothing.
         """
         require_finite_weights("actor", self._actor)
         squares = torch.zeros(2, dtype=torch.float64, device=dist.device())  # of the change, and of the weights before
@@ -71,10 +64,7 @@ class ReferenceSync:
         return sqrt(moved / size) if size else 0.0
 
     def _actor_part(self, name: str, first: int, part: Tensor) -> Tensor:
-        """The actor's elements at the place of `part`, which begins at element `first`, on the device of `part`.
-
-        Collective if the actor alone is partitioned.
-        """
+        """The actor's elements at the place of `part`, from `first` on. Collective if only the actor is partitioned."""
         source = self._sources[name]
         if not is_partitioned(source):
             found = source.detach().flatten()[first : first + part.numel()]

@@ -26,16 +26,14 @@ class RLHFEngine:
 
     Actor and reference start from the SFT model, unless the reference has a folder, and critic and reward model from
     the reward model. Under ZeRO-3 each model is partitioned while its layers are built. Engines may share the
-    parameters of a frozen base (`RoleModels`).
+    parameters of a frozen base (`RoleModels`). What the run does not use is None.
 
     Attributes:
-        actor: trains.
-        actor_average: moving average of the actor's weights, or None.
-        reference: only runs forward; None if the run does not use it.
-        reference_sync: moves the reference towards the actor, or None.
-        critic: trains; None if the run does not use it.
+        actor, critic: train.
+        reference, reward: only run forward.
+        actor_average: moving average of the actor's weights.
+        reference_sync: moves the reference towards the actor.
         hybrid: switches the actor between training and generation.
-        reward: only runs forward; None if the run does not use it.
         saves_merged: save models with their adapters merged; else adapter folders.
     """
 

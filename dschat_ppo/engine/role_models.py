@@ -31,12 +31,8 @@ class RoleModels:
     """Loads the actor at once, and makes the models of the other roles when they are asked for.
 
     If only the actor's adapter trains and the reference has no folder, the reference consists of modules over the
-    actor's frozen weights. With `--share_base` critic and reward model do too. Otherwise they are loaded.
-
-    Args:
-        config: the resolved flags.
-        folders: of the models.
-        ds_config: of the actor's engine.
+    actor's frozen weights. With `--share_base` critic and reward model do too. Otherwise they are loaded. `ds_config`
+    is that of the actor's engine.
     """
 
     def __init__(self, config: PPOConfig, folders: ModelFolders, ds_config: Config):

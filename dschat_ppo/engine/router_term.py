@@ -40,8 +40,7 @@ class RouterTerm:
     """The load-balancing loss over all real tokens of one optimizer step, of all ranks.
 
     The loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would depend on how the
-    step is divided, and would ask each micro-batch to use all experts. `chosen` and `count` are those of the whole step
-    (see `RouterLoad`).
+    step is divided. `chosen` and `count` are those of the whole step (see `RouterLoad`).
     """
 
     settings: RouterSettings
@@ -49,13 +48,9 @@ class RouterTerm:
     count: Tensor  # scalar, fp32
 
     def add_to(self, loss_of: Callable[[], Tensor], rows: Tensor, sums: MetricSums, metric: str) -> Tensor:
-        """The loss of a micro-batch plus its part of this term.
+        """The loss of a micro-batch plus its part of this term, whose value `sums` receives as `metric`.
 
-        Args:
-            loss_of: runs the model once and returns the loss.
-            rows: (B,) bool, False on the rows that only fill the micro-batch.
-            sums: receives the loss of the routers as `metric`.
-            metric: its name.
+        `loss_of` runs the model once; `rows` (B,) bool is False on rows that only fill the micro-batch.
         """
         with recorded_router(rows, self.settings.top_k) as recorder:
             loss = loss_of()
@@ -72,13 +67,8 @@ def router_term(
 ) -> RouterTerm:  # fmt: skip
     """Count the load of an optimizer step's micro-batches, by forward passes without gradients. Collective.
 
-    The passes draw the random numbers (dropout) that the training passes draw again.
-
-    Args:
-        settings: of the loss.
-        batches: this rank's micro-batches.
-        loss_of: runs the model on a micro-batch.
-        rows_of: rows of a micro-batch that count, (B,) bool.
+    The passes draw the random numbers (dropout) that the training passes draw again. `rows_of`: (B,) bool, rows that
+    count.
     """
     state, loads = random_state(), []
     for batch in batches:

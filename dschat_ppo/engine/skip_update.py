@@ -48,7 +48,7 @@ class StepResult:
         grad_norm: global norm before clipping; inf if the update was skipped.
         applied: whether weights, optimizer state and schedule changed.
         overflow: fp16 gradients overflowed, and the loss scaler lowered its scale.
-        fault: the NaN or infinity that made the step skip its update, or None.
+        fault: the NaN or infinity because of which the update was skipped.
     """
 
     grad_norm: float
@@ -70,11 +70,9 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first loss that is not finite on any rank, or None. Collective.
+    """The first of all ranks' losses that is not finite, or None. Collective.
 
-    Args:
-        losses: (M,) fp32, of this rank's micro-batches; M is the same on every rank.
-        state: `random_state()` at the start of the step.
+    `losses` (M,) fp32, one per micro-batch, M the same on every rank; `state` as in `Fault.random_state`.
     """
     everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
     if bool(everywhere.isfinite().all()):
@@ -86,9 +84,7 @@ def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
 def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
     """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective.
 
-    Args:
-        largest: (M,) fp32, the largest absolute gradient of each of this rank's micro-batches.
-        state: `random_state()` at the start of the step.
+    `largest` (M,) fp32, absolute, of each of this rank's micro-batches; `state` as in `Fault.random_state`.
     """
     everywhere = gather_cat(largest.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
@@ -99,8 +95,7 @@ def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
 
 @contextmanager
 def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Watch the gradients of the backward passes inside. Yields a function that returns the largest absolute gradient
-    so far, a scalar fp32 tensor; NaN if any gradient is NaN."""
+    """Yields a function: the largest absolute gradient of the block's backward passes so far, a scalar; NaN counts."""
     found = [torch.zeros((), device=device())]
 
     def record(gradient: Tensor) -> None:
@@ -149,14 +144,11 @@ def is_at_smallest_scale(engine: Engine) -> bool:
 
 
 def skip_update(engine: Engine) -> None:
-    """End an optimizer step without its update. Gradients are dropped; weights, optimizer state, schedule and loss
-    scale do not change. Collective, after the last backward pass.
+    """End an optimizer step without its update. Collective, after the last backward pass.
 
-    What has to be cleared depends on the ZeRO stage, so DeepSpeed's own `step` does it: it skips the update because
-    the gradient norm is made to look infinite. The loss scaler is replaced meanwhile, so that its scale does not fall.
-
-    Raises:
-        RuntimeError: DeepSpeed applied the update anyway.
+    Gradients are dropped; weights, optimizer state, schedule and loss scale do not change. What has to be cleared
+    depends on the ZeRO stage, so DeepSpeed's own `step` does it: it skips the update because the gradient norm is made
+    to look infinite. The loss scaler is replaced meanwhile, so that its scale does not fall.
     """
     if has_plain_optimizer(engine):
         engine.zero_grad()

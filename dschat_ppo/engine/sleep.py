@@ -99,8 +99,7 @@ def asleep(
     tensors: Iterable[Tensor], awake: Iterable[Tensor] = (), scratch: Iterable[Tensor] = (),
     host: HostMemory | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """Move the memory of `tensors` to the host for the duration of the block; yields the number of bytes that leave the
-    device.
+    """Move the memory of `tensors` to the host for the duration of the block; yields the bytes that leave the device.
 
     The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
     flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards.

@@ -32,13 +32,9 @@ WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place in tensor-parallel generation.
+    """This rank's number `rank` in the `group` of `size` ranks that generate together.
 
-    Attributes:
-        group: of the ranks that generate together.
-        rank: this rank's number in it.
-        size: ranks of the group.
-        layers: decoder layers whose weights are gathered at a time, to divide them.
+    `layers`: decoder layers whose weights are gathered at a time, to divide them.
     """
 
     group: dist.Group
@@ -55,12 +51,7 @@ def tensor_parallel(size: int, layers: int) -> TensorParallel | None:
 
 
 def reason_not_to_divide(config: PretrainedConfig, lora_dim: int) -> str | None:
-    """Why `--inference_tp_size` gathers the layers of a model one at a time; None if it divides them.
-
-    Args:
-        config: of the model.
-        lora_dim: `--actor_lora_dim`.
-    """
+    """Why `--inference_tp_size` gathers the layers of a model one at a time; None if it divides them."""
     if lora_dim > 0:
         return "layers with LoRA are not divided"
     plan, kind = plan_of(config), config.get_text_config().model_type
@@ -71,17 +62,7 @@ def reason_not_to_divide(config: PretrainedConfig, lora_dim: int) -> str | None:
 
 
 def check_tensor_parallel(config: PretrainedConfig, size: int, ranks: int, lora_dim: int = 0) -> None:
-    """Check that the size suits the ranks and, if its layers are divided, the model, before it is loaded.
-
-    Args:
-        config: of the model.
-        size: `--inference_tp_size`.
-        ranks: number of ranks.
-        lora_dim: `--actor_lora_dim`.
-
-    Raises:
-        UserError: it does not; the message names what to use in place of the flag.
-    """
+    """Check that the size suits the ranks and, if its layers are divided, the model, before it is loaded."""
     if size == 1:
         return
     flag, text = f"--inference_tp_size {size}", config.get_text_config()
@@ -105,13 +86,10 @@ def plan_of(config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
-    """Hold this rank's part of the decoder layers of `model` for the duration of the block.
+    """Hold this rank's part of the decoder layers of `model`, all linear, for the duration of the block.
 
     Its forward passes are then collective over the group. Entering is collective over all ranks, and leaves ZeRO-3
     partitions as they are; without ZeRO-3 the parts are views of the whole weights.
-
-    Raises:
-        UserError: a layer of the plan is not linear, or its size is not a multiple of the group's.
     """
     with ExitStack() as stack:
         for layers in _in_chunks(_linear_layers(model), parallel.layers):

@@ -18,10 +18,7 @@ def is_partitioned(weight: Any) -> bool:
 
 
 def own_part(weight: Any) -> tuple[int, Tensor]:
-    """(number of its first element, a flat view) of the elements of a parameter that this rank holds.
-
-    Without the padding of ZeRO-3, which is uninitialised memory.
-    """
+    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's uninitialised padding."""
     if not is_partitioned(weight):
         return 0, weight.detach().view(-1)
     part = weight.ds_tensor.detach().view(-1)
@@ -41,14 +38,10 @@ def refresh_whole_copy(weight: Any) -> None:
 
 
 def copy_overlaps(mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mapping[str, Tensor]]) -> bool:
-    """Fill this rank's parts of parameters from the parts of all ranks of a saved run, whatever their partitions.
+    """Fill this rank's parts of parameters from those of all ranks of a saved run; returns whether any held a part.
 
-    Args:
-        mine: name -> (number of its first element, flat part), changed in place.
-        ranks: name -> part, of each rank that saved, in rank order; {} for a rank that held none. Read one at a time.
-
-    Returns:
-        Whether any rank held a part. If none did, nothing changes.
+    `mine`: name -> (number of its first element, flat part), changed in place. `ranks`: name -> part of each rank, in
+    rank order, read one at a time; {} for a rank that held none.
     """
     seen = dict.fromkeys(mine, 0)
     found = False

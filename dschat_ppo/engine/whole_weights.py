@@ -30,13 +30,9 @@ OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "ze
 
 
 def fits_whole(size: int, ranks: int, memory: int) -> bool:
-    """Whether each rank keeps the whole weights of a model.
+    """Whether each of `ranks` keeps the `size` bytes of whole weights in the `memory` bytes of its device.
 
-    Args:
-        size: bytes of the whole weights.
-        ranks: among which they are partitioned. One rank holds all of them in any case: its whole weights are views of
-            its partition.
-        memory: bytes of a rank's device.
+    One rank always does: its whole weights are views of its partition.
     """
     return ranks == 1 or FITS * size <= memory
 
@@ -68,12 +64,9 @@ def _memory_of_device() -> int:
 
 
 class WholeWeights:
-    """Gathers the weights of an engine that are missing: a hook before the forward pass of its model.
+    """Gathers the missing weights of an engine, partitioned by ZeRO-3, before the forward pass of its model.
 
     An update, a checkpoint and a save of the model drop the whole weights, on all ranks alike.
-
-    Args:
-        parameters: of the model, partitioned by ZeRO-3.
     """
 
     def __init__(self, parameters: Iterable[Any]):
