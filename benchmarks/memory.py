@@ -33,7 +33,7 @@ from planned_memory import CASES, comparison, planned_peaks
 
 from dschat_ppo.common import dist, heap
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.engine import sleep
+from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.tools.toy import make_tokenizer
@@ -105,7 +105,7 @@ def measure_here(name: str, work: Path, out: Path) -> None:
     step, words, load = setting_of(name)
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-        sleep.on_device = lambda tensor: True  # as on a GPU, so that `held` sees what leaves
+        hybrid_engine.on_device = lambda tensor: True  # as on a GPU, so that `held` sees what leaves
         heap.LARGEST = THRESHOLD  # else loading a model ends with a higher threshold
     config = config_of_setting(step, work, words, load)
     found = measure_ppo(config, load) if step == "ppo" else measure_supervised(step, config, load)

@@ -22,7 +22,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.engine import sleep
+from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
@@ -70,8 +70,8 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
                 on_device[storage.data_ptr()] = storage.nbytes()
 
     for engine in engines:
-        count(sleep.training_states(engine), engine.zero_offload_optimizer())
-        count(sleep.weights_of(engine), engine.zero_offload_param())
+        count(hybrid_engine.training_states(engine), engine.zero_offload_optimizer())
+        count(hybrid_engine.weights_of(engine), engine.zero_offload_param())
         count([weight.data for weight in engine.module.parameters()], None)  # gathered ones are on the device
     count(originals, None)
     return sum(on_device.values())

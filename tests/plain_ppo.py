@@ -17,9 +17,8 @@ from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.moving_average import MovingAverage
-from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel

@@ -1,4 +1,4 @@
-"""Imports point down the layers, without cycles, and every module has its own name; read from the sources alone."""
+"""Imports point down the layers, without cycles; modules have their own names and up to 500 lines."""
 
 import ast
 from collections import Counter
@@ -96,6 +96,12 @@ def test_no_import_cycle():
 def test_every_module_has_its_own_name():
     names = Counter(module.stem for module in MODULES if module.stem not in ("__init__", "__main__"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_file_has_at_most_500_lines():
+    lines = {str(module): (ROOT / module).read_text(encoding="utf-8").count("\n") for module in MODULES}
+    assert {name: count for name, count in lines.items() if count > 500} == {}
+    assert max(lines.values()) > 200, "the lines are counted"
 
 
 def test_the_reader_of_imports_sees_some():

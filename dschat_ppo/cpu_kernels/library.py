@@ -28,10 +28,12 @@ from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 # Sums in any order, so that they can be vectorised; NaN and infinity as usual.
-FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
-    "-fassociative-math", "-shared", "-fPIC",
-)  # fmt: skip
+FLAGS = tuple(
+    """
+    -O3 -march=native -std=c++17 -fopenmp -fno-math-errno -fno-trapping-math -fno-signed-zeros
+    -fassociative-math -shared -fPIC
+    """.split()
+)
 LIMIT_SECONDS = 300.0  # a compilation takes some seconds
 _log = logging.getLogger(__name__)
 

@@ -148,7 +148,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA last) and weight decay, which only matrices have (no DoRA magnitude)."""
+    """Trainable parameters by learning rate (LoRA last) and weight decay: of matrices, not of DoRA's magnitudes."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
         (is_lora, is_matrix): [] for is_lora in (False, True) for is_matrix in (True, False)
     }

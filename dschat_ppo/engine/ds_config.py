@@ -17,21 +17,22 @@ from dschat_ppo.errors import UserError, reading
 Config = dict[str, Any]
 
 # The trainer marks the last micro-batch of an optimizer step and divides losses by global counts, so it derives these.
-DERIVED = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
-)  # fmt: skip
+DERIVED = tuple(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler".split()
+)
 # Other keys of DeepSpeed's configuration, which ignores a key that it does not know.
-KNOWN = (
-    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
-    "communication_data_type", "compile", "compression_training", "csv_monitor",
-    "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state",
-    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping",
-    "gradient_predivide_factor", "hybrid_engine", "log_level", "lower_precision_safe_modules",
-    "managed_gradient_accumulation", "memory_breakdown", "pipeline", "prescale_gradients",
-    "seq_parallel_communication_data_type", "steps_per_print", "tensor_parallel", "tensorboard",
-    "timers", "torch_autocast", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
-    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
-)  # fmt: skip
+KNOWN = tuple(
+    """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor data_efficiency data_types
+    dataloader_drop_last disable_allgather disable_python_gc dump_state flops_profiler fp16
+    gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
+    lower_precision_safe_modules managed_gradient_accumulation memory_breakdown pipeline prescale_gradients
+    seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+    """.split()
+)
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 # Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default is five times that,
 # for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.

@@ -8,11 +8,10 @@ from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.schedule_flags import ModelSchedule, ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
-from dschat_ppo.engine.moving_average import MovingAverage
-from dschat_ppo.engine.reference_sync import ReferenceSync
 from dschat_ppo.engine.role_models import ModelFolders, RoleModels
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
 from dschat_ppo.models.adapter_merge import merged

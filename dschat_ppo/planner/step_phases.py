@@ -176,7 +176,7 @@ def _put_to_sleep(phase: Phase, roles: Sequence[Role]) -> None:
 
 
 def _add_host_copies(phase: Phase, roles: Sequence[Role]) -> None:
-    """Host memory for what sleeps, which is kept from the first rollout on (`engine/sleep.py`)."""
+    """Host memory for what sleeps, which is kept from the first rollout on (`engine/hybrid_engine.py`)."""
     for (role, part), memory in sleeping(roles).items():
         phase.add(role, part, Memory(0, memory))
 

@@ -34,7 +34,7 @@ from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.templates import answer_ends
-from dschat_ppo.engine.moving_average import whole_averages
+from dschat_ppo.engine.averages import whole_averages
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier

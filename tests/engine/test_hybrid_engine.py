@@ -1,14 +1,36 @@
-"""Switching a model between training and generation, without ZeRO (with it: tests/ranks/test_ranks_hybrid.py)."""
+"""Switching a model between training and generation (over ranks: tests/ranks/test_ranks_hybrid.py), and training states
+in host memory meanwhile, with real DeepSpeed engines; `simulated` makes tensors of a CPU count as those of a device."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
+from one_rank import one_rank  # noqa: F401
+from torch import nn
 
-from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.checkpoint.engine_state import flat_masters
+from dschat_ppo.common import dist
+from dschat_ppo.engine import hybrid_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine.ds_config import eval_config, train_config
+from dschat_ppo.engine.hybrid_engine import (
+    HostMemory,
+    HybridEngine,
+    asleep,
+    gradient_buckets,
+    training_states,
+    weights_of,
+)
+from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.whole_weights import whole_weights
+from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
@@ -95,3 +117,242 @@ def test_a_gather_without_memory_leaves_training_as_it_was(monkeypatch):
         pytest.fail("generates without weights")
     assert ran_out_of_memory(raised.value)
     assert model.training and model[0].gradient_checkpointing is True and torch.is_grad_enabled()
+
+
+SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
+CASES = [(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16", "fp16")]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """All tensors count as tensors of a device, so that the moves happen on a CPU too."""
+    monkeypatch.setattr(hybrid_engine, "on_device", lambda tensor: True)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
+def engine_of(stage: int, dtype: str):
+    torch.manual_seed(0)
+    config = train_config(stage, dtype, False, 1, 1.0)
+    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)).to(DTYPES[dtype])
+    return train_engine(model, config, SETTINGS)
+
+
+def step(engine, number: int, dtype: str) -> float:
+    generator = torch.Generator().manual_seed(number)
+    batches = [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(2)]
+    return optimizer_step(engine, batches, lambda x: engine(x).float().pow(2).sum() / 12).grad_norm
+
+
+def numbers_of(engine) -> list[torch.Tensor]:
+    if (whole := whole_weights(engine)) is not None:
+        whole.gather()  # an update drops them
+    return [tensor.detach().clone() for tensor in (*training_states(engine), *weights_of(engine))]
+
+
+def held_bytes(tensors) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(stage, dtype, simulated):
+    awake, sleeper = engine_of(stage, dtype), engine_of(stage, dtype)
+    hybrid = HybridEngine(sleeper, sleeping=[sleeper])
+    for number in range(4):
+        assert step(awake, number, dtype) == step(sleeper, number, dtype)
+        before = numbers_of(sleeper)
+        with hybrid.generating():
+            pass
+        for kept, now in zip(before, numbers_of(sleeper), strict=True):
+            assert torch.equal(kept, now)
+    for one, other in zip(numbers_of(awake), numbers_of(sleeper), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_states_masters_and_gradients_leave_the_device_and_the_actors_weights_stay(stage, dtype, simulated):
+    engine = engine_of(stage, dtype)
+    step(engine, 0, dtype)
+    weights = sum(parameter.numel() for parameter in nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)).parameters())
+    masters = not isinstance(engine.optimizer, torch.optim.Optimizer)  # else the parameters are the fp32 weights
+    with HybridEngine(engine, sleeping=[engine]).generating() as model:
+        assert held_bytes(model.parameters()) > 0
+        model(torch.zeros(1, 4, dtype=DTYPES[dtype], device=dist.device()))
+        moments = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+        assert held_bytes(moments) == 0 and len(moments) > 0
+        if masters:
+            assert held_bytes(flat_masters(engine)) == 0
+            # two moments and the fp32 weights, 4 bytes each; at stage 3 padded
+            assert held_bytes(training_states(engine)) == 0
+    assert held_bytes(moments) >= 2 * 4 * weights
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16")])
+def test_the_buckets_of_gradients_leave_the_device_without_a_copy(stage, dtype, simulated):
+    engine = engine_of(stage, dtype)
+    step(engine, 0, dtype)
+    buckets = list(gradient_buckets(engine))
+    size = held_bytes(buckets)
+    assert size == (0 if stage < 3 else engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize)
+    copied = held_bytes(training_states(engine))  # the actor's weights stay
+    hybrid = HybridEngine(engine, sleeping=[engine])
+    with hybrid.generating():
+        assert held_bytes(buckets) == 0
+    assert held_bytes(buckets) == size
+    with asleep([], scratch=buckets) as moved:
+        assert moved == size
+    with asleep(training_states(engine), scratch=buckets) as moved:
+        assert moved == size + copied
+    assert step(engine, 1, dtype) > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_views_of_the_fp32_weights_see_the_updates_after_a_sleep(stage, simulated):
+    engine = engine_of(stage, "bf16")
+    for number in range(2):
+        step(engine, number, "bf16")
+        with HybridEngine(engine, sleeping=[engine]).generating():
+            pass
+    step(engine, 2, "bf16")
+    [weight, *_] = engine.module.parameters()
+    assert torch.equal(safe_get_full_fp32_param(weight).bfloat16(), weight.detach())
+
+
+def test_engines_that_generation_does_not_use_sleep_with_their_weights(simulated):
+    actor, critic = engine_of(2, "bf16"), engine_of(3, "bf16")
+    reference = eval_engine(nn.Linear(4, 4).bfloat16(), eval_config(0, "bf16", False, 1))
+    with HybridEngine(actor, sleeping=[actor, critic, reference]).generating():
+        assert held_bytes(weights_of(critic)) == held_bytes(weights_of(reference)) == 0
+        assert held_bytes(weights_of(actor)) > 0
+    assert held_bytes(weights_of(critic)) > 0 and held_bytes(weights_of(reference)) > 0
+
+
+def test_memory_that_the_actor_shares_with_another_engine_stays(simulated):
+    actor, reward = engine_of(1, "fp32"), nn.Linear(4, 9)
+    reward.weight = actor.module[0].weight  # one base for several models
+    reward.bias = nn.Parameter(torch.ones(9))
+    engine = eval_engine(nn.Sequential(reward), eval_config(0, "fp32", False, 1))
+    with HybridEngine(actor, sleeping=[actor, engine]).generating():
+        assert held_bytes([reward.weight]) > 0
+        assert held_bytes([engine.module[0].bias]) == 0
+
+
+def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(simulated, monkeypatch):
+    tensors = [torch.arange(5.0), torch.arange(3.0)]
+    with pytest.raises(KeyError), asleep(tensors):
+        assert held_bytes(tensors) == 0
+        raise KeyError
+    assert [tensor.sum().item() for tensor in tensors] == [10, 3]
+
+    calls = []
+
+    def failing(size):
+        calls.append(size)
+        if len(calls) == 2:
+            raise RuntimeError("no host memory")
+        return torch.UntypedStorage(size)
+
+    monkeypatch.setattr(hybrid_engine, "host_memory", failing)
+    with pytest.raises(RuntimeError, match="no host memory"), asleep(tensors):
+        pass
+    assert [tensor.sum().item() for tensor in tensors] == [10, 3]
+
+
+def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch):
+    made = []
+    monkeypatch.setattr(hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
+    tensors, host = [torch.arange(5.0), torch.arange(3.0)], HostMemory()
+    for number in range(3):
+        with asleep(tensors, host=host):
+            assert held_bytes(tensors) == 0
+        assert [tensor.sum().item() for tensor in tensors] == [10 + 5 * number, 3 + 3 * number]
+        for tensor in tensors:
+            tensor += 1
+    assert made == [20, 12]
+    with asleep([torch.arange(5.0), torch.arange(4.0)], host=host):
+        assert made == [20, 12, 16]
+
+
+def test_a_hybrid_engine_takes_host_memory_once(simulated, monkeypatch):
+    made = []
+    monkeypatch.setattr(hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
+    engine = engine_of(3, "bf16")
+    hybrid, counts = HybridEngine(engine, sleeping=[engine]), []
+    for number in range(3):
+        step(engine, number, "bf16")
+        with hybrid.generating():
+            counts.append(len(made))
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
+class Runtime:
+    """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which then fails."""
+
+    def __init__(self, monkeypatch, most=2**40):
+        self.held, self.most, self.error = {}, most, 0
+        ones = torch.ones
+        monkeypatch.setattr(hybrid_engine, "on_gpu", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch, "ones", lambda *args, **named: self.launch() or ones(*args, **named))
+
+    def cudaHostRegister(self, place, size, flags):  # noqa: N802  CUDA's name
+        assert flags == 0 and all(place + size <= first or place >= end for first, end in self.held.items())
+        if sum(end - first for first, end in self.held.items()) + size > self.most:
+            self.error = 2
+            return 2
+        self.held[place] = place + size
+        return 0
+
+    def cudaHostUnregister(self, place):  # noqa: N802  CUDA's name
+        del self.held[place]
+        return 0
+
+    def launch(self):
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+    @property
+    def sizes(self):
+        return sorted(end - first for first, end in self.held.items())
+
+
+def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated):
+    runtime, mib, host = Runtime(monkeypatch), 2**20, HostMemory()
+    sizes = (mib, 3 * mib + 4, mib - 1)
+    memory = [host.take(number, size) for number, size in enumerate(sizes)]
+    assert [part.nbytes() for part in memory] == list(sizes)
+    assert runtime.sizes == [mib, 3 * mib + 4], "in the exact size; small memory is not"
+    assert host.take(1, sizes[1]).data_ptr() == memory[1].data_ptr()
+    del memory
+    host.take(1, 2 * mib)
+    assert runtime.sizes == [mib, 2 * mib]
+    with asleep([torch.arange(mib)]):
+        assert runtime.sizes == [mib, 2 * mib, 8 * mib]
+    assert runtime.sizes == [mib, 2 * mib]
+    del host
+    assert runtime.sizes == []
+
+
+def test_a_failed_registration_is_said_and_no_kernel_is_blamed_for_it(monkeypatch, said):
+    runtime = Runtime(monkeypatch, most=3 * 2**20)
+    kept = [hybrid_engine.host_memory(2 * 2**20) for _ in range(2)]
+    assert runtime.error == 0 and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
+    runtime.launch()
+    del kept
+    assert runtime.sizes == []
+
+
+def test_views_and_shared_memory_are_moved_once(simulated):
+    whole = torch.arange(8.0)
+    with asleep([whole, whole[2:4], whole.view(2, 4)]) as moved:
+        assert moved == 32
+    assert whole.tolist() == list(range(8))
+
+
+def test_on_a_cpu_nothing_moves():
+    tensor = torch.arange(4.0)
+    with asleep([tensor]) as moved:
+        assert moved == (0 if tensor.device.type == "cpu" else 16)
+        assert tensor.tolist() == [0, 1, 2, 3]

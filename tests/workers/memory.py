@@ -14,7 +14,7 @@ from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
-from dschat_ppo.engine import sleep
+from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.runtime.launch import leave
@@ -100,7 +100,7 @@ def main() -> None:
             found[f"tensor parallel {stage}"] = two_steps(
                 assets, *stages(stage), "--inference_tp_size", 2, "--tp_gather_partition_size", 1
             )
-        sleep.on_device = lambda tensor: True  # as on a GPU: tensors do move
+        hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
         for stage in range(4):
             found[f"sleep {stage}"] = two_steps(assets, *stages(stage), "--sleep_in_rollout")
     (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))

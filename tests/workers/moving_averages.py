@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.averages import MovingAverage
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 

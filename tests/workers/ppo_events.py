@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.moving_average import MovingAverage
+from dschat_ppo.engine.averages import MovingAverage
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection

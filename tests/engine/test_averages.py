@@ -1,6 +1,7 @@
-"""The moving average of the actor's weights."""
+"""The moving average of the weights, the reference that follows the actor, and the parts of weights that ranks hold."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,17 @@ from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine import moving_average
-from dschat_ppo.engine.moving_average import MovingAverage, whole_averages
-from dschat_ppo.errors import UserError
+from dschat_ppo.engine import averages
+from dschat_ppo.engine.averages import (
+    MovingAverage,
+    ReferenceSync,
+    copy_overlaps,
+    is_partitioned,
+    own_part,
+    refresh_whole_copy,
+    whole_averages,
+)
+from dschat_ppo.errors import NonFiniteError, UserError
 
 
 def test_the_average_matches_the_formula_also_after_a_resume():
@@ -130,7 +139,7 @@ def test_weights_leave_a_gpu_in_their_dtype_by_pinned_memory(monkeypatch):
         model[1].bias.data = model[1].bias.data.float()
         return model
 
-    monkeypatch.setattr(moving_average, "pinned", pinned)
+    monkeypatch.setattr(averages, "pinned", pinned)
     with pretended_gpu() as seen:
         found = averaged(moved(made()))
     copies = sum(number for (operation, _), number in seen.waits.items() if operation == "copy_")
@@ -199,3 +208,138 @@ def test_frozen_parameters_are_not_averaged():
     model.weight.requires_grad_(False)
     average = MovingAverage(model, 0.5)
     assert average.state_dict().keys() == average.gathered().keys() == {"bias"}
+
+
+def engine_of(model: nn.Module) -> SimpleNamespace:
+    """Stands for an engine around a policy."""
+    module = nn.Module()
+    module.lm = model
+    return SimpleNamespace(module=module)
+
+
+def models(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    return nn.Linear(3, 2).to(dtype), nn.Linear(3, 2).to(dtype)
+
+
+def sync_of(actor: nn.Module, reference: nn.Module, mixup: float) -> ReferenceSync:
+    return ReferenceSync(engine_of(actor), engine_of(reference), mixup)
+
+
+@pytest.mark.parametrize("piece", [1, 4, 2**24])
+def test_the_reference_moves_by_the_formula_and_reports_how_far(monkeypatch, piece):
+    monkeypatch.setattr(averages, "PIECE", piece)
+    actor, reference = (nn.Linear(2, 1) for _ in range(2))
+    for model, numbers in ((actor, [4.0, -8.0, 1.0]), (reference, [0.0, 0.0, 5.0])):
+        model.weight.data, model.bias.data = torch.tensor([numbers[:2]]), torch.tensor(numbers[2:])
+    moved = sync_of(actor, reference, 0.25).update()
+    assert (reference.weight.tolist(), reference.bias.tolist()) == ([[1.0, -2.0]], [4.0])
+    assert moved == pytest.approx((1 + 4 + 1) ** 0.5 / 5)
+    assert (actor.weight.tolist(), actor.bias.tolist()) == ([[4.0, -8.0]], [1.0])
+
+
+def test_half_precision_is_mixed_in_fp32_and_rounded_once():
+    actor, reference = models(torch.bfloat16)
+    old = reference.weight.detach().clone()
+    expected = np.float32(0.3) * actor.weight.detach().float().numpy()
+    expected = torch.from_numpy(expected + np.float32(1 - 0.3) * old.float().numpy()).to(torch.bfloat16)
+    sync_of(actor, reference, 0.3).update()
+    assert reference.weight.dtype == torch.bfloat16 and torch.equal(reference.weight, expected)
+    in_half = 0.3 * actor.weight.detach() + (1 - 0.3) * old
+    assert not torch.equal(in_half, expected), "else the test shows nothing"
+
+
+def test_a_share_of_one_copies_the_actor_to_the_last_bit_and_a_second_sync_moves_nothing():
+    actor, reference = models(torch.bfloat16)
+    sync = sync_of(actor, reference, 1.0)
+    assert sync.update() > 0
+    assert torch.equal(reference.weight, actor.weight) and torch.equal(reference.bias, actor.bias)
+    assert reference.weight.data_ptr() != actor.weight.data_ptr()
+    assert sync.update() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_actor_that_is_not_finite_leaves_the_reference_as_it_is(bad):
+    actor, reference = models()
+    before = [weight.detach().clone() for weight in reference.parameters()]
+    actor.bias.data[1] = bad
+    with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: lm.bias\)"):
+        sync_of(actor, reference, 0.5).update()
+    assert all(torch.equal(one, other) for one, other in zip(before, reference.parameters(), strict=True))
+
+
+def test_the_state_restores_the_reference_in_place(monkeypatch):
+    actor, reference = models()
+    sync = sync_of(actor, reference, 0.5)
+    sync.update()
+    state = {name: part.clone() for name, part in sync.state_dict().items()}
+    _, fresh = models()
+    other = sync_of(actor, fresh, 0.5)
+    assert other.has_layout_of(state) and not torch.equal(fresh.weight, reference.weight)
+    other.load_state_dict(state)
+    assert torch.equal(fresh.weight, reference.weight) and torch.equal(fresh.bias, reference.bias)
+    _, fresh = models()
+    assert sync_of(actor, fresh, 0.5).load_parts([state, {}])
+    assert torch.equal(fresh.weight, reference.weight)
+    assert not sync_of(actor, fresh, 0.5).load_parts([{}])
+    monkeypatch.setenv("RANK", "1")
+    assert sync.state_dict() == {} and not sync.has_layout_of({}), "whole tensors are saved by rank 0 alone"
+
+
+WHOLE = [float(number) for number in range(7)]
+
+
+def partitioned_weight(numel: int, part: list[float]) -> nn.Parameter:
+    """A parameter whose part on this rank has these elements, marked as by ZeRO-3."""
+    weight = nn.Parameter(torch.zeros(0))
+    for name, value in {"ds_id": 0, "ds_tensor": torch.tensor(part), "ds_numel": numel}.items():
+        setattr(weight, name, value)
+    return weight
+
+
+def test_a_whole_tensor_is_a_part_from_the_first_element_and_a_view():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    first, part = own_part(weight)
+    part += 1
+    assert first == 0 and not is_partitioned(weight) and weight.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "kept"), [(0, 0, [1.0, 2.0]), (1, 2, [1.0, 2.0]), (2, 4, [1.0]), (3, 5, []), (9, 5, [])]
+)
+def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
+    """Five elements in parts of two."""
+    monkeypatch.setenv("RANK", str(rank))
+    weight = partitioned_weight(5, [1.0, 2.0])
+    found, part = own_part(weight)
+    assert (found, part.tolist(), is_partitioned(weight)) == (first, kept, True)
+    part += 1
+    assert weight.ds_tensor.tolist()[: len(kept)] == [number + 1 for number in kept], "a view"
+
+
+@pytest.mark.parametrize("saved", [
+    [WHOLE], [WHOLE, None], [WHOLE[:3], WHOLE[3:6], WHOLE[6:]], [WHOLE[:4], [*WHOLE[4:], 99.0]],
+])  # fmt: skip
+@pytest.mark.parametrize("cuts", [(0, 7), (0, 2), (2, 5), (5, 7), (7, 7)])
+def test_any_part_is_filled_from_any_parts(saved, cuts):
+    first, last = cuts
+    part = torch.full((last - first,), -1.0)
+    states = [{} if each is None else {"w": torch.tensor(each), "other": torch.ones(1)} for each in saved]
+    assert copy_overlaps({"w": (first, part)}, iter(states))
+    assert part.tolist() == WHOLE[first:last]
+
+
+def test_without_saved_parts_nothing_changes():
+    part = torch.ones(2)
+    assert not copy_overlaps({"w": (0, part)}, [{}, {}]) and part.tolist() == [1.0, 1.0]
+
+
+def test_only_a_copy_that_zero_keeps_is_renewed():
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for status, expected in ((ZeroParamStatus.AVAILABLE, [[3.0], [4.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0], [0]])):
+        weight = partitioned_weight(2, [3.0, 4.0])
+        weight.data, weight.ds_shape, weight.ds_status = torch.zeros(2, 1), (2, 1), status
+        refresh_whole_copy(weight)
+        assert weight.tolist() == expected
+    refresh_whole_copy(nn.Parameter(torch.zeros(1)))
