@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dschat_ppo.config.preference_flags import FORMER_PREFERENCES
+from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError, without_credentials
 
@@ -40,7 +41,7 @@ HOW_IT_IS_COMPUTED = frozenset({
     "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
     "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
-    "rollout_rows", "rollout_engine", "rollout_graphs", "prepack_weights", "unpin_actor_parameters",
+    "rollout_rows", "rollout_engine", "prepack_weights", "unpin_actor_parameters",
     "sleep_in_rollout", "experience_on_host", "inference_tp_size", "tp_gather_partition_size", "deterministic",
     "sequence_parallel_size", "tiled_mlp", "offload_activations", "attn_implementation",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
@@ -127,11 +128,13 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
             step over all ranks) and, where it affects more than rounding, `ranks`.
 
     Returns:
-        The changes: first those that matter, then the others, each in the order of `now`.
+        The changes, without flags that left (`note_on_retired` names them): first those that matter, then the others,
+        each in the order of `now`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     saved = {name: without_credentials(value) for name, value in saved.items()}  # an earlier version saved them
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
+    saved = {name: value for name, value in saved.items() if name not in RETIRED or value != NOW_FIXED.get(name, value)}
     names = [*now, *(name for name in saved if name not in now)]
     changes = []
     for name in names:

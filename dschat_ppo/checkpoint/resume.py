@@ -12,6 +12,7 @@ from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.retired_flags import note_on_retired
 from dschat_ppo.config.safety_flags import AUTO, NEVER, SafetyFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished
@@ -122,6 +123,8 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
             f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each, not {rows}: keep "
             "them, or name an earlier checkpoint by --resume"
         )
+    if left := note_on_retired(manifest.config):
+        logger().info(f"note: {checkpoint.name} was saved by an earlier version; {left}")
     shown = [change for change in changes if change.name not in WHERE_AND_WHEN]
     if shown:
         logger().info(f"settings that changed since {checkpoint.name} was saved:\n{format_diff(shown)}")

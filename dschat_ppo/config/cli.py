@@ -18,6 +18,7 @@ from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
+from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
 from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
@@ -48,13 +49,25 @@ def _groups(step: Step) -> list[tuple[str, Any]]:
     return list(get_type_hints(step.config).items())
 
 
-def _yaml_arguments(path: str, known: set[str]) -> list[str]:
-    """The settings of a YAML file as command-line arguments, which precede those of the user."""
+def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
+    """The settings of a YAML file, and a note about flags that left in a file that a run of an earlier version saved.
+
+    Such a file holds all flags of a step, whatever their values; in a file that a person wrote, flags that left stay,
+    to be refused.
+    """
     _check_path("config", path)
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):
         settings = yaml.safe_load(text)
     require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
+    if len(known.intersection(settings)) < len(known) / 2:
+        return settings, None
+    return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(settings)
+
+
+def _yaml_arguments(path: str, known: set[str]) -> list[str]:
+    """The settings of a YAML file as command-line arguments, which precede those of the user."""
+    settings, _ = _read_yaml(path, known)
     if unknown := [str(key) for key in settings if key not in known]:
         named = " and ".join(f"'{key}'" for key in unknown)
         raise UserError(f"--config {path}: unknown setting {named} {_ALL_FLAGS}{_hints(unknown, known)}")
@@ -209,7 +222,7 @@ def _hint(unknown: str, known: set[str]) -> str:
     theirs = printable_line(unknown.split("=")[0])
     words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
     given = "_".join(words)
-    if advice := _ADVICE.get(given):
+    if advice := _ADVICE.get(given) or RETIRED.get(given.removeprefix("no_")):
         return f"{theirs}: {advice}"
     if same := flags_for(given, known):
         return f"{theirs} -> {' and '.join(f'--{name}' for name in same)}"
@@ -231,7 +244,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def notes(step_name: str, config: Any) -> list[str]:
-    """One line for each flag that was given but has no effect, with the reason."""
+    """One line for each flag that was given but has no effect, with the reason; one for all flags that left."""
     step = STEPS[step_name]
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -241,4 +254,6 @@ def notes(step_name: str, config: Any) -> list[str]:
     reasons = step.notes | config.run.idle() | config.idle()
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
-    return [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]
+    left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None
+    lines = [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]
+    return lines + ([f"--config {config.run.config}: {left}"] if left else [])

@@ -16,6 +16,7 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from dschat_ppo.config.retired_flags import RETIRED
 from dschat_ppo.errors import UserError, printable_line
 
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
@@ -42,7 +43,8 @@ class FlagParser(argparse.ArgumentParser):
         meant = [self._by_name[name] for [name] in filter(None, near)] if kind == "unrecognized arguments" else []
         hint = f"; did you mean {' and '.join(dict.fromkeys(meant))}?" if meant else ""
         all_flags = "--help all" if self.helps_by_name else "--help"
-        raise UserError(f"{printable_line(message)}{hint} (all flags: {all_flags})")
+        left = [f"\n  {word}: {RETIRED[word[2:]]}" for word in unknown if word[2:] in RETIRED]
+        raise UserError(f"{printable_line(message)}{hint} (all flags: {all_flags}){''.join(left)}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list

@@ -101,7 +101,7 @@ OUR_NAMES = {
     "vllm_enable_sleep_mode": "sleep_in_rollout",
     "ds_enable_sleep": "sleep_in_rollout",
     "deepspeed_enable_sleep": "sleep_in_rollout",
-    "enforce_eager": "rollout_graphs",
+    "enforce_eager": "unpin_actor_parameters",
     "ds3_gather_for_generation": "unpin_actor_parameters",
     # algorithm
     "loss_type": "objective policy_loss loss_aggregation",

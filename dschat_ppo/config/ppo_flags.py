@@ -77,7 +77,6 @@ class PPOFlags:
         "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer",
         "auto",
     )
-    rollout_graphs: bool = flag("on a GPU, replay decoding steps as CUDA graphs", True)
     prepack_weights: bool = flag(
         "on a CPU in bf16, prepack weights for oneDNN while generating; needs memory for a second copy", True
     )

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dschat_ppo.common.paths import short_names
+from dschat_ppo.config.retired_flags import note_on_retired
 from dschat_ppo.html_report.figures import HEADLINES
 from dschat_ppo.html_report.meanings import meaning_of
 from dschat_ppo.html_report.page_data import COLOURS, Drawing, answer_rows, drawings, health_marks
@@ -299,6 +300,8 @@ def _flags(runs: Sequence[Run]) -> Section:
             changed if len(runs) == 1 else f"<details><summary>{escape(run.name)}</summary>{changed}</details>"
         )
         parts.append(_folded(f"All flags of {run.name}", table))
+        if left := note_on_retired(run.config):
+            parts.append(f"<p>{escape(run.name)} is of an earlier version; {escape(left)}.</p>")
     return "Flags", "".join(parts)
 
 

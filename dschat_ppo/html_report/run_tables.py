@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
+from dschat_ppo.config.retired_flags import RETIRED
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.html_report.run_folder import Run
 
@@ -48,10 +49,13 @@ def differing_flags(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def changed_flags(run: Run) -> list[list[str]]:
-    """(flag, value) of the flags that differ from the defaults of their step, or have no default there."""
+    """(flag, value) of the flags that differ from the defaults of their step, or have no default there; not of flags
+    that left (`note_on_retired`)."""
     known = defaults(run.config)
     return [
-        [f"--{flag}", shown_value(value)] for flag, value in run.config.items() if known.get(flag, MISSING) != value
+        [f"--{flag}", shown_value(value)]
+        for flag, value in run.config.items()
+        if flag not in RETIRED and known.get(flag, MISSING) != value
     ]
 
 

@@ -72,7 +72,6 @@ def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model
         flags.n_samples_per_prompt,
         flags.rollout_rows,
         flags.prepack_weights,
-        static=None if flags.rollout_graphs else False,
         engine="padded" if flags.rollout_engine == "padded" else "continuous",
     )
 

@@ -32,6 +32,7 @@ from dschat_ppo.checkpoint.state_file import load_state
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.retired_flags import note_on_retired
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.averages import whole_averages
@@ -127,6 +128,8 @@ def open_checkpoint(path: Path) -> SavedRun:
     elif fault := damage(path):
         raise UserError(f"{path}: {fault}; name an intact checkpoint such as OUTPUT/checkpoints/step_000012, or OUTPUT")
     manifest = Manifest.read(folder)
+    if left := note_on_retired(manifest.config):
+        print(f"note: {left}", file=sys.stderr)
     flags = {name: value for name, value in manifest.config.items() if name in FLAGS and name not in _NOT_OF_THE_RUN}
     return SavedRun(folder.resolve(), manifest, parse(manifest.kind, [], flags))
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.router_term import replayed_term
@@ -89,6 +89,8 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     """
     what, records, states = read_bundle(folder)
     config = parse(what["step_name"], ["--config", str(folder / CONFIG)])
+    for line in notes(what["step_name"], config):
+        print(f"note: {line}")
     dtype = dtype or what["dtype"]
     device = dist.device()
     print(f"{what['role']}, step {what['step']}, rank {what['rank']}: {what['fault']['kind']}; replayed in {dtype}")
