@@ -54,8 +54,7 @@ class TokenLosses:
 def ppo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7).
 
-    Unequal bounds are DAPO's clip-higher (Yu et al. 2025). With `dual_clip` c the loss is at most `-c A` where A < 0
-    (Ye et al. 2020).
+    Unequal bounds: clip-higher (DAPO, Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020).
     """
     return _clipped_surrogate(_log_ratio(terms).exp(), terms, settings)
 
@@ -103,9 +102,9 @@ def sapo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A exp(mean over the row's tokens of the clipped lp - lp_old)` on each token (GMPO, Zhao et al. 2025).
 
-    A is the mean of the row's advantages. Where it is positive, log-ratios are clipped at `clip_eps_high` from above;
-    where it is negative, at `-clip_eps_low` from below: each on the side on which the row would gain. With
-    seq_mean_token_mean the loss is the mean over rows.
+    A is the mean of the row's advantages. Log-ratios are clipped on the side on which the row would gain: at
+    `clip_eps_high` from above where A > 0, at `-clip_eps_low` from below where A < 0. With seq_mean_token_mean the loss
+    is the mean over rows.
     """
     advantage = row_means(terms.advantages, terms.mask).unsqueeze(1)  # (B, R) -> (B, 1)
     log_ratio = _log_ratio(terms)  # (B, R)
@@ -118,11 +117,7 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 
 def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """ppo without the `selected` tokens, which add neither loss nor gradient (Clip-Cov, Cui et al. 2025).
-
-    Raises:
-        ValueError: no tokens were selected.
-    """
+    """ppo without the `selected` tokens, which add neither loss nor gradient (Clip-Cov, Cui et al. 2025)."""
     selected = _selected(terms)
     all_tokens = ppo(terms, settings)
     losses = all_tokens.losses.masked_fill(selected, 0.0)
@@ -134,9 +129,6 @@ def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025).
 
     The absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise.
-
-    Raises:
-        ValueError: no tokens were selected.
     """
     ratio = _log_ratio(terms).exp()
     distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
@@ -188,20 +180,13 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` for each token.
+    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` for each token; all (B, R).
 
-    The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al. 2022.
+    The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al. 2022. `old_values` are
+    those when the rollout was scored; `clip_eps` 0 turns clipping off.
 
-    Args:
-        values: (B, R) fp32 of the critic in training, with gradient.
-        old_values: (B, R) fp32 when the rollout was scored.
-        returns: (B, R) fp32 targets.
-        mask: (B, R) bool.
-        clip_eps: epsilon; 0 turns clipping off.
-
-    Returns:
-        (losses, clipped). losses: (B, R) fp32 with gradient, 0 outside the mask. clipped: (B, R) bool, detached, True
-        where the clipped error is the larger one, so the token has no gradient.
+    Returns (losses, clipped): fp32 with gradient, 0 outside the mask; bool, True where the clipped error is the larger
+    one, so that the token has no gradient.
     """
     values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))  # (B, R) each
     error = (values - returns) ** 2

@@ -45,32 +45,17 @@ Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
     """`-kl_coef * kl` on each response token, plus the row's score on its last one (Ouyang et al. 2022, eq. 2).
 
-    Args:
-        scores: (B,) fp32.
-        kl: (B, R) fp32, per token.
-        response_mask: (B, R) bool. Tokens that the policy did not choose may lie between its own. A row without a True
-            has no reward at all.
-        kl_coef: weight of the penalty.
-
-    Returns:
-        (B, R) fp32, 0 outside the mask.
+    `scores` (B,) and `kl` (B, R) fp32 -> (B, R) fp32, 0 outside `response_mask` (B, R) bool. The mask may have gaps; a
+    row without a True has no reward at all.
     """
     rewards = torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl  # (B, 1) over (B, R)
     return zero_outside(rewards, response_mask)
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """`G_t = r_t + gamma G_{t+1}`, with t + 1 the row's next True token and G = 0 after the last one.
+    """`G_t = r_t + gamma G_{t+1}`, (B, R), with t + 1 the row's next True token and G = 0 after the last one.
 
-    Gaps in the mask neither reset the sum nor discount it.
-
-    Args:
-        rewards: (B, R), floating.
-        response_mask: (B, R) bool.
-        gamma: discount in [0, 1].
-
-    Returns:
-        (B, R) in the dtype of `rewards`, 0 outside the mask.
+    Gaps in the mask neither reset the sum nor discount it. 0 outside the mask.
     """
     factors = torch.where(response_mask, rewards.new_full((), gamma), 1.0)  # (B, R)
     return zero_outside(_carried_back(zero_outside(rewards, response_mask), factors), response_mask)
@@ -96,9 +81,6 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`, with V and A after
     the last token 0. Where the mask has gaps, t + 1 is the row's next True token: a token that the policy did not
     choose is not a step of the episode.
-
-    Raises:
-        ValueError: there are no values.
     """
     if inputs.values is None:
         raise ValueError("gae needs the values of a critic")
@@ -128,9 +110,9 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     """(B,) gaps of `Z / max(1, std(Z))` with `Z = S / (std(S) + epsilon) - KL penalty`, S before the penalty.
 
     Each quantity is divided by its own standard deviation, so a row of a group of n is at most `(n - 1) / sqrt(n)` from
-    its group's mean (Samuelson 1968, "How deviant can you be?"). The penalty is not divided by the deviation of the
-    scores: where scores are nearly equal, that would amplify the noise of the KL without bound. Where they are equal,
-    the penalties alone are compared. Without a penalty the result is `S / (std(S) + epsilon)`.
+    its group's mean (Samuelson 1968, "How deviant can you be?"). Dividing the penalty by the deviation of the scores
+    would amplify the noise of the KL without bound where scores are nearly equal. Where they are equal, the penalties
+    alone are compared. Without a penalty the result is `S / (std(S) + epsilon)`.
     """
     totals = _row_scores(inputs)
     scores = totals if inputs.scores is None else inputs.scores.double()  # (B,) before the KL penalty
@@ -166,12 +148,10 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`alpha (S - mean)` on every token, alpha = counted rows / rows of groups with unequal scores (Chu et al. 2025).
 
-    A group with equal scores (all right or all wrong) adds nothing to the gradient but counts in its denominator; alpha
-    corrects the estimate to that over the other groups alone. It is B / (B - M) of the GPG paper, with M the rows of
-    groups with equal scores. M is not the number of rows with a score of 0, which some implementations use: a wrong
-    answer in a mixed group has score 0 and contributes, and an answer in a group of ones does not. Alpha is a property
-    of the whole batch, so the inputs must hold the rows of all ranks. A KL penalty inside S makes scores unequal, so
-    alpha is 1.
+    A group with equal scores adds nothing to the gradient but counts in its denominator; alpha corrects for that. It is
+    B / (B - M) of the paper, with M the rows of groups with equal scores, and not the rows of score 0 as in some
+    implementations: a wrong answer in a mixed group contributes, and a right one in a group of ones does not. The
+    inputs must hold the rows of all ranks. A KL penalty inside S makes scores unequal, so alpha is 1.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
     gaps = groups.gaps(_row_scores(inputs))  # (B,)
@@ -184,9 +164,8 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The best score minus the second best, on every token of the group's best row; 0 on other rows and on ties.
 
-    This is the group's maximum minus its maximum without the row: leave-one-out for the maximum (Tang et al. 2025,
-    "Optimizing language models for inference time objectives using reinforcement learning"). Scores are standardised as
-    in `grpo`.
+    Leave-one-out for the group's maximum (Tang et al. 2025, "Optimizing language models for inference time objectives
+    using reinforcement learning"). Scores are standardised as in `grpo`.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
     gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
@@ -212,11 +191,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024).
-
-    Raises:
-        ValueError: there are no baselines.
-    """
+    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024)."""
     if inputs.baselines is None:
         raise ValueError("remax needs the scores of the greedy answers")
     return _above_baseline(inputs.baselines, inputs)

@@ -33,13 +33,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """`(values - mean) / sqrt(var + epsilon)`, with the mean and population variance over the mask in fp64.
 
-    Args:
-        values: any shape, floating.
-        mask: same shape, bool.
-        epsilon: added to the variance.
-
-    Returns:
-        Shape and dtype of `values`; 0 outside the mask, and everywhere if the mask is empty.
+    Shape and dtype of `values`; 0 outside the mask (bool, same shape), and everywhere if it is empty.
     """
     exact, count = values.double(), mask.sum().clamp_min(1)
     centred = exact - masked_sum(exact, mask) / count
@@ -57,24 +51,15 @@ class Denominators:
 
 
 def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators: Denominators) -> Tensor:
-    """The part of the optimizer step's loss that this micro-batch contributes.
+    """The part of the optimizer step's loss that this micro-batch contributes: a scalar with gradient.
 
     - token_mean: `sum / tokens`; every token has the same weight (DAPO, Yu et al. 2025).
     - seq_mean_token_sum: `sum / rows`.
     - seq_mean_token_mean: the mean over each row's tokens, summed over rows, `/ rows` (GRPO, Shao et al. 2024, eq. 3).
     - constant: `sum / constant`; the weight depends on no row's length (Dr. GRPO, Liu et al. 2025).
 
-    Args:
-        losses: (B, R) fp32, with gradient. Values outside the mask, NaN too, affect neither value nor gradient.
-        mask: (B, R) bool; rows may have no True token.
-        mode: one of the four above.
-        denominators: counts over the whole optimizer step.
-
-    Returns:
-        Scalar with gradient.
-
-    Raises:
-        ValueError: there is no such mode.
+    `losses` (B, R) fp32: values outside `mask` (B, R) bool, NaN too, affect neither value nor gradient. Rows may have
+    no True token. The denominators are counts over the whole optimizer step.
     """
     if mode == "token_mean":
         return masked_sum(losses, mask) / denominators.tokens

@@ -27,16 +27,9 @@ class FixedCoefficient:
 class AdaptiveKL:
     """`value *= 1 + clip(KL / target - 1, -0.2, 0.2) * count / horizon` (Ziegler et al. 2019, section 2.2).
 
-    An update over more than `horizon` answers counts as one over `horizon`, so that the factor stays between 0.8 and
-    1.2. Otherwise it could reach 0, from which the product cannot recover, or become negative.
-
-    Args:
-        value: initial coefficient.
-        target: KL to hold, per token or per row like the KL passed to `update`; above 0.
-        horizon: answers over which the coefficient may change by 20 %; above 0.
-
-    Raises:
-        ValueError: `target` or `horizon` is not above 0.
+    `target` is per token or per row, like the KL of `update`; over `horizon` answers the coefficient changes by 20 % at
+    most. An update over more answers counts as one over `horizon`, so that the factor stays between 0.8 and 1.2: at 0
+    or below, the product could not recover.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -61,15 +54,8 @@ class AdaptiveKL:
 class AdaptiveEntropy:
     """A coefficient that grows by `delta` after a step with an entropy of at most `target`, and else shrinks by it.
 
-    It stays between `smallest` and `largest`, and is 0 while the last entropy is above the target: the bonus shall stop
-    a collapse and not raise the entropy further (Skywork-OR1, He et al. 2025).
-
-    Args:
-        value: initial coefficient, applied until the first entropy is known.
-        target: entropy in nats per token.
-        delta: change per PPO step, 0 or more.
-        smallest: lower bound.
-        largest: upper bound.
+    It starts at `value`, stays between `smallest` and `largest`, and is 0 while the last entropy (nats per token) is
+    above the target: the bonus shall stop a collapse and not raise the entropy further (Skywork-OR1, He et al. 2025).
     """
 
     def __init__(self, value: float, target: float, delta: float, smallest: float, largest: float) -> None:

@@ -33,19 +33,7 @@ def importance_weights(
     - mask: w where `1 / cap <= w <= cap`, 0 elsewhere. Both bounds apply, because the aim is to drop tokens on which
       the two engines disagree, in either direction.
 
-    Args:
-        old_logprobs: (B, R) fp32, from the training engine.
-        rollout_logprobs: (B, R) fp32, from the generator.
-        mask: (B, R) bool.
-        level: one weight for each token, or the weight of the row on all of its tokens.
-        mode: treatment of weights beyond the cap.
-        cap: at least 1.
-
-    Returns:
-        (B, R) fp32, 0 outside the mask.
-
-    Raises:
-        ValueError: there is no such level or mode.
+    All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1.
     """
     log_weights = zero_outside(old_logprobs - rollout_logprobs, mask).detach()
     if level == "sequence":
@@ -65,32 +53,18 @@ def importance_weights(
 def off_policy_rows(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
     """Rows to keep: drops negative advantages on rows that have become far off-policy (DeepSeek-V3.2, 2025).
 
-    Args:
-        logprobs: (B, R) fp32 of the policy in training.
-        old_logprobs: (B, R) fp32 of the policy that collected the data.
-        advantages: (B, R) fp32; the mean over the row's tokens decides.
-        mask: (B, R) bool.
-        delta: nats; the row is dropped if the mean of `old_logprobs - logprobs` over its tokens is larger.
-
-    Returns:
-        (B,) bool, True for rows to keep. Rows without a token are kept.
+    A row goes if the mean of `advantages` over its tokens is negative and that of `old_logprobs - logprobs` above
+    `delta` nats. Arguments (B, R), the mask bool -> (B,) bool, True for rows to keep, among them rows without a token.
     """
     kl = row_means((old_logprobs - logprobs).detach(), mask)  # (B, R) -> (B,), k1
     return ~((row_means(advantages, mask) < 0) & (kl > delta))
 
 
 def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The `share` of tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule").
+    """The `share` of tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule"), (B, R) bool.
 
-    These are the tokens at or above the `1 - share` quantile over the mask: all ties, and at least one token.
-
-    Args:
-        entropies: (B, R) fp32. The quantile is over these rows, so pass all rows of the PPO step.
-        mask: (B, R) bool.
-        share: above 0, at most 1.
-
-    Returns:
-        (B, R) bool, False outside the mask.
+    These are the tokens at or above the `1 - share` quantile over the mask: all ties, and at least one token. Pass all
+    rows of the PPO step.
     """
     values = entropies.detach()[mask]  # (B, R) -> (tokens,)
     if values.numel() == 0:
@@ -103,16 +77,7 @@ def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor
 
 
 def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`(A - mean A) (lp - mean lp)` for each token, with means over the mask (Cui et al. 2025).
-
-    Args:
-        advantages: (B, R) fp32. The means are over these rows.
-        logprobs: (B, R) fp32.
-        mask: (B, R) bool.
-
-    Returns:
-        (B, R) fp32, 0 outside the mask.
-    """
+    """`(A - mean A) (lp - mean lp)` for each token, (B, R) fp32, means over the mask, 0 outside (Cui et al. 2025)."""
     count = mask.sum().clamp_min(1)
     advantages, logprobs = (x - masked_sum(x, mask) / count for x in (advantages.detach(), logprobs.detach()))
     return zero_outside(advantages * logprobs, mask)
@@ -121,18 +86,10 @@ def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Ten
 def clip_cov_tokens(
     covariances: Tensor, mask: Tensor, share: float, low: float, high: float, generator: torch.Generator
 ) -> Tensor:
-    """A random sample of the tokens with `low < covariance < high`, for the clip_cov loss (Cui et al. 2025).
+    """A random sample of the tokens with `low < covariance < high`, (B, R) bool, for clip_cov (Cui et al. 2025).
 
-    Args:
-        covariances: (B, R) fp32; -inf excludes a token.
-        mask: (B, R) bool.
-        share: share of all tokens of the mask to sample, rounded down, at least one; fewer if fewer are in range.
-        low: lower bound, exclusive.
-        high: upper bound, exclusive.
-        generator: on any device. The sample depends neither on the device of the tensors nor on padding.
-
-    Returns:
-        (B, R) bool, False outside the mask.
+    `share` of all tokens of the mask is sampled, rounded down, at least one; fewer if fewer are in range. A covariance
+    of -inf excludes a token. The sample depends neither on the device of the tensors nor on padding.
     """
     candidates = (mask & (covariances > low) & (covariances < high)).nonzero()  # (N, 2) row and column
     order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(mask.device)
@@ -143,15 +100,9 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The `share` of tokens with the highest covariance, for the kl_cov loss (Cui et al. 2025).
+    """The `share` of tokens with the highest covariance, (B, R) bool, for the kl_cov loss (Cui et al. 2025).
 
-    Args:
-        covariances: (B, R) fp32.
-        mask: (B, R) bool.
-        share: share of the tokens of the mask, rounded down, at least one.
-
-    Returns:
-        (B, R) bool, False outside the mask.
+    Of the tokens of the mask, rounded down, at least one.
     """
     tokens = mask.nonzero()  # (N, 2) row and column
     # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.

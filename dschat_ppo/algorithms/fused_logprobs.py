@@ -30,10 +30,7 @@ LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp
 
 @dataclass(frozen=True)
 class Head:
-    """Transform of a causal model from the output of its head x to its logits: `softcap * tanh(scale * x / softcap)`.
-
-    Without a soft cap it is `scale * x`.
-    """
+    """From the output x of a model's head to its logits: `softcap * tanh(scale * x / softcap)` or `scale * x`."""
 
     scale: float = 1.0  # Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`
     softcap: float | None = None  # Gemma's soft cap; None = off
@@ -57,20 +54,18 @@ def fused_token_scores(
 
     Args:
         hidden: (N, H), any floating dtype; N may be 0.
-        weight: (V, H) of the head, same dtype.
-        bias: (V,) or None.
-        tokens: (N,) int64, the token sampled at each position.
-        temperature: above 0; the sampling temperature.
+        weight: (V, H) of the head, same dtype; `bias` (V,) or None.
+        tokens: (N,) int64, the token sampled at each position, at `temperature`.
         head: transform of the product into logits.
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
-        block_bytes: largest size of one block of fp32 logits; up to three such tensors exist at a time. None: by
-            device.
-        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the distribution is over
-            the other tokens there.
+        block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time. None: by device.
+        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the distribution is over the
+            other tokens there.
 
     Returns:
         (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
-        bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient except the one of this token's log-prob.
+            bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient except the one of this token's
+            log-prob.
     """
     block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))

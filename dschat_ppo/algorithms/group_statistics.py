@@ -13,8 +13,7 @@ class Groups:
     """The groups of a batch, one for each prompt, and statistics over them.
 
     Every statistic has shape (B,): each row gets the value of its group. Rows without a response token have no score
-    and take part in no statistic. Values are fp64, so that the order in which a GPU adds the rows of a group, which is
-    not deterministic, does not show in fp32.
+    and take part in none. Values are fp64, so that the order in which a GPU adds rows does not show in fp32.
     """
 
     index: Tensor  # (B,) int64, number of the row's group, counted from 0
@@ -23,12 +22,7 @@ class Groups:
 
     @classmethod
     def of(cls, prompts: Tensor, response_mask: Tensor) -> Groups:
-        """Group the rows by prompt.
-
-        Args:
-            prompts: (B,) int64, any number for each prompt, rows in any order.
-            response_mask: (B, R) bool.
-        """
+        """Group the rows by `prompts` (B,) int64, any number for each prompt, in any order."""
         index = torch.unique(prompts, return_inverse=True)[1]
         counted = response_mask.any(dim=1)  # (B, R) -> (B,)
         return cls(index, counted, _sum_by_group(counted.double(), index))
@@ -48,8 +42,8 @@ class Groups:
     def gaps(self, scores: Tensor) -> Tensor:
         """`score - best score of the group`: 0 or less, 0 on rows that are not counted.
 
-        No estimator changes when all scores of a group are shifted. Gaps keep small differences of large scores exact,
-        and they are exactly 0 where all scores of a group are equal.
+        A shift of a group's scores changes no estimator. Gaps keep small differences of large scores exact, and equal
+        scores have gaps of exactly 0.
         """
         return torch.where(self.counted, scores - self.best(scores), 0.0)
 
@@ -66,9 +60,7 @@ class Groups:
 def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
     """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite.
 
-    Args:
-        scores: (B,) fp32.
-        groups: (B,) int64, any number for each group, rows in any order.
+    `scores` (B,) fp32; `groups` (B,) int64, any number for each group, in any order.
     """
     index = torch.unique(groups, return_inverse=True)[1]
     spread = _max_by_group(scores, index) + _max_by_group(-scores, index)  # max - min

@@ -32,8 +32,8 @@ def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs.
 
-    The exponent is at most 20, so a token adds at most e^20, with gradient 0 beyond the bound: otherwise the sum of
-    squares overflows fp32, and from 89 on exp itself does. d has no upper bound.
+    The exponent is at most 20, with gradient 0 beyond: otherwise the sum of squares overflows fp32, and from 89 on exp
+    itself does. d has no upper bound.
     """
     difference = (logprobs - other_logprobs).clamp_min(-LARGEST_K3_EXPONENT)
     return torch.expm1(-difference) + difference
@@ -53,15 +53,10 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """`sum_v p_v (log p_v - log q_v)`, the exact divergence.
+    """`sum_v p_v (log p_v - log q_v)`, exact: (..., V) fp32 normalised -> (...) fp32, with both gradients.
 
-    Args:
-        log_p: (..., V) fp32, normalised. Entries of probability 0 (-inf, or an underflow) add 0 to value and gradient,
-            whatever `log_q` holds there.
-        log_q: (..., V) fp32, normalised. The divergence is infinite if an entry is -inf and p is not 0 there.
-
-    Returns:
-        (...) fp32, with the gradients of both.
+    Entries of p = 0 (-inf, or an underflow) add 0 to value and gradient, whatever `log_q` holds there. The result is
+    infinite if `log_q` is -inf where p is not 0.
     """
     impossible = log_p.exp() == 0
     log_p, log_q = (x.masked_fill(impossible, 0.0) for x in (log_p, log_q))
@@ -71,8 +66,8 @@ def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
 def smooth_abs(difference: Tensor) -> Tensor:
     """`|d| - s / 2`, and `d^2 / (2 s)` for |d| below s = 0.01; the same shape.
 
-    The slope of |d| is +-1 beside 0, and where two log-probs are equal up to rounding, its sign is noise: micro-batches
-    and ranks would change the gradient. The slope of this function is the difference divided by s there.
+    Where two log-probs are equal up to rounding, the sign of d is noise, and the slope of |d| with it: micro-batches
+    and ranks would change the gradient.
     """
     return smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none", beta=SMOOTH_BELOW)
 
@@ -83,22 +78,16 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bool) -> Tensor:
-    """The KL divergence from the reference as a loss, per token.
+    """The KL divergence from the reference as a loss, per token: (B, R) fp32 with gradient.
 
     Args:
-        logprobs: (B, R) fp32 of the policy in training, with gradient. Values outside the mask must be finite: this
-            function has no mask, and a later product of 0 with the gradient of NaN is NaN.
+        logprobs: (B, R) fp32 of the policy in training. Values outside the mask must be finite: this function has no
+            mask, and a later product of 0 with the gradient of NaN is NaN.
         ref_logprobs: (B, R) fp32 of the reference, finite everywhere too.
         estimator: key of `KL_ESTIMATORS`, which gives the value.
-        straight: use the gradient of k2, which on samples of the policy is that of KL(policy || reference). False: use
-            the estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs (for
-            abs that of `smooth_abs`: at the start of a run the policy equals the reference up to rounding).
-
-    Returns:
-        (B, R) fp32 with gradient.
-
-    Raises:
-        KeyError: there is no such estimator.
+        straight: use the gradient of k2, which on samples of the policy is that of KL(policy || reference). False: the
+            estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs (for abs
+            that of `smooth_abs`: at the start of a run the policy equals the reference up to rounding).
     """
     value = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
     if estimator == "abs" and not straight:

@@ -11,19 +11,12 @@ from math import cos, pi
 def rate_factor(
     step: int, kind: str, warmup: int, total: int, least: float = 0.0, peak: float = 1.0, last: float = 0.0
 ) -> float:
-    """The learning rate of an optimizer step, as a factor of its peak.
+    """The learning rate of an optimizer step (counted from 0), as a factor of its peak.
 
-    Args:
-        step: number of optimizer steps before it.
-        kind: "linear", "cosine", "cosine_with_restarts" (one cycle, which ends at the lowest factor), "polynomial" (of
-            power 1), "constant_with_warmup", or "constant", which has no warm-up.
-        warmup: optimizer steps over which the factor rises linearly from 0 to 1.
-        total: optimizer steps of the run; for "polynomial" at least `warmup` + 1.
-        least: lowest factor after the warm-up, in [0, 1); "polynomial" and constant kinds ignore it.
-        peak, last: peak rate, and the rate at which "polynomial" ends.
-
-    Raises:
-        ValueError: there is no such kind.
+    The factor rises from 0 to 1 over `warmup` steps. From there `kind` brings it down to `least` at step `total`:
+    "linear", "cosine", "cosine_with_restarts" (one cycle, which ends at the lowest factor) or "polynomial" (of power 1,
+    from `peak` to `last` in place of `least`; `total` at least `warmup` + 1). It stays 1 with "constant_with_warmup",
+    and with "constant", which has no warm-up.
     """
     if kind == "constant":
         return 1.0

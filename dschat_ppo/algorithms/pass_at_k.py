@@ -12,17 +12,7 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
     """Probability that at least one of k answers, drawn without replacement from the n answers to a prompt, passes.
 
     `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k (Chen et al. 2021,
-    eq. 1).
-
-    Args:
-        passed: (prompts, n) bool.
-        k: from 1 to n.
-
-    Returns:
-        (prompts,) fp64.
-
-    Raises:
-        ValueError: k is below 1 or above n.
+    eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
     """
     n = passed.shape[1]
     if not 1 <= k <= n:

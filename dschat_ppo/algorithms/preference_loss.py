@@ -1,4 +1,8 @@
-"""Losses on preference pairs: reward model (Bradley-Terry) and direct preference optimisation."""
+"""Losses on preference pairs: reward model (Bradley-Terry) and direct preference optimisation.
+
+`pair_mask` (B,) bool is False on filler pairs. `num_pairs` are the real pairs of the whole optimizer step, over all
+micro-batches and ranks. Losses divided by it are scalars with gradient.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,8 @@ def bradley_terry_loss(
 ) -> Tensor:
     """`sum -log sigmoid(chosen - rejected - margin) / num_pairs` (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
 
-    It equals `log(1 + exp(rejected - chosen + margin))`, which some libraries offer as a separate loss ("logexp").
-
-    Args:
-        chosen_scores: (B,) fp32.
-        rejected_scores: (B,) fp32.
-        pair_mask: (B,) bool, False on filler pairs.
-        num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
-        margin: (B,) fp32, required lead of the chosen over the rejected score (Touvron et al. 2023, eq. 2); None: 0.
-
-    Returns:
-        Scalar with gradient.
+    Scores (B,) fp32. `margin` (B,) fp32 is the required lead of the chosen score (Touvron et al. 2023, eq. 2); None: 0.
+    The loss equals `log(1 + exp(rejected - chosen + margin))`, a separate loss ("logexp") in some libraries.
     """
     return masked_sum(bradley_terry_pair_loss(chosen_scores, rejected_scores, margin), pair_mask) / num_pairs
 
@@ -45,16 +40,7 @@ def reward_centering_loss(
 ) -> Tensor:
     """`sum (chosen + rejected)^2 / num_pairs`, which pulls the mean score to 0 (Eisenstein et al. 2023).
 
-    Bradley-Terry does not determine the mean.
-
-    Args:
-        chosen_scores: (B,) fp32.
-        rejected_scores: (B,) fp32.
-        pair_mask: (B,) bool, False on filler pairs.
-        num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
-
-    Returns:
-        Scalar with gradient.
+    Bradley-Terry does not determine the mean. Scores (B,) fp32.
     """
     return masked_sum((chosen_scores + rejected_scores) ** 2, pair_mask) / num_pairs
 
@@ -101,17 +87,11 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, num_tokens: Tensor, objective: str) -> tuple[Tensor, Tensor]:
-    """`log pi(answer) - log pi_ref(answer)` of both answers of each pair; D is the chosen minus the rejected one.
+    """`log pi(answer) - log pi_ref(answer)`, (chosen (B,), rejected (B,)); D is the chosen minus the rejected one.
 
-    Args:
-        logprobs: (2B,) of the policy, summed over each answer's tokens, all chosen answers first.
-        ref_logprobs: (2B,) of the reference, in the same order.
-        num_tokens: (2B,) int64, tokens of each answer; 0 counts as 1.
-        objective: "ipo" uses means over tokens instead of sums, so that its target 1 / (2 beta) does not depend on the
-            length of an answer.
-
-    Returns:
-        `(chosen (B,), rejected (B,))` in the dtype of the log-probs.
+    `logprobs` and `ref_logprobs` (2B,) are summed over each answer's tokens, all chosen answers first; `num_tokens`
+    (2B,) int64, 0 counts as 1. "ipo" uses means over tokens, so that its target 1 / (2 beta) does not depend on
+    lengths.
     """
     ratios = logprobs - ref_logprobs
     if objective == "ipo":
@@ -133,13 +113,9 @@ def preference_loss(
     Args:
         objective: a key of `PAIR_LOSSES`.
         lead: (B,), D: the chosen minus the rejected log-ratio of `log_ratios`.
-        pair_mask: (B,) bool, False on filler pairs.
-        num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
+        pair_mask, num_pairs: see above.
         beta: above 0; a smaller one lets the policy move further from the reference.
         label_smoothing: in [0, 0.5), assumed share of wrong labels; for "cdpo" and "robust_dpo".
-
-    Returns:
-        Scalar with gradient.
     """
     return masked_sum(PAIR_LOSSES[objective](lead, beta, label_smoothing), pair_mask) / num_pairs
 
@@ -149,13 +125,6 @@ def chosen_nll_loss(
 ) -> Tensor:
     """`sum (-log pi(chosen) / tokens) / num_pairs`, the NLL term of dpo_nll (Pang et al. 2024, eq. 1).
 
-    Args:
-        chosen_logprobs: (B,), summed over the tokens of each chosen answer.
-        num_tokens: (B,) int64, tokens of each chosen answer; 0 counts as 1.
-        pair_mask: (B,) bool, False on filler pairs.
-        num_pairs: real pairs of the whole optimizer step, over all micro-batches and ranks.
-
-    Returns:
-        Scalar with gradient.
+    `chosen_logprobs` (B,), summed over the tokens of each chosen answer; `num_tokens` (B,) int64, 0 counts as 1.
     """
     return masked_sum(-chosen_logprobs / num_tokens.clamp_min(1), pair_mask) / num_pairs

@@ -16,25 +16,16 @@ StepAggregation = Literal["min", "mean", "last", "product"]
 def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """`-y log sigmoid(s) - (1 - y) log sigmoid(-s)` of each step: binary cross-entropy (Wang et al. 2024, eq. 2).
 
-    Args:
-        scores: (N,), s, one per labelled step.
-        labels: (N,) in [0, 1], y; a number between them is the probability that the step is right.
+    `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the probability that the step is right.
     """
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
 
 
 def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
-    """One score in [0, 1] for each answer from the probabilities `sigmoid(s)` of its steps.
+    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its steps.
 
-    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024.
-
-    Args:
-        scores: (B, T), s; values outside the mask are ignored.
-        step_mask: (B, T) bool, True at the ends of steps, at least one in each row.
-        how: "min", "mean", "last" or "product".
-
-    Returns:
-        (B,) fp32.
+    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024. `scores` (B, T), s;
+    `step_mask` (B, T) bool, True at the ends of steps, at least one in each row.
     """
     steps = zero_outside(scores.float(), step_mask)
     if how == "product":

@@ -23,12 +23,9 @@ class RouterLoad:
 
 
 def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> RouterLoad:
-    """The load of one forward pass.
+    """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens.
 
-    Args:
-        logits: of each layer's router, (N, E) for N tokens.
-        counted: (N,) bool or int64, how often each token counts: 0 on padding, above 1 for a token of several rows.
-        top_k: experts per token.
+    `counted` (N,) bool or int64 is how often each token counts: 0 on padding, above 1 for a token of several rows.
     """
     times = counted[counted > 0].float().unsqueeze(1)  # (n, 1)
     kept = [torch.softmax(layer[counted > 0].float(), dim=-1) for layer in logits]  # (n, E) each
@@ -44,11 +41,7 @@ def load_balancing_loss(probability: Tensor, chosen: Tensor, count: Tensor) -> T
     """A part of `E sum_i f_i P_i` (Fedus et al. 2021, equations 4 to 6, over the tokens of all layers).
 
     `f_i` is the share of tokens that choose expert i, and `P_i` its mean probability, both over the whole optimizer
-    step; with top-k routing a balanced load gives k. The loss is linear in `P`, so the parts of micro-batches add up.
-
-    Args:
-        probability: (E,), sums of one micro-batch.
-        chosen: (E,), sums of the whole optimizer step.
-        count: scalar, of the whole optimizer step.
+    step; with top-k routing a balanced load gives k. The loss is linear in `P`, so the parts of micro-batches add up:
+    `probability` (E,) are sums of one micro-batch, `chosen` (E,) and `count` those of the whole step.
     """
     return len(chosen) * (chosen / count * (probability / count)).sum()

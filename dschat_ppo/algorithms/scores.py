@@ -16,19 +16,8 @@ def clip_scores(scores: Tensor, bound: float) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """Soft overlong penalty, to be added to scores (DAPO, Yu et al. 2025, eq. 13).
 
-    0 up to `max_length - buffer` tokens, then linear down to `-factor` at `max_length`, and constant beyond.
-
-    Args:
-        lengths: (B,) int64, response tokens.
-        max_length: longest answer that is allowed.
-        buffer: tokens over which the penalty grows; at least 1.
-        factor: the largest penalty, 0 or more.
-
-    Returns:
-        (B,) fp32, 0 or less.
-
-    Raises:
-        ValueError: `buffer` is below 1.
+    `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then linear down to
+    `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
     """
     if buffer < 1:
         raise ValueError(f"buffer must be at least 1 token, got {buffer}")
@@ -45,7 +34,7 @@ class RunningScale:
     """Running mean and standard deviation of all scores seen, to divide scores by the deviation without shifting them.
 
     Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks that see the same
-    scores hold the same state. The standard deviation is the unbiased one (n - 1).
+    scores hold the same state. The deviation is the unbiased one (n - 1).
     """
 
     def __init__(self) -> None:
@@ -70,10 +59,9 @@ class RunningScale:
         self.count = total
 
     def scale(self, scores: Tensor) -> Tensor:
-        """(B,) fp32, `scores / std`.
+        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal (std below 1e-8).
 
-        Scores are unchanged before two of them are seen, and while all are equal (a deviation below 1e-8), because the
-        division would make the first different scores huge.
+        The division would make the first different scores huge.
         """
         return scores / self.std if self.std >= SMALLEST_SCALE else scores
 

@@ -13,34 +13,19 @@ Z95 = 1.959963984540054  # of a two-sided 95 % interval
 def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
     """Probability that an answer scores higher than one of the baseline to the same prompt; a tie counts half.
 
-    All pairs of answers to a prompt are compared, so the mean over prompts is the win rate (the Mann-Whitney statistic
-    of each prompt, averaged).
-
-    Args:
-        scores: (prompts, n) of one model, finite.
-        baseline: (prompts, m) of the other one.
-
-    Returns:
-        (prompts,) fp64, from 0 to 1.
+    Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The mean over prompts is
+    the win rate (the Mann-Whitney statistic of each prompt, averaged).
     """
     difference = scores.double().unsqueeze(2) - baseline.double().unsqueeze(1)  # (prompts, n, m)
     return (difference.sign() + 1).mean(dim=(1, 2)) / 2
 
 
 def wilson_interval(share: float, count: int, z: float = Z95) -> tuple[float, float]:
-    """Confidence interval of the mean of `count` independent values from 0 to 1 (Wilson 1927).
+    """Confidence interval (low, high) of the mean of `count` independent values from 0 to 1 (Wilson 1927).
 
     For values that are 0 or 1 it is Wilson's score interval. For values between, such as `win_shares`, it is wide
-    enough too: their variance is at most `p (1 - p)`, which the interval assumes. It has no random numbers, and where
-    all values agree it does not shrink to a point, as a bootstrap does.
-
-    Args:
-        share: the mean found, from 0 to 1.
-        count: at least 1.
-        z: quantile of the normal distribution.
-
-    Returns:
-        (low, high), from 0 to 1.
+    enough too: their variance is at most `p (1 - p)`. It has no random numbers, and where all values agree it does not
+    shrink to a point, as a bootstrap does. `z` is a quantile of the normal distribution.
     """
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
