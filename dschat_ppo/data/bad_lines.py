@@ -19,6 +19,11 @@ def too_many(bad: int, rows: int, policy: str) -> bool:
     return bad > MOST_BAD[policy] * rows or 0 < rows == bad
 
 
+def way_out(bad: int, rows: int, policy: str) -> str:
+    """The hint at `--bad_rows skip` after a count, where that would help."""
+    return "" if policy == "skip" or bad == rows else f"; {WAY_OUT}"
+
+
 @dataclass
 class BadLines:
     """Counts the bad lines of one file.

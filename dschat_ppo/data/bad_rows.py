@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.data.bad_lines import WAY_OUT, too_many
+from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
 from dschat_ppo.data.token_table import TokenTable
@@ -30,7 +30,7 @@ def report_unreadable(name: str, splits: Splits, policy: str) -> None:
     lines = count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
     counts = f"{count} of {lines} lines cannot be read"
     if too_many(count, lines, policy):
-        raise UserError(f"{name}: {counts}; {WAY_OUT}. The first: {splits.skipped.first}")
+        raise UserError(f"{name}: {counts}{way_out(count, lines, policy)}. The first: {splits.skipped.first}")
     logger().warning(f"data: {name}: skipped: {counts}, the first: {splits.skipped.first}")
 
 
@@ -57,7 +57,8 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
     kinds = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_REASONS))
     counts = f"{len(found)} of {rows} rows cannot be used: {kinds}"
     if too_many(len(found), rows, policy):
-        raise UserError(f"{name}: {counts}; {WAY_OUT}. The first: " + " | ".join(messages[:_SHOWN]))
+        shown = " | ".join(messages[:_SHOWN])
+        raise UserError(f"{name}: {counts}{way_out(len(found), rows, policy)}. The first: {shown}")
     logger().warning(f"data: {name}: skipped: {counts}")
     for message in messages[:_SHOWN]:
         logger().warning(f"data: skipped: {message}")

@@ -16,7 +16,7 @@ import pyarrow as pa
 from datasets import Dataset, Features
 
 from dschat_ppo.common.atomic_files import write_text
-from dschat_ppo.data.bad_lines import WAY_OUT, too_many
+from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.cache import cached_dataset
 from dschat_ppo.data.raw_stream import START, RawBatch, RawStream, Row
 from dschat_ppo.errors import UserError
@@ -225,8 +225,9 @@ class ChunkMaker:
     def _check_unusable(self, reader: _TokenRows) -> None:
         bad, rows = reader.counts[UNUSABLE], reader.counts[READ]
         if too_many(bad, rows, reader.source.bad_rows):
+            hint = way_out(bad, rows, reader.source.bad_rows)
             raise UserError(
-                f"{reader.source.name}: {bad} of {rows} rows cannot be used; {WAY_OUT}. The first: {reader.problem}"
+                f"{reader.source.name}: {bad} of {rows} rows cannot be used{hint}. The first: {reader.problem}"
             )
 
     def _ended(self, source: int, rows: int) -> str:

@@ -56,9 +56,19 @@ def limit_flag(use: Use) -> str:
 def value_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`.
 
+    A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3.
+
     Raises:
         UserError: the row has no such field.
     """
+    value = _found_at(row, path)
+    if isinstance(value, float):
+        return None if math.isnan(value) else int(value) if value.is_integer() else value
+    return value
+
+
+def _found_at(row: Row, path: str) -> Any:
+    """The value as it is stored."""
     if path in row:
         return row[path]
     value: Any = row
@@ -91,7 +101,7 @@ def text_at(row: Row, path: str) -> str:
         UserError: it is missing, null or not text.
     """
     value = value_at(row, path)
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         value = json.dumps(value)
     if not isinstance(value, str):
         raise UserError(f"'{path}' is {kind_of(value)}; expected text")
@@ -104,7 +114,7 @@ def margin_of(row: Row) -> float:
     Raises:
         UserError: it is not a finite number.
     """
-    margin = row.get("margin")
+    margin = value_at(row, "margin") if "margin" in row else None
     try:
         number = float(margin or 0)  # CSV files hold numbers as text
     except (TypeError, ValueError):

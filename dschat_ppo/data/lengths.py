@@ -42,9 +42,9 @@ def fit_row(
     Args:
         row: token ids (no answers for PPO prompts).
         limit: most tokens.
-        policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt. If
-            the answer leaves less than an eighth of the limit to a longer prompt, up to half of the limit is for the
-            prompt, and answers are cut at their end. No answer becomes empty. "drop" and "error" cut nothing.
+        policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt. An
+            eighth of the limit is for the prompt: answers that leave it less are cut at their end. No answer becomes
+            empty. "drop" and "error" cut nothing.
         keep_start: number of first tokens of the prompt that stay if the limit allows it, such as BOS.
         keep_end: number of last tokens that stay, such as the opening of the assistant's turn.
 
@@ -57,8 +57,7 @@ def fit_row(
         return row, Fitted.WHOLE
     if policy in ("drop", "error"):
         return row, Fitted.DROPPED
-    leaves_enough = limit - longest >= min(count, max(1, limit // 8))
-    kept = min(count, limit - longest if leaves_enough else max(1, limit // 2))
+    kept = min(count, max(1, limit // 8, limit - longest))
     keep_end = min(keep_end, kept if policy == "left" else kept - 1)
     keep_start = min(keep_start, kept - max(1, keep_end))
     free = kept - keep_start - keep_end

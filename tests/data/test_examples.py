@@ -1,5 +1,7 @@
 """Fields of rows: nested names, margins, the correct answer, and answers that cannot be used."""
 
+import math
+
 import pytest
 
 from dschat_ppo.data.examples import check_answers, has_value, margin_of, text_at, truth_of, value_at
@@ -38,6 +40,29 @@ def test_null_is_no_value_and_no_text():
     assert not has_value(ROW, "reward_model.none") and has_value(ROW, "a.b")
     with pytest.raises(UserError, match=r"'reward_model\.none' is null; expected text"):
         text_at(ROW, "reward_model.none")
+
+
+def test_a_column_of_whole_numbers_that_lacks_one_holds_floats():
+    """As pandas stores 3, 4 and a missing value: 3.0, 4.0 and NaN."""
+    row = {
+        "n": 3.0,
+        "none": math.nan,
+        "half": 2.5,
+        "yes": True,
+        "inside": {"n": 72.0, "none": math.nan},
+        "far": -math.inf,
+    }
+    assert [text_at(row, path) for path in ("n", "half", "yes", "inside.n")] == ["3", "2.5", "true", "72"]
+    assert str(truth_of(row, "inside.n", None)) == "72" and truth_of(row, "n", r"^(\d+)$") == "3"
+    for path in ("none", "inside.none"):
+        assert not has_value(row, path)
+        with pytest.raises(UserError, match=f"'{path}' is null; expected text"):
+            text_at(row, path)
+        with pytest.raises(UserError, match=f"'{path}' is null; expected the correct answer"):
+            truth_of(row, path, None)
+    with pytest.raises(UserError, match="'far' is float .'-inf'.; expected text"):
+        text_at(row, "far")
+    assert margin_of({"margin": math.nan}) == 0
 
 
 @pytest.mark.parametrize(("row", "margin"), [({}, 0), ({"margin": None}, 0), ({"margin": ""}, 0), (ROW, 1.5)])
