@@ -51,7 +51,6 @@ ONE_STEP = {
     "--data_split": "0,0,1", "--dtype": "bf16", "--actor_zero_stage": 3, "--critic_zero_stage": 3,
     "--max_prompt_seq_len": 64, "--max_answer_seq_len": 16, "--per_device_generation_batch_size": 4,
     "--per_device_training_batch_size": 2, "--enable_test_mode": True, "--test_stop_step": 1,
-    "--prepack_weights": False,
 }  # fmt: skip
 
 

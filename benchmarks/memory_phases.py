@@ -113,7 +113,7 @@ def config_of_setting(step: str, work: Path, words: list[str], load: Workload) -
     if step == "ppo":
         reward = str(work / ("adapter" if "--share_base" in words else "reward"))
         base: list[Any] = ["--actor_model_name_or_path", work / "lm", "--critic_model_name_or_path", reward]
-        base += ["--num_warmup_steps", 0, "--prepack_weights", False]
+        base += ["--num_warmup_steps", 0]
         base += ["--max_prompt_seq_len", load.prompt, "--max_answer_seq_len", load.answer]
         base += ["--min_answer_seq_len", load.answer]
         base += ["--per_device_generation_batch_size", load.rows, "--per_device_training_batch_size", load.rows]

@@ -90,10 +90,10 @@ ONE_RANK = {
     "rloo": "--dtype fp32 --policy_loss reinforce --kl_loss_coef 0.1 --kl_loss_estimator full --kl_coef 0.1 "
     "--kl_estimator full --normalize_rewards running --loss_aggregation seq_mean_token_sum --overlong_buffer 3 "
     "--overlong_penalty 0.5 --max_grad_norm 0.1",
-    "reinforce_plus_plus": "--dtype fp32 --policy_loss clip_cov --covariance_share 0.3 --clip_cov_low 0.01 "
+    "reinforce_plus_plus": "--dtype fp32 --policy_loss clip_cov --covariance_share 0.3 "
     "--dual_clip 1.2 --high_entropy_share 0.6 --gamma 0.95 --kl_estimator abs --rollout_engine padded",
-    "reinforce_plus_plus_baseline": "--dtype bf16 --policy_loss kl_cov --covariance_share 0.2 --kl_cov_coef 2 "
-    "--entropy_coef 0.01 --reward_clip 0.5 --stop_strings the --repetition_penalty 1.1 --prepack_weights False",
+    "reinforce_plus_plus_baseline": "--dtype bf16 --policy_loss kl_cov --covariance_share 0.2 "
+    "--entropy_coef 0.01 --reward_clip 0.5 --stop_strings the --repetition_penalty 1.1",
     "remax": "--dtype fp32 --kl_loss_coef 0.2 --kl_loss_estimator k1 --kl_straight_through False --kl_coef 0.1 "
     "--kl_estimator k2 --max_log_ratio 0.2 --old_logprobs recompute --min_p 0.02",
     "opo": "--dtype fp32 --policy_loss sapo --sapo_tau_positive 0.8 --sapo_tau_negative 1.2 --adam_beta1 0.8 "

@@ -41,7 +41,7 @@ HOW_IT_IS_COMPUTED = frozenset({
     "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
     "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
-    "rollout_rows", "rollout_engine", "prepack_weights", "unpin_actor_parameters",
+    "rollout_rows", "rollout_engine", "unpin_actor_parameters",
     "sleep_in_rollout", "experience_on_host", "inference_tp_size", "tp_gather_partition_size", "deterministic",
     "sequence_parallel_size", "tiled_mlp", "offload_activations", "attn_implementation",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect

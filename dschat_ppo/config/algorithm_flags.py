@@ -64,9 +64,6 @@ class AlgorithmFlags:
     sapo_tau_positive: float = flag("sapo: temperature of the gate for positive advantages", 1.0)
     sapo_tau_negative: float = flag("sapo: temperature of the gate for advantages of 0 or less", 1.05)
     covariance_share: float = flag("clip_cov and kl_cov: share of tokens to act on", 0.0002)
-    clip_cov_low: float = flag("clip_cov: lower bound of the covariances to act on", 1.0)
-    clip_cov_high: float = flag("clip_cov: upper bound of the covariances to act on", 5.0)
-    kl_cov_coef: float = flag("kl_cov: weight of the penalty on the selected tokens", 1.0)
     value_clip_eps: float = flag("value loss: clip range of new values around old values; 0 = plain squared error", 0.2)
     critic_warmup_rollouts: int = flag("number of PPO steps at the start that train only the critic", 0)
 
@@ -167,7 +164,7 @@ class AlgorithmFlags:
         )
         require_not_negative(
             self,
-            "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef kl_loss_coef kl_cov_coef "
+            "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef kl_loss_coef "
             "off_policy_delta router_loss_coef reward_clip missing_eos_penalty overlong_buffer overlong_penalty",
         )
         for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
@@ -190,7 +187,6 @@ class AlgorithmFlags:
         require(
             (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
         )
-        require(self.clip_cov_low < self.clip_cov_high, "--clip_cov_low must be below --clip_cov_high")
         require(
             self.entropy_target is None or self.entropy_coef <= self.entropy_coef_max,
             f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}",
@@ -208,8 +204,6 @@ class AlgorithmFlags:
             (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
             (loss == "sapo", "--policy_loss sapo", "sapo_tau_positive sapo_tau_negative"),
             (self.selects_tokens, _one_of("policy_loss", COVARIANCE_LOSSES), "covariance_share"),
-            (loss == "clip_cov", "--policy_loss clip_cov", "clip_cov_low clip_cov_high"),
-            (loss == "kl_cov", "--policy_loss kl_cov", "kl_cov_coef"),
             (self.has_critic, "--advantage_estimator gae", "critic_warmup_rollouts gae_lambda value_clip_eps"),
             (estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),

@@ -49,22 +49,9 @@ class MemoryFlags:
         "the backward pass; 1 = off (needs ZeRO stage 3)",
         1,
     )
-    zero_quantized_weights: bool = flag(
-        "ZeRO++: gather the weights for scoring and training in 8 bits (needs ZeRO stage 3, a GPU, and bf16 or fp16)",
-        False,
-    )
-    zero_quantized_gradients: bool = flag(
-        "ZeRO++: reduce gradients between machines in 4 bits (needs ZeRO stage 3 and a GPU; no effect on one machine)",
-        False,
-    )
 
     def __post_init__(self) -> None:
         require_positive(self, "sequence_parallel_size zero_hpz_partition_size")
-
-    @property
-    def quantises(self) -> list[str]:
-        """The given flags that need DeepSpeed's quantisation kernels."""
-        return [f"--{name}" for name in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(self, name)]
 
 
 def possible_sizes(ranks: int, heads: int | None = None) -> str:
@@ -149,18 +136,13 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
         not flags.offload_optimizer or min(stages.values()) > 0,
         f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device",
     )
-    zero_plus_plus = [*flags.quantises, *(["--zero_hpz_partition_size"] if flags.zero_hpz_partition_size > 1 else [])]
     require(
-        not zero_plus_plus or 3 in stages.values(),
-        f"{', '.join(zero_plus_plus)} (ZeRO++) needs {some} 3: the other stages do not partition weights",
+        flags.zero_hpz_partition_size == 1 or 3 in stages.values(),
+        f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights",
     )
     require(
         flags.attn_implementation != "flash_attention_2" or dtype != "fp32",
         "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention",
-    )
-    require(
-        not flags.zero_quantized_weights or dtype != "fp32",
-        "--zero_quantized_weights needs --dtype bf16 or fp16: DeepSpeed's kernel reads and writes half precision",
     )
 
 

@@ -77,9 +77,6 @@ class PPOFlags:
         "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer",
         "auto",
     )
-    prepack_weights: bool = flag(
-        "on a CPU in bf16, prepack weights for oneDNN while generating; needs memory for a second copy", True
-    )
     unpin_actor_parameters: bool = flag(
         "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less memory, slower", False
     )

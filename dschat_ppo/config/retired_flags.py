@@ -8,11 +8,21 @@ from typing import Any
 # Flag without dashes -> one line that says what to use. Giving such a flag is refused with "--flag: " and this line.
 RETIRED: dict[str, str] = {
     "rollout_graphs": "left: a GPU always replays decode steps as graphs; --unpin_actor_parameters runs without them",
+    "prepack_weights": "left: generation in bf16 on a CPU packs the weights; --unpin_actor_parameters does without",
+    "reward_model_max_length": "left: a reward model of another tokenizer reads what its max_position_embeddings allow",
+    "clip_cov_low": "left: clip_cov acts on covariances from 1 to 5, as in its paper; --covariance_share stays",
+    "clip_cov_high": "left: clip_cov acts on covariances from 1 to 5, as in its paper; --covariance_share stays",
+    "kl_cov_coef": "left: the penalty of kl_cov has weight 1, as in its paper; --covariance_share stays",
+    "zero_quantized_weights": "left: set it under zero_optimization in a --deepspeed_config",
+    "zero_quantized_gradients": "left: set it under zero_optimization in a --deepspeed_config",
 }
 
 # Of these, the flags that decided what a run computes -> the value that every run has now: a checkpoint that was saved
 # under another value is not resumed without --resume_force.
-NOW_FIXED: dict[str, Any] = {}
+NOW_FIXED: dict[str, Any] = {
+    "reward_model_max_length": None, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "kl_cov_coef": 1.0,
+    "zero_quantized_weights": False, "zero_quantized_gradients": False,
+}  # fmt: skip
 
 
 def note_on_retired(names: Iterable[str]) -> str | None:

@@ -36,11 +36,6 @@ class RewardSourceFlags:
     reward_model_sources: list[str] = flag_list(
         "data sources whose rows the learned reward scores; not given: all rows", list, commas=True
     )
-    reward_model_max_length: int | None = flag(
-        "maximum tokens per row for a --reward_model_name_or_path with its own tokenizer; longer rows are cut at the "
-        "start. Not given: the number of positions of the model",
-        None,
-    )
     process_reward: Literal["min", "mean", "last", "product"] | None = flag(
         "with a process reward model (step 2, --objective process): score an answer by the smallest, the mean, the "
         "last or the product of the probabilities that its steps are right. Not given: the raw score at the last token",
@@ -74,10 +69,7 @@ class RewardSourceFlags:
     remote_reward_batch_size: int = flag("maximum rows per request", 64)
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "reward_model_max_length reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size",
-        )
+        require_positive(self, "reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size")
         require_not_negative(self, "remote_reward_retries")
         require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process on this machine")
         require_at_most(self, "reward_timeout remote_reward_timeout", 10**6, "10^6 seconds are eleven days")
@@ -107,10 +99,6 @@ class RewardSourceFlags:
         ):
             require(all(sources), f"--{name} must not contain an empty string")
             require(is_used or not sources, f"--{name} has no effect without the source that it routes")
-        require(
-            self.reward_model_max_length is None or self.reward_model_name_or_path is not None,
-            "--reward_model_max_length has no effect without --reward_model_name_or_path",
-        )
 
     @property
     def remote_urls(self) -> list[str]:

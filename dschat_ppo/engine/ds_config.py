@@ -75,8 +75,6 @@ def train_config(
             "offload_param": {"device": "cpu" if offload else "none"},
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "zero_hpz_partition_size": memory.zero_hpz_partition_size,
-            "zero_quantized_weights": memory.zero_quantized_weights,
-            "zero_quantized_gradients": memory.zero_quantized_gradients,
             "zero_quantized_nontrainable_weights": quantised_frozen,
         }
     config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
@@ -94,32 +92,30 @@ def train_config(
     return made
 
 
-def eval_config(stage: int, dtype: str, offload: bool, world_size: int, quantised: bool = False) -> Config:
+def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
     """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank.
 
-    `quantised` gathers in 8 bits. hpZ would save no gather: only a backward pass gathers again.
+    hpZ would save no gather: only a backward pass gathers again.
     """
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
         zero["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
-        zero["zero_quantized_weights"] = quantised
     return {**_common(dtype, world_size), "zero_optimization": zero}
 
 
 def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str) -> None:
-    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that flags for GPUs have one."""
+    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that quantising has a GPU."""
     size = memory.zero_hpz_partition_size
     require(
         ranks % size == 0,
         f"--zero_hpz_partition_size {size} must divide the number of ranks, {ranks}, because each group of ranks holds "
         "one copy",
     )
-    quantises = memory.quantises + (["--enable_mixed_precision_lora"] if quantised_frozen else [])
     require(
-        not quantises or device == "cuda",
-        f"{', '.join(quantises)}: DeepSpeed quantises with CUDA kernels, and this run is on the {device}; run it on "
-        "GPUs, or omit the flag",
+        not quantised_frozen or device == "cuda",
+        f"--enable_mixed_precision_lora: DeepSpeed quantises with CUDA kernels, and this run is on the {device}; run "
+        "it on GPUs, or omit the flag",
     )
 
 

@@ -85,8 +85,7 @@ class RLHFEngine:
             return None
         over_actor = folders.reference is None and config.actor_base_is_frozen
         stage = actor_stage if over_actor else config.ppo.actor_zero_stage
-        offload, eight_bits = config.ppo.offload_reference_model, config.memory.zero_quantized_weights
-        ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
+        ds_config = eval_config(stage, config.run.dtype, config.ppo.offload_reference_model, world_size())
         reference = models.reference(ds_config)
         apply_memory_flags(reference, config.memory)
         share_gathering(reference, self.actor)
@@ -101,8 +100,7 @@ class RLHFEngine:
         if not folders.reward:
             return None
         stage = actor_stage if config.lora.share_base else config.ppo.critic_zero_stage
-        offload, eight_bits = config.ppo.offload_reward_model, config.memory.zero_quantized_weights
-        ds_config = eval_config(stage, config.run.dtype, offload, world_size(), eight_bits)
+        ds_config = eval_config(stage, config.run.dtype, config.ppo.offload_reward_model, world_size())
         reward = models.reward(folders.reward, ds_config)
         apply_memory_flags(reward, config.memory)
         share_gathering(reward, self.actor)

@@ -137,7 +137,7 @@ def rollout_phase(
     size, by_layer = memory.inference_tp_size, generates_by_layer(config, actor, model_config)
     divides = size > 1 and reason_not_to_divide(model_config, config.lora.actor_lora_dim) is None
     phase.add("actor", "buffers", _generating_weights(actor, size if divides else 1, by_layer, sleeps))
-    if not actor.on_gpu and ppo.prepack_weights and actor.dtype == "bf16" and not by_layer:
+    if not actor.on_gpu and actor.dtype == "bf16" and not by_layer:
         phase.add("actor", "buffers", Memory.of(actor.itemsize * actor.parts.active))
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     free = device_memory - phase.total().device - (0 if actor.on_gpu else phase.total().host)

@@ -26,6 +26,7 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
+CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
@@ -144,9 +145,7 @@ class AdvantageComputation:
         if flags.policy_loss == "kl_cov":
             return kl_cov_tokens(covariances, rows.loss_mask, flags.covariance_share)
         generator = shared_generator(self.seed, step, 0, SELECTION)
-        return clip_cov_tokens(
-            covariances, rows.loss_mask, flags.covariance_share, flags.clip_cov_low, flags.clip_cov_high, generator
-        )
+        return clip_cov_tokens(covariances, rows.loss_mask, flags.covariance_share, *CLIP_COV_BOUNDS, generator)
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted KL coefficient and the running scale."""

@@ -90,12 +90,8 @@ def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrain
     """Log one line if rows may go beyond the positions of a model; after the data, whose errors come first."""
     ppo = config.ppo
     readers = {folders.actor, folders.reference, folders.critic}
-    if folders.reward is not None:
-        if reward_tokenizer(config, folders.reward, tokenizer) is None:
-            readers.add(folders.reward)
-        else:
-            length = reward_length(config, folders.reward)
-            report_length([folders.reward], length, "--reward_model_max_length", is_default=False)
+    if folders.reward is not None and reward_tokenizer(config, folders.reward, tokenizer) is None:
+        readers.add(folders.reward)
     is_default = (ppo.max_prompt_seq_len, ppo.max_answer_seq_len) == (
         PPOFlags.max_prompt_seq_len,
         PPOFlags.max_answer_seq_len,
@@ -192,7 +188,6 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     own = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     if own is not None:
-        require_length(folder, reward_length(config, folder), "--reward_model_max_length")
         return
     if read_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
         logger().warning(
@@ -200,11 +195,6 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
             "rendered with the actor's template; for chat messages, train both with the same template (--chat_template)"
         )
     require_length(folder, longest, LIMITS)
-    if config.rewards.reward_model_max_length is not None:
-        raise UserError(
-            f"--reward_model_max_length: {folder} has the actor's tokenizer and reads the actor's rows as they are; "
-            f"omit the flag ({LIMITS} limit the rows)"
-        )
 
 
 def reward_tokenizer(
@@ -213,19 +203,3 @@ def reward_tokenizer(
     """The reward model's tokenizer if it differs from the actor's; else None."""
     own = read_tokenizer(folder, config.reward_flag)
     return None if own.get_vocab() == tokenizer.get_vocab() else own
-
-
-def reward_length(config: PPOConfig, folder: str) -> int:
-    """Longest row in tokens of a reward model with its own tokenizer.
-
-    Raises:
-        UserError: neither the flag nor the model's config names it.
-    """
-    text = load_config(folder, config.reward_flag).get_text_config().to_dict()
-    length = config.rewards.reward_model_max_length or text.get("max_position_embeddings")
-    if length is None:
-        raise UserError(
-            f"{config.reward_flag} {folder}: its config does not name max_position_embeddings; set "
-            "--reward_model_max_length"
-        )
-    return int(length)

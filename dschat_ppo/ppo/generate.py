@@ -71,7 +71,6 @@ def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model
         stopping,
         flags.n_samples_per_prompt,
         flags.rollout_rows,
-        flags.prepack_weights,
         engine="padded" if flags.rollout_engine == "padded" else "continuous",
     )
 

@@ -61,7 +61,6 @@ class ActorLoss:
             dual_clip=flags.dual_clip,
             sapo_tau_positive=flags.sapo_tau_positive,
             sapo_tau_negative=flags.sapo_tau_negative,
-            kl_cov_coef=flags.kl_cov_coef,
         )
 
     def __call__(

@@ -29,7 +29,7 @@ from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward
-from dschat_ppo.ppo.check_models import reward_length, reward_tokenizer
+from dschat_ppo.ppo.check_models import reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
@@ -45,6 +45,7 @@ from dschat_ppo.rewards.learned_reward import (
     RetokenizedModelReward,
     StandardisedReward,
     StepScoring,
+    most_tokens,
     saved_separator,
     saved_statistics,
 )
@@ -179,10 +180,8 @@ def learned_reward(
         steps = StepScoring(own or tokenizer, separator, how)
     source: RewardSource = ModelReward(engines.reward, batch_tokens, steps)
     if own is not None:
-        length = reward_length(config, folder)
-        logger().info(
-            f"the reward model has its own tokenizer: answers are tokenised again for it, up to {length} tokens"
-        )
+        logger().info("the reward model has its own tokenizer: answers are tokenised again for it")
+        length = most_tokens(load_config(folder, config.reward_flag))
         source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens, steps)
     if config.algorithm.normalize_rewards == "model":
         statistics = saved_statistics(load_config(folder, config.reward_flag), config.reward_folder)

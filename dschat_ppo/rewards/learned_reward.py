@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,7 @@ class RetokenizedModelReward:
         if too_long:
             print_line(
                 f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the reward model's "
-                f"{self.max_length} tokens (--reward_model_max_length); their start was cut off"
+                f"{self.max_length} tokens (its max_position_embeddings); their start was cut off"
             )
         input_ids, lengths = right_padded(sequences, filler_id(self.tokenizer))
         input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
@@ -232,6 +233,11 @@ class StandardisedReward:
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32."""
         return (self.source(request, rollout) - self.mean) / self.std
+
+
+def most_tokens(config: PretrainedConfig) -> int:
+    """Tokens of the longest row that a model reads: its positions; any number if it names none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, float]:

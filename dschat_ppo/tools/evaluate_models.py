@@ -30,6 +30,7 @@ from dschat_ppo.rewards.learned_reward import (
     ModelReward,
     RetokenizedModelReward,
     StepScoring,
+    most_tokens,
     saved_separator,
     scores_in_batches,
 )
@@ -80,16 +81,9 @@ class RewardModel:
             steps = StepScoring(tokenizer if shared else self.tokenizer, saved_separator(config, self.folder), how)
         if shared:
             return ModelReward(self.model, self.batch_tokens, steps)
-        known = getattr(config.get_text_config(), "max_position_embeddings", None)
-        length = self.flags.reward_model_max_length or known
-        if length is None:
-            raise UserError(
-                f"{REWARD_FLAG} {self.folder}: its config does not name max_position_embeddings; set "
-                "--reward_model_max_length"
-            )
         return RetokenizedModelReward(
-            self.model, self.tokenizer, int(length), dist.device(), self.batch_tokens, steps
-        )  # fmt: skip
+            self.model, self.tokenizer, most_tokens(config), dist.device(), self.batch_tokens, steps
+        )
 
 
 class Unscored:

@@ -82,7 +82,7 @@ HARMLESS_WORDS = [
     ("sft", "--deterministic True"), ("sft", "--resize_vocabulary True"), ("sft", "--lora_merge True"),
     ("reward", "--num_padding_at_beginning 0"), ("reward", "--offload_reference_model True"),
     ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
-    ("ppo", "--rollout_rows 7"), ("ppo", "--prepack_weights False"), ("ppo", "--reward_workers 5"),
+    ("ppo", "--rollout_rows 7"), ("ppo", "--reward_workers 5"),
     ("ppo", "--remote_reward_timeout 5"), ("ppo", "--generation_batches 2"), ("ppo", "--print_answers True"),
     ("ppo", "--sample_interval 3"), ("ppo", "--samples_per_step 3"),
     ("ppo", "--per_device_training_batch_size 4"), ("ppo", "--per_device_generation_batch_size 4"),

@@ -67,9 +67,10 @@ def test_values_out_of_range_are_refused(step, name, value):
         (["--offload_optimizer"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
         (["--offload_optimizer", "--actor_zero_stage", "2"], "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
         (["--inference_tp_size", "2", "--unpin_actor_parameters"], "use one of the two"),
-        (["--zero_quantized_weights"], r"--zero_quantized_weights \(ZeRO.*--actor_zero_stage or --critic_zero_stage 3"),
-        (["--zero_hpz_partition_size", "2", "--actor_zero_stage", "2"], "--zero_hpz_partition_size .*zero_stage 3"),
-        (["--zero_quantized_weights", "--actor_zero_stage", "3", "--dtype", "fp32"], "--dtype bf16 or fp16"),
+        (
+            ["--zero_hpz_partition_size", "2"],
+            r"--zero_hpz.* \(ZeRO.*--actor_zero_stage or --critic_zero_stage 3",
+        ),
         (["--enable_mixed_precision_lora"], "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16"),
     ],
 )
@@ -84,7 +85,7 @@ def test_memory_flags_that_fit_together_are_accepted():
         ["--sleep_in_rollout"],
         ["--sleep_in_rollout", "--offload", *stages],
         ["--offload_optimizer", "--experience_on_host", *stages],
-        ["--zero_hpz_partition_size", "2", "--zero_quantized_weights", "--zero_quantized_gradients", *stages],
+        ["--zero_hpz_partition_size", "2", *stages],
         ["--inference_tp_size", "2", *stages],
         ["--inference_tp_size", "2", "--actor_lora_dim", "8"],
         ["--enable_mixed_precision_lora", "--actor_lora_dim", "8", "--only_optimize_lora", "--dtype", "fp16", *stages],

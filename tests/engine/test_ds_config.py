@@ -45,17 +45,14 @@ def test_the_optimizer_alone_may_be_offloaded(stage):
 
 
 def test_zero_plus_plus_reaches_stage_3_alone():
-    memory = MemoryFlags(zero_hpz_partition_size=4, zero_quantized_weights=True, zero_quantized_gradients=True)
+    memory = MemoryFlags(zero_hpz_partition_size=4)
     zero = train_config(3, "bf16", False, 8, 1.0, None, memory, quantised_frozen=True)["zero_optimization"]
     assert {name: value for name, value in zero.items() if name.startswith("zero_")} == {
         "zero_hpz_partition_size": 4,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
         "zero_quantized_nontrainable_weights": True,
     }
     zero = train_config(2, "bf16", False, 8, 1.0, None, memory)["zero_optimization"]
     assert not any(name.startswith("zero_") for name in zero)
-    assert eval_config(3, "bf16", False, 8, quantised=True)["zero_optimization"]["zero_quantized_weights"] is True
 
 
 @pytest.mark.parametrize(
@@ -76,9 +73,6 @@ def test_zero_plus_plus_reaches_stage_3_alone():
             "cuda",
             "--zero_hpz_partition_size 8 must divide the number of ranks, 4",
         ),
-        ({"zero_quantized_weights": True}, False, 2, "cuda", None),
-        ({"zero_quantized_weights": True}, False, 2, "cpu", "--zero_quantized_weights: .* CUDA kernels"),
-        ({"zero_quantized_gradients": True}, False, 2, "cpu", "--zero_quantized_gradients: .* CUDA kernels"),
         ({}, True, 2, "cpu", "--enable_mixed_precision_lora: .* CUDA kernels"),
         ({}, True, 2, "cuda", None),
     ],

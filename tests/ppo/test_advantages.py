@@ -215,12 +215,16 @@ def test_only_tokens_of_high_entropy_keep_their_weight():
     assert set(found.loss_weights[rows.response_mask].tolist()) == {0.0, 1.0}
 
 
+@pytest.fixture
+def wide_bounds(monkeypatch):
+    """Few tokens of a small batch have a covariance within the bounds of the paper."""
+    monkeypatch.setattr("dschat_ppo.ppo.advantages.CLIP_COV_BOUNDS", (-100.0, 100.0))
+
+
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_covariance_losses_select_tokens_of_the_whole_step(loss):
+def test_covariance_losses_select_tokens_of_the_whole_step(loss, wide_bounds):
     rows = scored()
     flags = {"policy_loss": loss, "covariance_share": 0.25, "whiten_advantages": False}
-    if loss == "clip_cov":
-        flags |= {"clip_cov_low": -100.0, "clip_cov_high": 100.0}
     compute = computation(**flags)
     found = compute(rows, step=1)
     mask = rows.response_mask
@@ -240,15 +244,12 @@ def test_covariance_losses_select_tokens_of_the_whole_step(loss):
 TRUNCATED_TOO = {
     "--high_entropy_share": {"high_entropy_share": 0.5},
     "kl_cov": {"policy_loss": "kl_cov", "covariance_share": 0.5, "whiten_advantages": False},
-    "clip_cov": {
-        "policy_loss": "clip_cov", "covariance_share": 1.0, "clip_cov_low": -100.0, "clip_cov_high": 100.0,
-        "whiten_advantages": False,
-    },
-}  # fmt: skip
+    "clip_cov": {"policy_loss": "clip_cov", "covariance_share": 1.0, "whiten_advantages": False},
+}
 
 
 @pytest.mark.parametrize("flags", TRUNCATED_TOO.values(), ids=TRUNCATED_TOO)
-def test_tokens_are_chosen_among_those_of_the_loss(flags):
+def test_tokens_are_chosen_among_those_of_the_loss(flags, wide_bounds):
     """With `--mask_truncated_answers` 6 of 14 tokens are left; the 8 others have the largest entropies, and log-probs
     that would move the mean of the covariances."""
     rows = scored()

@@ -54,7 +54,7 @@ def test_further_ends_count_where_the_list_knows_the_tokenizers_own(tokenizer, l
 def test_every_flag_of_generation_arrives(tokenizer):
     words = "--temperature 0.7 --top_p 0.9 --top_k 40 --min_p 0.05 --repetition_penalty 1.2 --n_samples_per_prompt 4 "
     words += "--max_answer_seq_len 99 --min_answer_seq_len 3 --stop_token_ids 8 9 --stop_strings END --rollout_rows 17 "
-    words += "--rollout_engine padded --prepack_weights False"
+    words += "--rollout_engine padded"
     how = generation_config(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
     sampling, stopping = how.sampling, how.stopping
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
@@ -62,7 +62,7 @@ def test_every_flag_of_generation_arrives(tokenizer):
     assert (stopping.max_new_tokens, stopping.min_new_tokens) == (99, 3)
     assert (stopping.eos_ids, stopping.stop_ids, stopping.stop_strings) == ((1, 5), (8, 9), ("END",))
     assert stopping.decode([tokenizer("an END")["input_ids"]]) == ["an END"]
-    assert (how.samples, how.rows, how.prepack, how.engine) == (4, 17, False, "padded")
+    assert (how.samples, how.rows, how.engine) == (4, 17, "padded")
 
 
 def test_the_plain_flags_ask_for_the_fast_engine_and_whatever_memory_allows(tokenizer):

@@ -40,11 +40,6 @@ CASES = {
         ["vocabulary of 100"],
     ),
     "reward model of another tokenizer": ("ppo", "--critic_model_name_or_path {b}/other", ["tokenizer differs"]),
-    "a reward model's own limit on the actor's rows": (
-        "ppo",
-        "--reward_model_name_or_path {a}/reward --reward_model_max_length 9",
-        ["--reward_model_max_length", "the actor's tokenizer"],
-    ),
     "one answer has no group": ("ppo", "--advantage_estimator grpo", ["set --n_samples_per_prompt to 2 or more"]),
     "reward function that is not there": ("ppo", "--reward_function nowhere.py:score", ["there is no file nowhere.py"]),
     "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
@@ -101,11 +96,6 @@ CASES = {
         "ppo",
         "--actor_zero_stage 3 --zero_hpz_partition_size 3",
         ["--zero_hpz_partition_size 3 must divide the number of ranks, 1"],
-    ),
-    "quantised gathers in fp32": (
-        "sft",
-        "--zero_stage 3 --zero_quantized_weights --dtype fp32",
-        ["--zero_quantized_weights needs --dtype bf16 or fp16"],
     ),
     "groups of three that generate": (
         "ppo",

@@ -155,8 +155,6 @@ def test_missing_isolation_is_logged_once(monkeypatch, capsys):
         ({"remote_reward_url": ""}, "--remote_reward_url"),
         ({"reward_function": []}, "--use_reward_model False leaves no reward"),
         ({"reward_model_name_or_path": "m"}, "--reward_model_name_or_path"),
-        ({"use_reward_model": True, "reward_model_max_length": 5}, "--reward_model_max_length"),
-        ({"use_reward_model": True, "reward_model_name_or_path": "m", "reward_model_max_length": 0}, "max_length"),
     ],
 )
 def test_invalid_flags_are_rejected(changes, named):
@@ -168,7 +166,7 @@ def test_valid_flags_are_accepted():
     assert flags(reward_function=["a"]).remote_urls == []
     assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
     assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0
-    assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_max_length=5, reward_model_weight=0.0)
+    assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_weight=0.0)
 
 
 VERL = str(Path(__file__).parent / "verl_functions.py")
