@@ -50,8 +50,8 @@ class RewardSourceFlags:
     reward_timeout: float = flag("timeout of a reward function call, in seconds", 10.0)
     reward_default: float = flag("score of a row whose reward function call failed, or that no source scores", 0.0)
     allow_weak_sandbox: bool = flag(
-        "run code_tests also where this machine permits no namespaces: programs of the model can then write and delete "
-        "the files of this user",
+        "run code_tests also where bubblewrap does not work: programs of the model can then write and delete the files "
+        "of this user",
         False,
     )
     remote_reward_url: str | None = flag(

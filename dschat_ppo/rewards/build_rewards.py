@@ -7,32 +7,23 @@ from collections.abc import Sequence
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url, with_credentials
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
-from dschat_ppo.rewards.sandbox import Limits, missing_isolation
+from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
 # Reserved names: `reward/NAME_share` and, with several sources, `reward/NAME_mean` and `_std` are other metrics.
 TAKEN_ALONE = ("equal_groups", "clipped")
 TAKEN = (*TAKEN_ALONE, "score", "total")
-WEAKER = {
-    "network": "only Python keeps programs from the network, and programs can circumvent that",
-    "files": "programs can write every file that the user of this run can write, and see its processes",
-    "processes": "programs may not start processes, so correct ones that do fail, and threads are limited by their "
-    "memory alone (the run belongs to root and other users cannot read Python's files or reach TMPDIR, or the machine "
-    "does not permit namespaces)",
-    "calls": "the kernel does not filter system calls, so where a namespace is missing only Python refuses processes, "
-    "and shared memory is not limited",
-}
 
 
 def check_sources(flags: RewardSourceFlags) -> None:
-    """Check the reward sources before any model is loaded; warn about isolation that the sandbox lacks.
+    """Check the reward sources before any model is loaded; warn about what the sandbox lacks.
 
     Each function is imported once in a worker process that ends again. Remote services are not contacted.
 
@@ -62,24 +53,24 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
     """Check what the machine offers for the isolation of `code_tests`, if it is one of the functions, and its limits.
 
     Raises:
-        UserError: files are not protected, and no flag accepts it; or the time limits do not go together.
+        UserError: bwrap does not work, and no flag accepts it; or the time limits do not go together.
     """
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if sandboxed:
         name = str(sandboxed[0])
         try:
-            missing = missing_isolation()
+            found = isolation()
         except RuntimeError as problem:
-            raise UserError(f"{name}: {in_one_line(problem)}") from None
-        if "files" in missing and not flags.allow_weak_sandbox:
+            raise UserError(f"{name}: the sandbox cannot start: {problem}") from None
+        if not found.bwrap and not flags.allow_weak_sandbox:
             raise UserError(
-                f"{name}: this machine does not permit the namespaces that protect its files: {WEAKER['files']}. "
-                "Permit them (docs/rewards.md says how), or accept this with --allow_weak_sandbox"
+                f"{name}: {found.missing}. Install it (apt-get install bubblewrap; docs/rewards.md), or accept this "
+                "with --allow_weak_sandbox"
             )
-        if "files" in missing:
+        if not found.bwrap:
             deny_access_to_memory()
-        for what in missing:
-            logger().warning(f"{name}: weaker isolation on this machine: {WEAKER[what]} (docs/rewards.md)")
+        if found.missing:
+            logger().warning(f"{name}: {found.missing} (docs/rewards.md)")
     for spec in sandboxed:  # a program that uses up its time must score 0, not get the default
         wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
         if wall >= flags.reward_timeout:

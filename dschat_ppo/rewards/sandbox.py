@@ -1,25 +1,30 @@
 """Run the code in a response against the row's tests in an isolated process with resource limits.
 
-docs/rewards.md describes the protection and its limits. The module imports little, so that workers start fast.
+`bwrap` (bubblewrap) isolates it; without, only the resource limits hold. docs/rewards.md describes the protection and
+its limits. The module imports little, so that workers start fast.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import re
 import secrets
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common.heartbeat import TimeLeft
+from dschat_ppo.errors import printable_line
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 _FENCES = (
@@ -29,14 +34,27 @@ _FENCES = (
 _MOST_REPORT_BYTES = 2**16
 _END_SECONDS = 5.0  # for the watcher to kill the program and all that it started
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_INSIDE = "1000"  # user and group number that the program sees
+# Refused: memory that setrlimit does not count, other processes, mounts, and rarely used code of the kernel.
+REFUSED_CALLS = (
+    "shmget", "msgget", "semget", "mq_open", "memfd_create", "memfd_secret", "io_uring_setup", "bpf", "userfaultfd",
+    "perf_event_open", "add_key", "request_key", "keyctl", "ptrace", "process_vm_readv", "process_vm_writev", "kcmp",
+    "unshare", "setns", "mount", "umount2", "fsopen", "open_tree", "move_mount", "mount_setattr", "setpriority",
+    "sched_setscheduler", "sched_setattr",
+)  # fmt: skip
+_WEAK = (
+    "programs of the model can write and delete the files of this user, see its processes and, past Python, reach the "
+    "network; only time and memory are limited"
+)
+_ALLOW, _FAIL_WITH_EPERM, _UNKNOWN_CALL = 0x7FFF0000, 0x00050001, -1  # of libseccomp
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one program with all its tests.
 
-    `processes` includes threads. `file_mb` applies to each file and, where the kernel permits a private file system,
-    to all files together.
+    `processes` includes threads. `file_mb` applies to each file and, with bwrap, to all files together.
     """
 
     cpu_seconds: int = 4
@@ -47,11 +65,20 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Which tests passed, and which isolation was missing: "network", "files", "processes", "calls"."""
+class Isolation:
+    """What isolates programs on a machine.
 
-    passed: list[bool]
-    missing: list[str]
+    Attributes:
+        bwrap: whether bwrap does; False leaves the resource limits.
+        has_proc: whether it mounts a /proc of its own; containers that hide parts of /proc do not permit this.
+        leaves_root: whether a run as root gives up its user number for programs.
+        missing: a sentence about what is not protected, for the log; "" with bwrap and filtered system calls.
+    """
+
+    bwrap: bool
+    has_proc: bool
+    leaves_root: bool
+    missing: str = ""
 
 
 def code_tests(
@@ -69,8 +96,8 @@ def code_tests(
     cases = [tests] if isinstance(tests, str) else tests
     if not isinstance(cases, list) or not cases or not all(isinstance(case, str) for case in cases):
         raise ValueError("the row needs a column 'tests' with Python source or a list of sources")
-    outcome = run_tests(code_of(response), cases, Limits(cpu_seconds, wall_seconds, memory_mb))
-    return sum(outcome.passed) / len(cases)
+    passed = run_tests(code_of(response), cases, Limits(cpu_seconds, wall_seconds, memory_mb))
+    return sum(passed) / len(cases)
 
 
 def code_of(response: str) -> str:
@@ -81,31 +108,118 @@ def code_of(response: str) -> str:
     return response
 
 
-def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool = True, filters: bool = True) -> Outcome:
+@cache
+def isolation() -> Isolation:
+    """The best isolation that works on this machine, found by trying."""
+    may_leave_root = os.geteuid() == 0 and others_may_run(sys.executable)
+    said = [] if shutil.which("bwrap") else ["bubblewrap is not installed"]
+    for bwrap, has_proc in ((False, False),) if said else ((True, True), (True, False), (False, False)):
+        for leaves_root in (True, False) if may_leave_root else (False,):
+            found = Isolation(bwrap, has_proc, leaves_root)
+            words = bwrap_words(Limits(), found) if bwrap else []
+            words += [sys.executable, "-I", "-c", "pass"]
+            try:
+                subprocess.run(words, check=True, capture_output=True, text=True, **_user(found))
+            except (OSError, subprocess.CalledProcessError) as problem:
+                said.append(f"bubblewrap does not work here ({getattr(problem, 'stderr', problem)})")
+                continue
+            if not bwrap:
+                found = replace(found, missing=f"{printable_line(said[0])}, so {_WEAK}")
+            elif not call_filter():
+                found = replace(found, missing="libseccomp is not installed, so their shared memory is not limited")
+            return found
+    raise RuntimeError(printable_line(said[-1]))
+
+
+def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
+    """The start of a command: no network and no other processes; files read-only, but for an empty /tmp in memory."""
+    devices = [word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")]
+    own_tmp = [
+        word
+        for place in (sys.prefix, sys.base_prefix)
+        if place.startswith("/tmp/")
+        for word in ("--ro-bind", place, place)
+    ]
+    return [
+        "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", _INSIDE, "--gid", _INSIDE,
+        "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/",
+        "--proc" if how.has_proc else "--tmpfs", "/proc", "--remount-ro", "/proc",
+        "--tmpfs", "/dev", *devices, "--remount-ro", "/dev",
+        "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *own_tmp, "--chdir", "/tmp",
+    ]  # fmt: skip
+
+
+@cache
+def call_filter() -> bytes:
+    """A filter of the kernel under which `REFUSED_CALLS` fail with EPERM; b"" without libseccomp."""
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        return b""
+    library.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+    for name in REFUSED_CALLS:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number != _UNKNOWN_CALL:
+            library.seccomp_rule_add(rules, _FAIL_WITH_EPERM, number, 0)
+    with tempfile.TemporaryFile() as file:
+        library.seccomp_export_bpf(rules, file.fileno())
+        library.seccomp_release(rules)
+        file.seek(0)
+        return file.read()
+
+
+def others_may_run(python: str) -> bool:
+    """Whether any user can read this Python, and enter every folder above it."""
+    places = {Path(os.path.abspath(python)), Path(python).resolve()}
+    every = {folder for place in places for folder in (place, *place.parents)}
+    return all(folder.stat().st_mode & 5 == 5 for folder in every)
+
+
+def _user(how: Isolation) -> dict[str, Any]:
+    """Arguments of `Popen`: a random user number, which owns nothing, in place of root's."""
+    number = 2**30 + secrets.randbelow(2**30)
+    return {"user": number, "group": number, "extra_groups": []} if how.leaves_root else {}
+
+
+def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | None = None) -> list[bool]:
     """Run `program`, then each test, in one isolated process; then kill it and everything that it started.
 
     Args:
         program: Python source.
         tests: Python sources that see the program's names.
         limits: limits of the whole run.
-        namespaces: False behaves as on a machine that does not permit namespaces.
-        filters: False behaves as on a machine that does not filter system calls.
+        how: None for the best isolation of this machine.
+
+    Returns:
+        Which tests passed.
 
     Raises:
         RuntimeError: the process could not run the program.
     """
-    token = secrets.token_hex(16)
-    job = {**asdict(limits), "program": program, "tests": tests, "token": token}
-    job |= {"namespaces": namespaces, "filters": filters}
+    how, token = how or isolation(), secrets.token_hex(16)
+    job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
     report, report_end = os.pipe()
+    user = _user(how)
     with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
+        if user:
+            os.chown(folder, user["user"], user["group"])
+        words, passed_on = [sys.executable, "-I", "-c", CHILD.read_text(), str(report_end)], [report_end]
+        if how.bwrap:
+            start = bwrap_words(limits, how)
+            if call_filter():
+                passed_on.append(os.memfd_create("filter"))
+                os.write(passed_on[1], call_filter())
+                os.lseek(passed_on[1], 0, os.SEEK_SET)
+                start += ["--seccomp", str(passed_on[1])]
+            words = [*start, *words]
         process = subprocess.Popen(
-            [sys.executable, "-I", str(CHILD), str(report_end)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder, pass_fds=(report_end,),
-            start_new_session=True,
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder,
+            pass_fds=passed_on, start_new_session=True, **user,
         )  # fmt: skip
-        os.close(report_end)
+        for descriptor in passed_on:
+            os.close(descriptor)
         try:
             text = _exchange(process, json.dumps(job).encode() + b"\n", report, limits.wall_seconds)
         finally:
@@ -121,8 +235,7 @@ def run_tests(program: str, tests: list[str], limits: Limits, namespaces: bool =
     lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
     if not lines:
         raise RuntimeError("the sandbox could not run the program (too little memory or time, or see above)")
-    missing, *passed = (line.removeprefix(token).strip() for line in lines)
-    return Outcome([str(number) in passed for number in range(len(tests))], json.loads(missing))
+    return [f"{token} {number}" in lines for number in range(len(tests))]
 
 
 def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, seconds: float) -> bytes:
@@ -141,12 +254,3 @@ def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, seconds
                 break
             text += part
     return text
-
-
-def missing_isolation() -> list[str]:
-    """The isolation that this machine does not permit, found by a test run: as in `Outcome`.
-
-    Raises:
-        RuntimeError: the sandbox cannot run programs at all.
-    """
-    return run_tests("", [], Limits(wall_seconds=30.0)).missing

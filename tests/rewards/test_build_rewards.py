@@ -124,18 +124,6 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
     assert [worker.process for function in made for worker in function.pool.workers] == [None, None]
 
 
-def test_missing_isolation_is_logged_once(monkeypatch, capsys):
-    monkeypatch.setattr(build_rewards, "missing_isolation", lambda: ["network", "files"])
-    monkeypatch.setattr(build_rewards, "deny_access_to_memory", lambda: None)  # of pytest
-    check_sources(flags(reward_function=["code_tests", "code_tests:2"], allow_weak_sandbox=True))
-    printed = capsys.readouterr().out
-    assert printed.count("weaker isolation") == 2
-    assert "only Python keeps programs from the network" in printed and "can write every file" in printed
-    monkeypatch.setattr(build_rewards, "missing_isolation", list)
-    check_sources(flags(reward_function=["code_tests"]))
-    assert "isolation" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -128,7 +128,7 @@ from dschat_ppo.rewards.sandbox import Limits, run_tests
 from dschat_ppo.rewards.worker_pool import Target, WorkerPool
 pool = WorkerPool(Target({file!r}, "slow"), 1, 4.0)
 call = Thread(target=lambda: print(pool.map([dict(response="")])))
-program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0)).passed))
+program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0))))
 print("ready", flush=True)
 for thread in (call, program): thread.start()
 for thread in (call, program): thread.join()
