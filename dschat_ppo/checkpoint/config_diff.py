@@ -9,9 +9,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dschat_ppo.config.preference_flags import FORMER_PREFERENCES
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED
 from dschat_ppo.config.steps import STEPS
+from dschat_ppo.config.supervised_flags import FORMER_PREFERENCES
 from dschat_ppo.errors import UserError, without_credentials
 
 # A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.

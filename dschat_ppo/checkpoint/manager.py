@@ -27,7 +27,7 @@ from dschat_ppo.common.atomic_files import PARTIAL, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter

@@ -13,7 +13,7 @@ from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.retired_flags import note_on_retired
-from dschat_ppo.config.safety_flags import AUTO, NEVER, SafetyFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, SafetyFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished
 

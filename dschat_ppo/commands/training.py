@@ -16,7 +16,7 @@ from dschat_ppo.common import ranks
 from dschat_ppo.common.garbage import lasting_objects
 from dschat_ppo.common.logging import set_verbose
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.runtime.launch import run_step
 
 STEPS = ("sft", "reward", "dpo", "ppo")

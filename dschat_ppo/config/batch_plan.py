@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
 
-from dschat_ppo.config.evaluation_flags import EvaluationFlags
-from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import SupervisedFlags, require
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
+from dschat_ppo.config.schema import require
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import counted
 
 MOST_UPDATES = 10**9  # optimizer steps of a run: a year at thirty per second

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.schema import (
-    RunFlags,
     flag,
     require,
     require_at_most,

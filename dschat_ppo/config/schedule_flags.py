@@ -11,13 +11,13 @@ from dschat_ppo.config.lora_flags import PPOLoraFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     SCHEDULERS,
-    SupervisedFlags,
     flag,
     require,
     require_clip_norm,
     require_fraction,
     require_not_negative,
 )
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
 WITHOUT_WARMUP = "constant"

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.console_flags import ConsoleFlags
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.evaluation_flags import EvaluationFlags
-from dschat_ppo.config.export_flags import BestFlags, ExportFlags
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import (
     AdaptedModel,
@@ -28,10 +25,9 @@ from dschat_ppo.config.memory_flags import (
     check_memory,
     check_ppo_memory,
 )
-from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.preference_flags import PreferenceFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags, require_learned_reward
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, ExportFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import (
     PPOScheduleFlags,
     ScheduleFlags,
@@ -40,8 +36,8 @@ from dschat_ppo.config.schedule_flags import (
     ppo_schedules,
     require_schedule,
 )
-from dschat_ppo.config.schema import RunFlags, SupervisedFlags, require
-from dschat_ppo.config.sft_flags import SFTFlags
+from dschat_ppo.config.schema import require
+from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
-from dschat_ppo.config.console_flags import ConsoleFlags
+from dschat_ppo.config.run_flags import ConsoleFlags
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.nonfinite.diagnostics import bad_places

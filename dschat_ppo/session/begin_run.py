@@ -16,8 +16,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
-from dschat_ppo.config.safety_flags import AUTO, NEVER
-from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.cpu_kernels.library import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.open_trackers import check_trackers

@@ -9,7 +9,7 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.model_files import checkpoint_shapes
 

@@ -15,8 +15,7 @@ from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.regular_files import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.safety_flags import AUTO, NEVER
-from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.html_report.write_report import REPORT

@@ -22,8 +22,7 @@ from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.config.safety_flags import AUTO, SafetyFlags
-from dschat_ppo.config.schema import RunFlags
+from dschat_ppo.config.run_flags import AUTO, RunFlags, SafetyFlags
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.run_starts import record_start

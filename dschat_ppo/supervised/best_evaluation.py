@@ -9,7 +9,7 @@ from typing import Any
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
+from dschat_ppo.config.run_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.errors import UserError
 
 

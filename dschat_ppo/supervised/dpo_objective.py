@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.preference_loss import PAIR_LOSSES, chosen_nll_loss, log_ratios, preference_loss
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_preferences, real_rows, with_reference
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs

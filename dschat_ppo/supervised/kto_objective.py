@@ -24,8 +24,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.label_collators import (
     OTHER_REF_LOGPROB,
     OTHER_ROW,

@@ -7,7 +7,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.schedule_flags import ScheduleFlags, fit_schedules
-from dschat_ppo.config.schema import SupervisedFlags
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.packing_plan import PackingPlan, sample_tokens
 from dschat_ppo.session.begin_run import show_plan
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import masked_sum
 from dschat_ppo.algorithms.reference_free_loss import cpo_pair_loss, orpo_pair_loss, simpo_pair_loss
-from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.collators import AnswerBatch, collate_answers, real_rows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums

@@ -14,8 +14,8 @@ from dschat_ppo.algorithms.preference_loss import (
     bradley_terry_pair_loss,
     reward_centering_loss,
 )
-from dschat_ppo.config.preference_flags import PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, collate_pairs, real_rows
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows

@@ -19,9 +19,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.console_flags import ConsoleFlags
-from dschat_ppo.config.schema import RunFlags, SupervisedFlags
+from dschat_ppo.config.run_flags import ConsoleFlags, RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.forms import Use
 from dschat_ppo.data.packing_plan import plan_packing

@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.preference_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE, PreferenceFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE, PreferenceFlags
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.loading import (

@@ -19,13 +19,11 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.console_flags import EVERY_TENTH_STEP, ConsoleFlags
-from dschat_ppo.config.export_flags import LOWEST_LOSS, BestMetric
 from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
-from dschat_ppo.config.schema import RunFlags, SupervisedFlags
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, samples_of
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of

@@ -18,7 +18,7 @@ from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state
 from dschat_ppo.common import dist
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests

@@ -7,7 +7,7 @@ import pytest
 from checkpoints import flip, identity_of, save_checkpoint
 
 from dschat_ppo.checkpoint.resume import find_checkpoint
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import UserError
 
 

@@ -27,7 +27,7 @@ from dschat_ppo.checkpoint.run_identity import (
     rows_fingerprint,
 )
 from dschat_ppo.config.cli import flatten, parse
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError

@@ -3,9 +3,8 @@
 import pytest
 
 from dschat_ppo.config.batch_plan import PackedRows, check_evaluation, plan_ppo, plan_supervised, times
-from dschat_ppo.config.evaluation_flags import EvaluationFlags
-from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import SupervisedFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import UserError
 
 

@@ -4,7 +4,7 @@ import pytest
 from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.console_flags import ConsoleFlags
+from dschat_ppo.config.run_flags import ConsoleFlags
 
 
 @pytest.mark.parametrize(("step", "every"), [("sft", 10), ("reward", 10), ("ppo", 1)])

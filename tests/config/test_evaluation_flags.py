@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.evaluation_flags import EvaluationFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import UserError
 
 

@@ -6,7 +6,7 @@ import pytest
 from command_lines import NEEDED
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.export_flags import BestFlags, BestMetric
+from dschat_ppo.config.run_flags import BestFlags, BestMetric
 from dschat_ppo.errors import UserError
 
 

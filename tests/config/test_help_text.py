@@ -10,10 +10,9 @@ from typing import ClassVar, Literal, get_type_hints
 
 import pytest
 
-from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text, shown_default
+from dschat_ppo.config.help_text import TITLES, USUAL, asked_for_help, flags_of, help_text, shown_default
 from dschat_ppo.config.schema import flag, flag_list
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.config.usual_flags import TITLES, USUAL
 from dschat_ppo.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,9 @@ import torch
 from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.config.schema import (
-    LARGEST_BETA,
-    SMALLEST_EPSILON,
-    SMALLEST_NORM,
-    RunFlags,
-    SupervisedFlags,
-    read_settings,
-)
+from dschat_ppo.config.run_flags import RunFlags
+from dschat_ppo.config.schema import LARGEST_BETA, SMALLEST_EPSILON, SMALLEST_NORM, read_settings
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import UserError
 
 LARGE, SMALL, LEAST = 1e18, 1e-18, 1e-45  # the least number of fp32

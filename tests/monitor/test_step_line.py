@@ -3,7 +3,7 @@
 import pytest
 
 from dschat_ppo.common.progress import Progress
-from dschat_ppo.config.console_flags import ConsoleFlags
+from dschat_ppo.config.run_flags import ConsoleFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.step_line import ppo_columns, show_step, step_line, supervised_columns
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_experience import experience, ppo_bundles, with_bad
 
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.skip_update import Fault, StepResult
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.nonfinite.nonfinite_policy import SHOWN_PLACES, NonFinitePolicy, shown_places

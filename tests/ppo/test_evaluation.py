@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.evaluation_flags import EvaluationFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary, summary_by_source
 from dschat_ppo.ppo.score import Scores

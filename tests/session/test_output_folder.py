@@ -13,7 +13,7 @@ from checkpoints import config_of, identity_of, save_checkpoint
 from dschat_ppo.checkpoint.resume import find_checkpoint
 from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.safety_flags import SafetyFlags
+from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dschat_ppo.config.export_flags import BestMetric
+from dschat_ppo.config.run_flags import BestMetric
 from dschat_ppo.errors import UserError
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from pairs_of_answers import CPU, config_of, language_model, logprob_alone
 
-from dschat_ppo.config.preference_flags import PreferenceFlags
+from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.policy_model import PolicyModel

@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.export_flags import BestMetric
+from dschat_ppo.config.run_flags import BestMetric
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel

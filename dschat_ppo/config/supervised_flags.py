@@ -1,11 +1,25 @@
-"""Flags of step 2: reward model and direct preference optimisation."""
+"""The flags of steps 1 and 2: training of one model on rows, supervised fine-tuning, and preferences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from dschat_ppo.config.schema import flag, require, require_not_negative, require_positive
+from dschat_ppo.config.schema import (
+    EPOCHS_HELP,
+    MOST_EPOCHS,
+    SCHEDULERS,
+    VALIDATE_ONLY,
+    ZERO_STAGES,
+    flag,
+    flag_list,
+    require,
+    require_at_most,
+    require_bounded_updates,
+    require_fraction,
+    require_not_negative,
+    require_positive,
+)
 
 OBJECTIVES = Literal[
     "reward", "dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll", "kto", "orpo", "simpo", "cpo", "process"
@@ -31,6 +45,101 @@ FORMER_PREFERENCES = {"beta": 0.1, "nll_coef": 0.2}
 DEFAULT_BETA, BETAS = 0.1, {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
 _DATA_USES: dict[str, Literal["unpaired", "steps"]] = {"kto": "unpaired", "process": "steps"}
+
+
+@dataclass(frozen=True)
+class SupervisedFlags:
+    """Training of one model on rows of data (steps 1 and 2)."""
+
+    _argument_group_name: ClassVar[str] = "training"
+
+    model_name_or_path: str = flag("Hugging Face model: a folder or a hub name")
+    max_seq_len: int = flag(
+        "maximum tokens of a row, prompt and answer together; batches are padded to their longest row", 512
+    )
+    per_device_train_batch_size: int = flag("micro-batch size per device", 16)
+    packing: bool = flag(
+        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for each"
+        " packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has fewer"
+        " steps",
+        False,
+    )
+    per_device_eval_batch_size: int = flag("evaluation batch size per device", 16)
+    gradient_accumulation_steps: int = flag("micro-batches per optimizer step", 1)
+    learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
+    weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
+    num_train_epochs: float = flag(EPOCHS_HELP.format("training rows"), 1)
+    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule, as in transformers, per optimizer step", "cosine")
+    num_warmup_steps: int = flag("warm-up steps of the learning rate, in optimizer steps", 0)
+    max_grad_norm: float = flag("clip gradients to this global norm; 0 = off", 1.0)
+    zero_stage: ZERO_STAGES = flag(
+        "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory", 0
+    )
+    offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
+    gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
+    dropout: float | None = flag(
+        "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
+        "policy itself is trained)",
+        None,
+    )
+    router_loss_coef: float = flag(
+        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to 0.01"
+        " is usual). Each step then needs a second forward pass without gradients; 0 = off",
+        0.0,
+    )
+    eval_interval: int = flag(
+        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then", 0
+    )
+    eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
+    eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list, commas=True)
+    eval_fraction: float = flag(
+        "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
+    )
+    validate_only: bool = flag(VALIDATE_ONLY, False)
+    add_eot_token: bool = flag(
+        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_seq_len >= 2,
+            f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}",
+        )
+        require_positive(
+            self,
+            "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
+            "num_train_epochs",
+        )
+        require_not_negative(
+            self, "weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"
+        )
+        require(
+            not self.offload or self.zero_stage > 0,
+            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device",
+        )
+        require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
+        require_fraction(self, "dropout eval_fraction")
+        require_bounded_updates(self, "learning_rate", "weight_decay")
+
+
+@dataclass(frozen=True)
+class SFTFlags:
+    """Flags of step 1 only."""
+
+    _argument_group_name: ClassVar[str] = "supervised fine-tuning"
+
+    sft_only_data_path: list[str] = flag_list(
+        "data sets used whole in this step (--data_split does not apply)", list, commas=True
+    )
+    train_on_prompt: bool = flag("include prompt tokens in the loss; without it, answer tokens only", False)
+    train_on: Literal["all", "last"] = flag(
+        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
+        "all",
+    )
+    eot_token: str | None = flag(
+        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", None
+    )
+    print_loss: bool = flag("no effect (kept for old scripts): see --logging_steps", False)
 
 
 @dataclass(frozen=True)

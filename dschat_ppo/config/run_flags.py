@@ -1,0 +1,311 @@
+"""The flags of every run: outputs, seed, number format, AdamW; checkpoints and failures; what it prints and keeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from dschat_ppo.config.schema import (
+    LARGEST_BETA,
+    SMALLEST_EPSILON,
+    flag,
+    flag_list,
+    require,
+    require_at_most,
+    require_fraction,
+    require_not_negative,
+    require_positive,
+)
+from dschat_ppo.errors import UserError
+
+AUTO, NEVER = "auto", "never"
+EVAL = "eval_"
+_LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Output folder, seed, number format, AdamW and logging."""
+
+    _argument_group_name: ClassVar[str] = "run"
+
+    output_dir: str | None = flag("output folder for models, metrics and the resolved configuration (required)", None)
+    overwrite_output_dir: bool = flag(
+        "start from the beginning if --output_dir holds another run; an interrupted run with the same settings still "
+        "resumes (see --resume)",
+        False,
+    )
+    seed: int = flag("global seed; it makes a run reproducible", 1234)
+    deterministic: bool = flag(
+        "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit; slower, and an operation "
+        "without such an algorithm stops the run (not needed on a CPU)",
+        False,
+    )
+    local_rank: int = flag("set by the deepspeed launcher", -1)
+    dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
+    resize_vocabulary: bool = flag(
+        "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
+        "initialised with the mean of the existing rows",
+        False,
+    )
+    compute_fp32_loss: bool = flag("no effect (kept for old scripts): losses are always computed in fp32", False)
+    adam_beta1: float = flag("first beta of AdamW", 0.9)
+    adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
+    adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
+    report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
+        "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
+        '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard',
+        list,
+        commas=True,
+    )
+    run_name: str | None = flag(
+        "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
+    )
+    project: str | None = flag(
+        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, "
+        "MLFLOW_EXPERIMENT_ID or TRACKIO_PROJECT, or the name of the parent of the output folder",
+        None,
+    )
+    enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
+    tensorboard_path: str = flag(
+        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
+    )
+    profile: int | None = flag(
+        "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
+        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
+        None,
+    )
+    deepspeed: bool = flag(
+        "no effect (kept for old scripts): training always runs on DeepSpeed; --deepspeed FILE.json is "
+        "--deepspeed_config FILE.json",
+        False,
+    )
+    deepspeed_config: str | None = flag(
+        "JSON file of DeepSpeed settings that override those derived from the flags", None
+    )
+    config: str | None = flag("YAML file of flag values; flags on the command line override it", None)
+    dry_run: bool = flag(
+        "check flags, models and data, print the batches and the expected peak of memory, and end; reads no weights, "
+        "starts no ranks and writes nothing to --output_dir",
+        False,
+    )
+    dry_run_ranks: int | None = flag(
+        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch", None
+    )
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            raise UserError("--output_dir is required: name the folder for the model and its metrics")
+        require(
+            "none" not in self.report_to or len(set(self.report_to)) == 1,
+            f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them",
+        )
+        require_not_negative(self, "seed")
+        require_positive(self, "profile dry_run_ranks")
+        require(self.dry_run_ranks is None or self.dry_run, "--dry_run_ranks needs --dry_run")
+        require_fraction(self, "adam_beta1 adam_beta2")
+        # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
+        # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.
+        smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
+        require(
+            smallest <= epsilon <= 1,
+            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: a smaller one can make "
+            "fp32 divide by 0, and with a larger one the weights hardly move",
+        )
+        for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+            require(
+                beta <= LARGEST_BETA,
+                f"--{name} must be at most {LARGEST_BETA:g}, got {beta}: above, fp32 rounds gradients away",
+            )
+        require(
+            beta1**2 < beta2,
+            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: otherwise an "
+            "update has no bound when small gradients follow large ones",
+        )
+
+    @property
+    def folder(self) -> str:
+        """`--output_dir` with `~` expanded, because a shell does not expand it in `--output_dir=~/out`."""
+        assert self.output_dir is not None
+        return os.path.expanduser(self.output_dir)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
+        if "none" in self.report_to:
+            return ()
+        return tuple(dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])]))
+
+    def idle(self) -> dict[str, str]:
+        """Flags of trackers that have no effect with the other flags -> the reason."""
+        found = {"enable_tensorboard": "--report_to none turns all trackers off"} if "none" in self.report_to else {}
+        if not set(self.trackers) - {"tensorboard"}:
+            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to uses run or project names")
+        return found
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """`--tensorboard_path`; a relative path is inside `--output_dir`, unless it already leads there."""
+        folder, board = Path(self.folder), Path(self.tensorboard_path).expanduser()
+        return board if board.resolve().is_relative_to(folder.resolve()) else folder / board
+
+
+@dataclass(frozen=True)
+class SafetyFlags:
+    """Checkpoints, resuming, timeouts and non-finite numbers."""
+
+    _argument_group_name: ClassVar[str] = "checkpoints and failures"
+
+    save_steps: int = flag("save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off", 0)
+    save_minutes: float = flag("save a checkpoint when the last one is this many minutes old; 0 = off", 30.0)
+    save_total_limit: int = flag(
+        "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation",
+        2,
+    )
+    keep_final_checkpoint: bool = flag(
+        "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
+        "--num_train_epochs; without the flag they are removed once the models are saved",
+        False,
+    )
+    resume: str = flag(
+        "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder"
+        " names the checkpoint to resume from",
+        AUTO,
+    )
+    resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
+    local_checkpoints: bool = flag(
+        "with several machines: each keeps the checkpoint files of its ranks on its own disk, in --output_dir; without "
+        "this flag, the machines must share that folder",
+        False,
+    )
+    collective_timeout: float = flag(
+        "seconds after which the run ends if no rank makes progress (every rank then prints its stack) or if another "
+        "machine does not answer",
+        1800.0,
+    )
+    on_nonfinite: Literal["stop", "skip"] = flag(
+        "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip the update; either "
+        "way the batch is written to a file",
+        "stop",
+    )
+    max_nonfinite_skips: int = flag("with --on_nonfinite skip: stop after this many skipped updates in a row", 3)
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "save_steps save_minutes")
+        require_positive(self, "save_total_limit collective_timeout max_nonfinite_skips")
+        require(
+            self.collective_timeout >= 1,
+            f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
+            "every half second",
+        )
+        require_at_most(self, "collective_timeout", 10**8, "10^8 seconds are three years")
+
+
+@dataclass(frozen=True)
+class ConsoleFlags:
+    """What a run prints."""
+
+    _argument_group_name: ClassVar[str] = "console"
+
+    logging_steps: int = flag(
+        "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last "
+        "step; metrics.jsonl always has every step",
+        10,
+    )
+    verbose: bool = flag("also print the informational messages of DeepSpeed and transformers, on every rank", False)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "logging_steps")
+
+    def prints(self, step: int, total: int) -> bool:
+        """Whether the run prints a line after `step`, counted from 1, of `total`."""
+        return step in (1, total) or step % self.logging_steps == 0
+
+
+EVERY_TENTH_STEP = ConsoleFlags()
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The metric that decides which model of a run is the best.
+
+    Attributes:
+        name: as in `metrics.jsonl`, such as "eval_loss".
+        higher: whether a higher value is better.
+    """
+
+    name: str
+    higher: bool
+
+    def is_better(self, value: float, best: float) -> bool:
+        """Whether `value` is better than `best`; NaN never is."""
+        return value > best if self.higher else value < best
+
+
+LOWEST_LOSS = BestMetric("eval_loss", higher=False)
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """Hugging Face folders that a run writes before its end."""
+
+    _argument_group_name: ClassVar[str] = "export"
+
+    save_hf_steps: int = flag(
+        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
+        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off",
+        0,
+    )
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "save_hf_steps")
+
+
+@dataclass(frozen=True)
+class BestFlags:
+    """The best model of steps 1 and 2."""
+
+    _argument_group_name: ClassVar[str] = "best model"
+
+    metric_for_best: str | None = flag(
+        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
+        "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
+        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.best_metric  # checked before anything is loaded
+
+    @property
+    def best_metric(self) -> BestMetric:
+        """The metric of `--metric_for_best`, or the loss."""
+        if self.metric_for_best is None:
+            return LOWEST_LOSS
+        text, _, direction = self.metric_for_best.rpartition(":")
+        if direction not in ("min", "max"):
+            text, direction = self.metric_for_best, ""
+        name = f"{EVAL}{text.removeprefix(EVAL)}"
+        kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
+        known = kind in (*_LOWER, *_HIGHER)
+        require(
+            bool(direction) or known,
+            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
+            f"{name}:min",
+        )
+        return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
+
+    def require_metric(self, metrics: Sequence[str]) -> None:
+        """Check that the metric is one of an evaluation, or one of them for a data set, such as "loss/NAME".
+
+        Raises:
+            UserError: it is not among `metrics`, names without "eval_".
+        """
+        require(
+            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
+            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
+            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
+        )
