@@ -36,7 +36,7 @@ class Answer:
     scores: dict[str, float | None]  # by reward source; {} without them
     kl: float | None  # to the reference: mean over its tokens
     tokens: int | None
-    ended: str  # "eos", "stop", "length" or ""
+    ended: str  # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Run:
     Attributes:
         name: short name, unique in the report.
         folder: its output folder.
-        kind: such as "PPO", "SFT" or "DPO".
         metrics: name of today -> points in ascending steps. A step without the metric has no point.
         times: step -> seconds since the epoch at which the step ended.
         config: flag -> value; {} without `config.yaml`.
@@ -61,7 +60,6 @@ class Run:
 
     name: str
     folder: Path
-    kind: str
     metrics: dict[str, Points]
     times: dict[int, float]
     config: dict[str, Any]
@@ -75,7 +73,19 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """The steps that have metrics, ascending."""
-        return sorted(self.times)
+        return list(self.times)
+
+    @property
+    def kind(self) -> str:
+        """Such as "PPO", "SFT" or "DPO": from the flags, or from the metrics without them."""
+        if "actor_model_name_or_path" in self.config:
+            estimator = self.config.get("advantage_estimator", "gae")
+            return "PPO" if estimator == "gae" else f"PPO ({estimator})"
+        if objective := str(self.config.get("objective", "")):
+            return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
+        if not self.config and "reward/score_mean" in self.metrics:
+            return "PPO"
+        return "preferences" if not self.config and "accuracy" in self.metrics else "SFT"
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -103,19 +113,23 @@ def read_run(folder: Path, name: str) -> Run:
         hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"
         raise UserError(f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}")
     damaged: dict[str, int] = {}
-    lines = _read_lines(folder / METRICS, damaged)
-    metrics, times = _columns(lines)
-    if not times:
+    lines = {line["step"]: line for line in _read_lines(folder / METRICS, damaged) if type(line.get("step")) is int}
+    if not lines:
         raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
+    names = {key: present_name(key) for key in dict.fromkeys(key for line in lines.values() for key in line)}
+    metrics: dict[str, Points] = {}
+    for step, line in sorted(lines.items()):  # of two lines of one step, the later counts
+        for key, value in line.items():
+            if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
+                metrics.setdefault(names[key], []).append((step, number_or_none(value)))
     config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
     held_out = [answer for path in sorted(folder.glob("eval/step_*.jsonl")) for answer in _evaluated(path, damaged)]
     sampled = [_sampled(line) for line in _read_lines(folder / SAMPLES, damaged)]
     return Run(
         name=name,
         folder=folder,
-        kind=kind_of(config, metrics),
         metrics=metrics,
-        times=times,
+        times={step: number_or_none(lines[step].get("time")) or 0.0 for step in sorted(lines)},
         config=config,
         models=_read_mapping(folder / MODELS, damaged),
         result=_read_mapping(folder / RESULT, damaged) or None,
@@ -143,45 +157,13 @@ def _starts_from(config: dict[str, Any]) -> list[Path]:
     return [folder for path in named for folder in (path, path.parent)]
 
 
-def kind_of(config: dict[str, Any], metrics: dict[str, Points]) -> str:
-    """The kind of a run, from its flags, or from its metrics without them."""
-    if "actor_model_name_or_path" in config:
-        estimator = config.get("advantage_estimator", "gae")
-        return "PPO" if estimator == "gae" else f"PPO ({estimator})"
-    if "objective" in config:
-        objective = str(config["objective"])
-        return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
-    if config:
-        return "SFT"
-    return "PPO" if "reward/score_mean" in metrics else "preferences" if "accuracy" in metrics else "SFT"
-
-
-def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Points], dict[int, float]]:
-    """(metrics, times) of the lines; of two lines of one step, the later counts."""
-    by_step = {line["step"]: line for line in lines if type(line.get("step")) is int}
-    metrics: dict[str, Points] = {}
-    names: dict[str, str] = {}  # as written -> today
-    for step in sorted(by_step):
-        for key, value in by_step[step].items():
-            if key in NOT_PLOTTED or not (value is None or type(value) in (int, float)):
-                continue
-            if key not in names:
-                names[key] = present_name(key)
-            metrics.setdefault(names[key], []).append((step, number_or_none(value)))
-    return metrics, {step: number_or_none(by_step[step].get("time")) or 0.0 for step in sorted(by_step)}
-
-
 def number_or_none(value: Any) -> float | None:
     """A finite number as it is; None for anything else, also for an integer beyond the range of floats."""
     return value if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file; "" if there is none. Bytes that are not UTF-8 are replaced.
-
-    Raises:
-        UserError: the file is there and cannot be read.
-    """
+    """The text of a file; "" if there is none. Bytes that are not UTF-8 are replaced."""
     if is_pipe_or_device(path):
         raise UserError(f"{path}: is not a regular file; remove it")
     try:
@@ -195,8 +177,7 @@ def _read_text(path: Path) -> str:
 def _read_lines(path: Path, damaged: dict[str, int]) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. Other lines are counted in `damaged`, but for an incomplete last one."""
     found = []
-    whole, _, _ = _read_text(path).rpartition("\n")
-    for line in whole.split("\n") if whole else []:
+    for line in _read_text(path).split("\n")[:-1]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -244,9 +225,11 @@ def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
         return []
     found = []
     for line in _read_lines(path, damaged):
-        texts = line.get("answers")
+        texts, by_source = line.get("answers"), line.get("scores_by_source")
         for number, text in enumerate(texts if isinstance(texts, list) else []):
             tokens, kl = _item(line, "lengths", number), number_or_none(_item(line, "kl", number))
+            ended = _item(line, "ended", number)
+            scores = by_source if isinstance(by_source, dict) else {}  # files of earlier versions have none
             found.append(
                 Answer(
                     kind="held-out",
@@ -254,29 +237,16 @@ def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
                     prompt=str(line.get("prompt", "")),
                     text=str(text),
                     score=number_or_none(_item(line, "scores", number)),
-                    scores=_scores_of(line, number),
+                    scores={str(name): number_or_none(_item(scores, name, number)) for name in scores},
                     kl=kl / tokens if kl is not None and type(tokens) is int and tokens > 0 else None,
                     tokens=tokens if type(tokens) is int else None,
-                    ended=_how_ended(_item(line, "ended", number)),
+                    ended=ended if isinstance(ended, str) else "",
                 )
             )
     return found
 
 
-def _scores_of(line: dict[str, Any], number: int) -> dict[str, float | None]:
-    """The scores of an answer by source; {} in files of earlier versions."""
-    found = line.get("scores_by_source")
-    by_source = found if isinstance(found, dict) else {}
-    return {str(name): number_or_none(_item(by_source, name, number)) for name in by_source}
-
-
-def _how_ended(found: Any) -> str:
-    """How an answer ended. Files of earlier versions say whether it ended by itself."""
-    if isinstance(found, bool):
-        return "eos" if found else "length"
-    return found if isinstance(found, str) else ""
-
-
 def _item(line: dict[str, Any], key: str, number: int) -> Any:
+    """Item `number` of the list under `key`; None without one."""
     values = line.get(key)
     return values[number] if isinstance(values, list) and number < len(values) else None

@@ -11,22 +11,23 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.page import REPORT, page
-from dschat_ppo.html_report.page_data import COLOURS
 from dschat_ppo.html_report.run_folder import read_runs
+
+MOST_RUNS = 6  # that colours and dashes still distinguish
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Write one HTML file that compares the runs in `folders`; it needs no network, and no large library is imported.
 
     Args:
-        folders: 1 to `COLOURS` output folders of runs, finished or not.
+        folders: 1 to `MOST_RUNS` output folders of runs, finished or not.
         path: the file, written whole or not at all.
 
     Raises:
         UserError: a folder is not that of a run, there are too many, or the file cannot be written.
     """
-    if not 1 <= len(folders) <= COLOURS:
-        raise UserError(f"a report shows 1 to {COLOURS} runs, got {len(folders)}; name fewer")
+    if not 1 <= len(folders) <= MOST_RUNS:
+        raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
     text = page(read_runs(folders), time.time(), path.parent)
     content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
     try:

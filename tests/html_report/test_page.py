@@ -1,13 +1,17 @@
-"""The page as text: tables, states, escaping, and no address that a browser would load."""
+"""The page as text: figures and their data, tables, states, escaping, and no address that a browser would load."""
 
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
+import pytest
 from report_runs import ppo_lines, write_run
 
-from dschat_ppo.html_report.page import json_in_html, page
-from dschat_ppo.html_report.run_folder import read_runs
+from dschat_ppo.html_report import page as page_module
+from dschat_ppo.html_report.figures import FIGURES, Figure, figures_of
+from dschat_ppo.html_report.page import ASSETS, answers, drawings, evenly, page, rounded, thin
+from dschat_ppo.html_report.run_folder import Answer, Run, read_runs
 
 EVIL = '</script><script>document.title="run"</script><img src=x onerror="document.title=1">&amp;'
 
@@ -41,12 +45,9 @@ def test_an_answer_with_html_adds_no_element(tmp_path):
     found, expected = (Tags(page(read_runs([folder]), 0.0, tmp_path)) for folder in (evil, good))
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in expected.tags]
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
-
-
-def test_json_in_html_is_the_same_json_without_angle_brackets():
-    text = json_in_html({"a": EVIL, "b": ["<!--", "\u2028"]})
-    assert json.loads(text) == {"a": EVIL, "b": ["<!--", "\u2028"]}
-    assert re.search("[<>&\u2028]", text) is None
+    shown = page(read_runs([evil]), 0.0, tmp_path)
+    (data,) = re.findall('id="data">(.*?)</script>', shown)
+    assert EVIL in str(json.loads(data)) and not re.search("[<>&]", data)
 
 
 def test_the_page_loads_nothing(tmp_path):
@@ -55,7 +56,7 @@ def test_the_page_loads_nothing(tmp_path):
         tag for tag, attributes in made.tags if {"src", "srcset"} & attributes.keys() or tag in ("link", "iframe")
     ]
     links = [attributes["href"] for tag, attributes in made.tags if "href" in attributes]
-    assert links[:3] == ["#main", "#overview", "#reward-and-kl"]
+    assert links[:3] == ["#overview", "#reward-and-kl", "#policy"]
     assert {link[1:] for link in links} <= {attributes.get("id") for _, attributes in made.tags}
     (policy,) = [a["content"] for _, a in made.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in policy
@@ -63,9 +64,9 @@ def test_the_page_loads_nothing(tmp_path):
 
 def test_every_figure_has_words_for_its_picture(tmp_path):
     made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0, tmp_path))
-    summaries = [a["data-summary"] for tag, a in made.tags if a.get("class") == "plot"]
-    assert len(summaries) == len([tag for tag, _ in made.tags if tag == "figure"]) > 8
-    assert "Line chart. Reward: reward/score_mean of" in summaries[0]
+    words = [a["aria-label"] for tag, a in made.tags if a.get("class") == "plot"]
+    assert len(words) == len([tag for tag, _ in made.tags if tag == "figure"]) > 8
+    assert words[0] == "Chart of Reward; the arrow keys read its values"
 
 
 def text_of(*folders, now: float = 1015.0) -> str:
@@ -77,10 +78,10 @@ def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
     starts = [{"step": 1, "versions": {"torch": "2.7"}}, {"step": 2, "versions": {"torch": "2.8"}}]
     cut = write_run(tmp_path / "cut", ppo_lines(2), {"actor_model_name_or_path": "n", "seed": 1}, starts=starts)
     found = text_of(done, cut)
-    assert "state finished not finished; last step 5 s before this report" in found
+    assert "state finished not finished; last step 0:05 before this report" in found
     assert "times started - 2, resumed at step 2" in found
     assert "score 0.1 → 0.3 0.1 → 0.2" in found
-    assert "duration 10 s 5 s" in found
+    assert "duration 0:10 0:05" in found
     assert "flag done cut --actor_model_name_or_path m n" in found
     assert "--seed 1 1" not in found
     assert "library done cut torch - 2.7, then 2.8" in found
@@ -132,6 +133,7 @@ def test_one_evaluation_is_one_number(tmp_path):
     )
     assert "steps 0, evaluation without training" in found
     assert "held-out score 7.497, one evaluation" in found and "held-out loss 2, one evaluation" in found
+    assert "One point, at step 0: eval/score 7.497 Numbers" in found and "One point, at step 0: eval_loss 2 " in found
     assert "score 0.1, one step" in text_of(write_run(tmp_path / "one", ppo_lines(1)))
 
 
@@ -167,3 +169,147 @@ def test_damage_is_said(tmp_path):
     write_run(tmp_path / "a", ppo_lines(1), samples=[])
     (tmp_path / "a" / "samples.jsonl").write_text("oops\n")
     assert "a: samples.jsonl has 1 damaged part(s)" in text_of(tmp_path / "a")
+
+
+def run_of(name: str = "a", answers=(), **metrics) -> Run:
+    """A run with these metrics: name -> values of steps 1, 2, ..."""
+    points = {key: [(step, value) for step, value in enumerate(values, 1)] for key, values in metrics.items()}
+    steps = max((len(values) for values in metrics.values()), default=1)
+    return Run(name, Path(name), points, dict.fromkeys(range(1, steps + 1), 0.0), {}, {}, None, None, [], [*answers],
+               {})  # fmt: skip
+
+
+def panels_of(title: str, *runs: Run) -> list[dict]:
+    return next(made.panels for made in drawings(runs) if made.figure.title == title)
+
+
+def test_one_run_has_a_panel_of_lines_and_several_have_a_panel_for_each_metric():
+    (panel,) = panels_of("Loss", run_of(loss=[3.0, 2.0], eval_loss=[4.0]))
+    assert [(line["label"], line["x"], line["y"]) for line in panel["series"]] == [
+        ("loss", [1, 2], [3, 2]), ("eval_loss", [1], [4]),
+    ]  # fmt: skip
+    panels = panels_of("Loss", run_of("a", loss=[3.0, None]), run_of("b", loss=[2.0], eval_loss=[4.0]))
+    found = [(panel["title"], [(line["label"], line["run"]) for line in panel["series"]]) for panel in panels]
+    assert found == [("loss", [("a", 0), ("b", 1)]), ("eval_loss", [("b", 1)])]
+
+
+def test_a_metric_without_a_finite_value_has_no_line():
+    assert [made.figure.title for made in drawings([run_of(loss=[None, None], accuracy=[0.5])])] == ["Accuracy"]
+
+
+def test_reward_against_kl_pairs_the_steps_that_have_both():
+    run = run_of(**{"kl/ref_k1": [0.3, None, 0.1, 0.4], "reward/score_mean": [1.0, 2.0, 3.0]})
+    (panel,) = panels_of("Reward versus KL", run)
+    points, last = panel["series"]
+    assert (points["x"], points["y"]) == ([0.1, 0.3], [3, 1]), "ascending in x, as uPlot needs it"
+    assert (last["x"], last["y"]) == ([0.1], [3]) and panel["across"] == "kl/ref_k1"
+    assert "Reward versus KL" not in [made.figure.title for made in drawings([run_of(**{"kl/ref_k1": [0.1]})])]
+
+
+def test_phases_are_stacked_largest_first_and_a_missing_one_is_0():
+    (panel,) = panels_of("Time per step by phase", run_of(**{"time/a": [1.0, 1.0, 1.0], "time/b": [2.0, None, 4.0]}))
+    assert [(band["label"], band["y"]) for band in panel["series"]] == [("time/b", [2, 0, 4]), ("time/a", [1, 1, 1])]
+
+
+def test_the_table_gives_first_last_lowest_and_highest():
+    (made,) = drawings([run_of(loss=[3.0, None, 0.5, 1.0])])
+    assert made.table.rows == [("a", "loss", "3", "1", "0.5", "3")]
+
+
+def test_a_long_series_keeps_the_lowest_the_highest_a_nan_and_the_last_point_of_its_stretches():
+    points = [(1, 1.0), (2, 3.0), (3, 2.0), (4, None), (5, 9.0), (6, None), (7, 4.0), (8, 5.0)]
+    assert thin(points, 8) == points
+    assert thin(points, 4) == [(1, 1.0), (2, 3.0), (4, None), (5, 9.0), (6, None), (7, 4.0), (8, 5.0)]
+    long = thin([(step, 7.0 if step == 12345 else 1.0) for step in range(1, 20001)], 400)
+    assert (12345, 7.0) in long and long[-1] == (20000, 1.0) and len(long) <= 402
+    assert [rounded(value) for value in (0.123456, 12345.678, 999999.0, -2.0, None)] == [
+        0.1235,
+        12350,
+        999999,
+        -2,
+        None,
+    ]
+
+
+def answer(kind: str, step: int, prompt: str, text: str = "a", score: float = 1.0) -> Answer:
+    return Answer(kind, step, prompt, text, score, {}, None, 1, "eos")
+
+
+def test_answers_of_one_run_compare_its_first_and_last_evaluation_and_of_two_runs_their_last_ones():
+    held_out = [answer("held-out", step, "p", f"at {step}") for step in (0, 5, 10)]
+    samples = [answer("training", 2, "q", str(score), score) for score in (1, 3, 2)]
+    found = answers([run_of(answers=held_out + samples)])
+    [(prompt, compared, others)] = found["held_out"]
+    assert prompt == "p" and [(title, own[0].text) for title, own in compared + others] == [
+        ("step 0", "at 0"), ("step 10", "at 10"), ("step 5", "at 5"),
+    ]  # fmt: skip
+    assert len(compared) == 2
+    assert [(title, [one.text for one in own]) for title, own in found["training"]] == [("step 2", ["3", "2", "1"])]
+    [(_, compared, others)] = answers([run_of("a", held_out), run_of("b", held_out)])["held_out"]
+    assert [title for title, _ in compared] == ["a, step 10", "b, step 10"] and len(others) == 4
+
+
+def test_answers_that_do_not_fit_lose_whole_prompts_and_whole_steps(monkeypatch):
+    monkeypatch.setattr(page_module, "MOST_TEXT", 120)  # 60 characters for each kind
+    held_out = [answer("held-out", step, f"prompt {n}", "x" * 12) for n in range(9) for step in (0, 5)]  # 40 a prompt
+    training = [answer("training", step, "p" * 10, "x" * 20) for step in range(5)]  # 30 a step
+    found = answers([run_of(answers=held_out + training)])
+    assert (found["shown"], found["all"]) == (4, 23)
+    assert [(prompt, len(columns)) for prompt, columns, _ in found["held_out"]] == [("prompt 8", 2)]
+    assert [title for title, _ in found["training"]] == ["step 0", "step 4"]
+
+
+def test_a_long_answer_is_cut_and_says_so(tmp_path):
+    sample = {"step": 1, "prompt": "p", "answer": "x" * 3500, "score": 1.0}
+    found = text_of(write_run(tmp_path, ppo_lines(1), samples=[sample]))
+    assert "x" * 2000 + " [... 1,500 more characters]" in found and "x" * 2001 not in found
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [9]), (2, [0, 9]), (4, [0, 3, 6, 9]), (10, list(range(10)))])
+def test_evenly_keeps_both_ends(count, expected):
+    assert evenly(list(range(10)), count) == expected
+
+
+def shown_by(title: str, known: list[str]) -> list[str]:
+    return next(names for figure, names in figures_of(known) if figure.title == title)
+
+
+def test_the_table_of_figures_sorts_the_names_of_metrics():
+    assert Figure("s", "t", ("b", "a/*"), "r", without=("a/x",)).names(["a/1", "a/x", "c", "b"]) == ["b", "a/1"]
+    known = ["reward/score_mean", "reward/total_mean", "reward/rule_mean", "reward/rule_share", "reward/score_mean/web"]
+    assert shown_by("Reward by source", known) == ["reward/rule_mean", "reward/score_mean/web", "reward/rule_share"]
+    known = ["time/rollout", "time/rollout_tokens_per_s"]
+    assert [shown_by(title, known) for title in ("Time per step by phase", "Throughput")] == [known[:1], known[1:]]
+    others = [names for figure, names in figures_of(["step", "time", "loss", "zeta", "a/b"]) if not figure.reading]
+    assert others == [["a/b"], ["zeta"]]
+    assert all(figure.reading.endswith(".") and ". " not in figure.reading for figure in FIGURES)
+    assert len({figure.title for figure in FIGURES}) == len(FIGURES)
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours `#rrggbb` (WCAG 2.1, relative luminance)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_and_curves_contrast_with_the_page_light_and_dark():
+    schemes = re.findall(r":root \{(.*?)\}", (ASSETS / "report.css").read_text(), re.DOTALL)
+    assert len(schemes) == 2 and contrast("#ffffff", "#000000") == pytest.approx(21)
+    for scheme in schemes:
+        colours = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
+        for name in ("ink", "quiet", "link", "mark"):
+            assert contrast(colours[name], colours["page"]) >= 4.5, name
+        assert contrast(colours["quiet"], colours["panel"]) >= 4.5
+        for number in range(8):
+            assert contrast(colours[f"c{number}"], colours["page"]) >= 4, number
+
+
+def test_the_page_carries_the_licence_of_its_chart_library(tmp_path):
+    shown = page(read_runs([write_run(tmp_path, ppo_lines(1))]), 0.0, tmp_path)
+    assert "The MIT License" in shown and "uPlot (v1.6.32)" in shown

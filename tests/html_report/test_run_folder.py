@@ -8,7 +8,7 @@ from report_runs import ppo_lines, write_lines, write_run
 from dschat_ppo.checkpoint import run_files
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report import run_folder
-from dschat_ppo.html_report.run_folder import kind_of, read_run, read_runs
+from dschat_ppo.html_report.run_folder import read_run, read_runs
 from dschat_ppo.monitor import run_starts, writers
 from dschat_ppo.ppo import samples
 
@@ -19,9 +19,9 @@ def test_the_names_of_the_files_are_those_that_runs_write():
 
 
 def test_metrics_become_columns_under_their_names_of_today(tmp_path):
-    lines = [{"step": 1, "time": 5.0, "answers/count": 4, "text": "x"}, {"step": 2, "time": 6.5, "loss": None}]
-    run = read_run(write_run(tmp_path, lines), "a")
-    assert run.metrics == {"rollout/count": [(1, 4)], "loss": [(2, None)]}
+    first = {"step": 1, "time": 5.0, "answers/count": 4, "text": "x"}
+    run = read_run(write_run(tmp_path, [first, {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}]), "a")
+    assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
     assert run.times == {1: 5.0, 2: 6.5}
     assert run.steps == [1, 2]
     assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
@@ -69,8 +69,7 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
            "ended": ["stop", "length"], "kl": [0.75, None],
            "scores_by_source": {"rule": [1.0, None], "learned": [0.5, 2.0]}}  # fmt: skip
-    older = {"prompt": "p", "answers": ["a", "b"], "scores": [1, 2], "lengths": [3, 4], "ended": [True, False],
-             "kl": None}  # fmt: skip
+    older = {"prompt": "p", "answers": ["a"], "scores": [1], "lengths": [3], "kl": None}
     sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
               "length": 5, "ended": "stop"}  # fmt: skip
     run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], step_000011=[older], samples=[sample]), "a")
@@ -80,12 +79,11 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     assert found == [
         ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
         ("held-out", 10, "p", "b", None, None, 4, "length"),
-        ("held-out", 11, "p", "a", 1, None, 3, "eos"),
-        ("held-out", 11, "p", "b", 2, None, 4, "length"),
+        ("held-out", 11, "p", "a", 1, None, 3, ""),
         ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
     ]
     assert [one.scores for one in run.answers] == [
-        {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {}, {}, {"rule": 2.0},
+        {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {}, {"rule": 2.0},
     ]  # fmt: skip
 
 
@@ -102,8 +100,8 @@ def test_answers_of_another_shape_stop_no_report(tmp_path):
     ({"objective": "dpo"}, "DPO"),
     ({"model_name_or_path": "m"}, "SFT"),
 ])  # fmt: skip
-def test_the_kind_of_a_run_is_in_its_flags(config, expected):
-    assert kind_of(config, {}) == expected
+def test_the_kind_of_a_run_is_in_its_flags(tmp_path, config, expected):
+    assert read_run(write_run(tmp_path, [{"step": 1}], config), "a").kind == expected
 
 
 def test_a_folder_without_metrics_names_its_runs(tmp_path):
