@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED
+from dschat_ppo.config.schema import WITHOUT_EFFECT
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.config.supervised_flags import FORMER_PREFERENCES
 from dschat_ppo.errors import UserError, without_credentials
@@ -47,13 +48,7 @@ HOW_IT_IS_COMPUTED = frozenset({
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
 })  # fmt: skip
 
-# Accepted for old scripts, without any effect.
-WITHOUT_EFFECT = frozenset({
-    "deepspeed", "compute_fp32_loss", "add_eot_token", "eot_token", "num_padding_at_beginning",
-    "enable_hybrid_engine", "release_inference_cache",
-})  # fmt: skip
-
-HARMLESS = WHERE_AND_WHEN | HOW_IT_IS_COMPUTED | WITHOUT_EFFECT
+HARMLESS = WHERE_AND_WHEN | HOW_IT_IS_COMPUTED | set(WITHOUT_EFFECT)
 
 # Flag -> derived batch size of which it is a factor. If both configurations hold the derived batch size, it is compared
 # instead of the flag: with twice the ranks, half the rows on each give the same step.

@@ -17,10 +17,7 @@ MOST_ANSWERS = 10**7  # answers of an evaluation, held as texts and scores
 
 
 def times(count: int, factor: float) -> int:
-    """`count` x `factor`, rounded up.
-
-    `factor` is taken as the decimal number that was typed: 0.07 of 100 is 7, although the binary product is above 7.
-    """
+    """`count` x `factor`, rounded up. `factor` is the decimal that was typed: 0.07 of 100 is 7, not above it."""
     return ceil(count * Fraction(str(factor)))
 
 
@@ -116,22 +113,10 @@ def plan_supervised(
     shared: int = 1,
     max_steps: int = 0,
 ) -> SupervisedPlan:  # fmt: skip
-    """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`).
-
-    Raises:
-        UserError: an optimizer step has too many rows for memory, or the run has too many optimizer steps.
-    """
-    plan = SupervisedPlan(
-        rows,
-        world_size,
-        flags.per_device_train_batch_size,
-        flags.gradient_accumulation_steps,
-        flags.num_train_epochs,
-        tokens,
-        packing,
-        shared,
-        max_steps,
-    )
+    """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`)."""
+    per_device, accumulation = flags.per_device_train_batch_size, flags.gradient_accumulation_steps
+    epochs = flags.num_train_epochs
+    plan = SupervisedPlan(rows, world_size, per_device, accumulation, epochs, tokens, packing, shared, max_steps)
     require(
         plan.global_batch <= MOST_ROWS,
         f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
@@ -245,20 +230,9 @@ class PPOPlan:
 def plan_ppo(
     flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0
 ) -> PPOPlan:
-    """The batch plan of step 3.
+    """The batch plan of step 3 for a number of prompts (see `PPOPlan`).
 
-    Args:
-        flags: flags of step 3.
-        prompts: number of prompts in the data.
-        world_size: number of ranks.
-        warmup_rollouts: PPO steps that train only the critic. A run whose flags limit its steps has fewer if it must,
-            so that its last step trains the actor.
-        shared: ranks that share their rows in updates; each generates answers to its own prompts.
-        max_steps: `--max_steps`.
-
-    Raises:
-        UserError: the rows of a PPO step are not a whole number of optimizer steps, the actor is never trained, a PPO
-            step has too many rows for memory, or the run has too many optimizer steps.
+    A run whose flags limit its steps has fewer `warmup_rollouts` if it must, so that its last step trains the actor.
     """
     plan = PPOPlan(
         prompts=prompts,
@@ -316,11 +290,7 @@ def _require_whole_updates(plan: PPOPlan) -> None:
 
 
 def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:
-    """Check that the answers to `prompts` held-out prompts fit in memory.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that the answers to `prompts` held-out prompts fit in memory."""
     used = min(flags.eval_max_prompts or prompts, prompts)
     require(
         used * flags.eval_samples <= MOST_ANSWERS,

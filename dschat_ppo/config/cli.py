@@ -19,7 +19,7 @@ from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
-from dschat_ppo.config.schema import read_settings, require
+from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
 from dschat_ppo.config.steps import STEPS, Step
 from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
 
@@ -94,15 +94,12 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = None) -> Any:
-    """Parse the command line of one step.
+    """The frozen configuration of a step: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
 
     Args:
         step_name: "sft", "reward", "dpo" or "ppo".
         argv: arguments after the program's name. They override the YAML file named by `--config`.
         given: flag -> value that takes the place of its default; such a flag is not required.
-
-    Returns:
-        The frozen configuration of the step: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
 
     Raises:
         UserError: a flag is unknown, out of range, or without effect.
@@ -183,8 +180,7 @@ def _print_help(text: str) -> None:
 
 def flag_help(kind: Any) -> str:
     """The help of one group of flags, such as `DataFlags`, as text."""
-    parser = flag_parser([kind], add_help=False, usage=argparse.SUPPRESS)
-    return parser.format_help().strip()
+    return flag_parser([kind], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
 
 
 def _check_values(values: dict[str, Any]) -> None:
@@ -251,7 +247,8 @@ def notes(step_name: str, config: Any) -> list[str]:
         for _, kind in _groups(step) for field in dataclasses.fields(kind)
     } | step.defaults  # fmt: skip
     values = flatten(config)
-    reasons = step.notes | config.run.idle() | config.idle()
+    reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
+    reasons |= step.notes | config.run.idle() | config.idle()
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None

@@ -183,11 +183,7 @@ class DataFlags:
 
     @property
     def roles(self) -> dict[str, str]:
-        """`--role_names`: further names of roles, in lower case -> system, user, assistant or tool.
-
-        Raises:
-            UserError: an entry has another form.
-        """
+        """`--role_names`: further names of roles, in lower case -> system, user, assistant or tool."""
         pairs = [entry.partition("=")[::2] for entry in self.role_names]
         for theirs, ours in pairs:
             require(
@@ -198,11 +194,7 @@ class DataFlags:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """`--chat_template_kwargs` as a dict.
-
-        Raises:
-            UserError: it is not a JSON object.
-        """
+        """`--chat_template_kwargs` as a dict."""
         try:
             found = json.loads(self.chat_template_kwargs or "{}")
         except (ValueError, RecursionError) as problem:

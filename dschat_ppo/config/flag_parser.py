@@ -118,12 +118,8 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     A field `some_name` becomes `--some_name` and `--some-name`, with the aliases in its metadata. A field of type bool
     takes a value or none (true), and with the default True it also has `--no_some_name`. A list takes any number of
     values; with `commas` in its metadata, a list or a text takes them between commas or spaces. A field without a
-    default has no attribute in the result if its flag is not given.
-
-    Args:
-        groups: the dataclasses; their types may be `T`, `T | None` or `list[T]`, with T a Literal, bool, int, float or
-            str.
-        settings: of `argparse.ArgumentParser`.
+    default has no attribute in the result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a
+    Literal, bool, int, float or str. `settings` are those of `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
     add_groups(parser, groups)

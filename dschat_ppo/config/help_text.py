@@ -118,27 +118,16 @@ USUAL["dpo"] = USUAL["reward"]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag as the help shows it.
+    """A flag as the help shows it."""
 
-    Attributes:
-        name: without dashes.
-        group: name of its group.
-        kind: what its value is, such as "N"; choices are between braces.
-        text: the whole help text, with the choices if `kind` does not list them.
-        default: as text; "" if it is required or has none.
-        aliases: other names, with dashes.
-        required: whether a run cannot start without it.
-        off: the flag that turns a switch off that is on by default, or "".
-    """
-
-    name: str
+    name: str  # without dashes
     group: str
-    kind: str
-    text: str
-    default: str
-    aliases: tuple[str, ...]
+    kind: str  # what its value is, such as "N"; choices are between braces
+    text: str  # with the choices if `kind` does not list them
+    default: str  # "" if it is required or has none
+    aliases: tuple[str, ...]  # with dashes
     required: bool
-    off: str
+    off: str  # the flag that turns a switch off that is on by default, or ""
 
     @property
     def notes(self) -> str:
@@ -195,16 +184,7 @@ def shown_default(value: Any) -> str:
 
 
 def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
-    """The help of a step.
-
-    Args:
-        step: "sft", "reward", "dpo" or "ppo".
-        flags: all of its flags.
-        topic: "" for the usual flags, "all", or (part of) the name of a flag, with or without dashes.
-
-    Raises:
-        UserError: no flag has `topic` in its name.
-    """
+    """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a flag."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
     word = topic.lstrip("-").replace("-", "_").lower()
     if not word:

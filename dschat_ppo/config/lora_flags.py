@@ -114,14 +114,10 @@ class PPOLoraFlags:
 
 
 def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
-    """The learning rates of a step, by flag: those that were given, else their defaults.
+    """Flag -> rate: that in `given` (None: not given), else its default.
 
     With `--only_optimize_lora` the adapter trains in place of the weights, so the rate that was given for the weights
     of a model is also that of its adapter.
-
-    Args:
-        given: the values of all flags; None for a rate that was not given.
-        defaults: flag -> default, of all rates.
     """
     rates = {}
     for name, default in defaults.items():
@@ -134,15 +130,9 @@ def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """What decides about the LoRA of one model.
+    """What decides about the LoRA of one model."""
 
-    Attributes:
-        prefix: of its LoRA flags: "", "actor_" or "critic_".
-        weight_decay: of its training.
-        zero_stage: of its engine.
-    """
-
-    prefix: str
+    prefix: str  # of its LoRA flags: "", "actor_" or "critic_"
     weight_decay: float
     zero_stage: int
 
@@ -150,11 +140,7 @@ class AdaptedModel:
 def require_usable_lora(
     models: Sequence[AdaptedModel], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags, run: RunFlags
 ) -> None:
-    """Require the LoRA flags of a step to fit each other, and the ZeRO stages.
-
-    Raises:
-        UserError: a flag has no effect without LoRA, or cannot be combined with another.
-    """
+    """Require the LoRA flags of a step to have an effect, and to fit each other and the ZeRO stages."""
     adapted = [model for model in models if _rank(lora, model) > 0]
     ranks = " or ".join(f"--{model.prefix}lora_dim" for model in models)
     for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
@@ -195,11 +181,7 @@ def require_usable_lora(
 def require_shareable_base(
     lora: PPOLoraFlags, adapters: AdapterFlags, ppo: PPOFlags, has_critic: bool, has_reward_model: bool
 ) -> None:
-    """Check that the flags allow one base for all models, if `--share_base` asks for it.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that the flags allow one base for all models, if `--share_base` asks for it."""
     if not lora.share_base:
         return
     require(

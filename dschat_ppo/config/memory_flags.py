@@ -61,11 +61,7 @@ def possible_sizes(ranks: int, heads: int | None = None) -> str:
 
 
 def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
-    """Check that groups of `--sequence_parallel_size` ranks make up all `ranks`.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that groups of `--sequence_parallel_size` ranks make up all `ranks`."""
     size = flags.sequence_parallel_size
     require(
         ranks % size == 0,
@@ -74,11 +70,7 @@ def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
 
 
 def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
-    """Check that the losses of step 3 can be computed from divided rows.
-
-    Raises:
-        UserError: one needs whole distributions.
-    """
+    """Check that no loss of step 3 needs the whole distributions of divided rows."""
     size = flags.sequence_parallel_size
     estimators = {"kl_estimator": algorithm.kl_estimator, "kl_loss_estimator": algorithm.kl_loss_estimator}
     full = [flag for flag, estimator in estimators.items() if estimator == "full"]
@@ -121,16 +113,7 @@ class PPOMemoryFlags:
 
 
 def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:
-    """Check the memory flags of a step against its ZeRO stages.
-
-    Args:
-        flags: of the step.
-        stages: flag that sets a ZeRO stage -> the stage, of each model that trains.
-        dtype: `--dtype`.
-
-    Raises:
-        UserError: no engine could use a flag.
-    """
+    """Check that an engine of a step can use its memory flags; `stages`: flag of a model that trains -> ZeRO stage."""
     names, some = " and ".join(stages), " or ".join(stages)
     require(
         not flags.offload_optimizer or min(stages.values()) > 0,
@@ -147,18 +130,7 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
 
 
 def check_ppo_memory(flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int) -> None:
-    """Check the memory flags of step 3 against others.
-
-    Args:
-        flags: of step 3.
-        actor_stage: `--actor_zero_stage`.
-        unpinned: `--unpin_actor_parameters`.
-        dtype: `--dtype`.
-        lora_dim: `--actor_lora_dim`.
-
-    Raises:
-        UserError: flags contradict each other.
-    """
+    """Check the memory flags of step 3 against flags of the actor."""
     size = flags.inference_tp_size
     require(
         size == 1 or not unpinned,

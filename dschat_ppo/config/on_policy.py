@@ -17,10 +17,7 @@ def old_logprobs_source(
 ) -> tuple[OldLogprobs, str | None]:
     """The source of old log-probs, and with `--old_logprobs auto` the reason that it is not the update.
 
-    Args:
-        config: the resolved flags.
-        plan: the batch sizes.
-        model_configs: `config.json` of actor and critic.
+    `model_configs`: `config.json` of actor and critic.
     """
     of_scoring: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
     if config.ppo.old_logprobs != "auto":

@@ -13,6 +13,7 @@ from dschat_ppo.config.schema import (
     ZERO_STAGES,
     flag,
     flag_list,
+    old_flag,
     require,
     require_at_most,
     require_bounded_updates,
@@ -128,16 +129,10 @@ class PPOFlags:
     enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
     test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
 
-    num_padding_at_beginning: int | None = flag(
-        "no effect (kept for old scripts): the attention mask gives the score position", None
-    )
-    add_eot_token: bool = flag(
-        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
-    )
-    enable_hybrid_engine: bool = flag("no effect (kept for old scripts): the hybrid engine is always used", False)
-    release_inference_cache: bool = flag(
-        "no effect (kept for old scripts): the KV cache is always released after a rollout", False
-    )
+    num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
+    add_eot_token: bool = old_flag("add_eot_token", False)
+    enable_hybrid_engine: bool = old_flag("enable_hybrid_engine", False)
+    release_inference_cache: bool = old_flag("release_inference_cache", False)
     unsupervised_dataset_name: str | None = flag(
         "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off",
         None,

@@ -125,11 +125,7 @@ def split_weight(text: str) -> tuple[str, float]:
 def require_learned_reward(
     rewards: RewardSourceFlags, folder: str | None, algorithm: AlgorithmFlags, ppo: PPOFlags
 ) -> None:
-    """Require a folder for the learned reward if it is used, and else no flag of it.
-
-    Raises:
-        UserError: the folder is missing, or a flag does not go with the learned reward.
-    """
+    """Require a folder for the learned reward if it is used, and else no flag of it."""
     learned = rewards.use_reward_model
     require(
         not learned or folder is not None,

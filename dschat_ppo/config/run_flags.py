@@ -13,6 +13,7 @@ from dschat_ppo.config.schema import (
     SMALLEST_EPSILON,
     flag,
     flag_list,
+    old_flag,
     require,
     require_at_most,
     require_fraction,
@@ -51,7 +52,7 @@ class RunFlags:
         "initialised with the mean of the existing rows",
         False,
     )
-    compute_fp32_loss: bool = flag("no effect (kept for old scripts): losses are always computed in fp32", False)
+    compute_fp32_loss: bool = old_flag("compute_fp32_loss", False)
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
@@ -78,11 +79,7 @@ class RunFlags:
         "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
         None,
     )
-    deepspeed: bool = flag(
-        "no effect (kept for old scripts): training always runs on DeepSpeed; --deepspeed FILE.json is "
-        "--deepspeed_config FILE.json",
-        False,
-    )
+    deepspeed: bool = old_flag("deepspeed", False, "; --deepspeed FILE.json is --deepspeed_config FILE.json")
     deepspeed_config: str | None = flag(
         "JSON file of DeepSpeed settings that override those derived from the flags", None
     )
@@ -230,15 +227,10 @@ EVERY_TENTH_STEP = ConsoleFlags()
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The metric that decides which model of a run is the best.
+    """The metric that decides which model of a run is the best."""
 
-    Attributes:
-        name: as in `metrics.jsonl`, such as "eval_loss".
-        higher: whether a higher value is better.
-    """
-
-    name: str
-    higher: bool
+    name: str  # as in `metrics.jsonl`, such as "eval_loss"
+    higher: bool  # whether a higher value is better
 
     def is_better(self, value: float, best: float) -> bool:
         """Whether `value` is better than `best`; NaN never is."""
@@ -299,11 +291,7 @@ class BestFlags:
         return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
 
     def require_metric(self, metrics: Sequence[str]) -> None:
-        """Check that the metric is one of an evaluation, or one of them for a data set, such as "loss/NAME".
-
-        Raises:
-            UserError: it is not among `metrics`, names without "eval_".
-        """
+        """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data set: "loss/NAME"."""
         require(
             self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
             f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "

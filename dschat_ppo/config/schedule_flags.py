@@ -96,11 +96,7 @@ class PPOScheduleFlags:
         require(self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup has no effect without --ref_sync_interval")
 
     def require_roles(self, algorithm: AlgorithmFlags, lora: PPOLoraFlags) -> None:
-        """Refuse flags of a critic or a reference that the run does not have.
-
-        Raises:
-            UserError: a flag has no effect.
-        """
+        """Refuse flags of a critic or a reference that the run does not have."""
         for name in ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm"):
             require(
                 algorithm.has_critic or vars(self)[name] is None,
@@ -138,26 +134,18 @@ def fit_schedules(fit: SupervisedFlags) -> list[ModelSchedule]:
 
 def ppo_schedules(ppo: PPOFlags, critic: PPOScheduleFlags, has_critic: bool) -> list[ModelSchedule]:
     """The schedules of the actor and, if there is one, of the critic."""
-    shared = ("--lr_scheduler_type", ppo.critic_learning_rate, "critic_learning_rate")
-    models = [ModelSchedule(ppo.lr_scheduler_type, shared[0], ppo.actor_learning_rate, "actor_learning_rate")]
-    if has_critic:
-        kind, warmup = critic.critic_lr_scheduler_type, critic.critic_num_warmup_steps
-        own = ("--critic_lr_scheduler_type", *shared[1:])
-        models.append(ModelSchedule(kind or ppo.lr_scheduler_type, *(own if kind else shared), warmup))
-    return models
+    flag, kind = "--lr_scheduler_type", ppo.lr_scheduler_type
+    actor = ModelSchedule(kind, flag, ppo.actor_learning_rate, "actor_learning_rate")
+    if not has_critic:
+        return [actor]
+    if critic.critic_lr_scheduler_type is not None:
+        flag, kind = "--critic_lr_scheduler_type", critic.critic_lr_scheduler_type
+    peak, warmup = ppo.critic_learning_rate, critic.critic_num_warmup_steps
+    return [actor, ModelSchedule(kind, flag, peak, "critic_learning_rate", warmup)]
 
 
 def require_schedule(flags: ScheduleFlags, models: list[ModelSchedule], group: SupervisedFlags | PPOFlags) -> None:
-    """Check the schedules of all models that a run trains.
-
-    Args:
-        flags: of the run.
-        models: their schedules.
-        group: holds --num_warmup_steps; --warmup_ratio replaces its default.
-
-    Raises:
-        UserError: two flags contradict each other, or a flag has no effect.
-    """
+    """Check the schedules of all models that a run trains; `group` holds --num_warmup_steps."""
     warmup = group.num_warmup_steps
     ratio, kinds = flags.warmup_ratio, " and ".join(dict.fromkeys(f"{m.kind_flag} {m.kind}" for m in models))
     require(

@@ -28,6 +28,18 @@ SMALLEST_EPSILON = 2.0**-63  # of AdamW: the squares of smaller gradients are su
 LARGEST_BETA = 1 - 1e-6  # of AdamW: 1 - beta of a larger one has hardly a significant digit in fp32
 SMALLEST_NORM = 1e-6  # of clipped gradients: smaller ones vanish against the usual epsilon
 
+# Flags that scripts of DeepSpeed-Chat give and that change nothing here -> why, for the help and for a note.
+WITHOUT_EFFECT = {
+    "deepspeed": "training always runs on DeepSpeed",
+    "compute_fp32_loss": "losses are always computed in fp32",
+    "add_eot_token": "answers end with the chat template's end-of-turn token, or with EOS after a text prompt",
+    "eot_token": "answers end with the chat template's end-of-turn token, or with EOS after a text prompt",
+    "print_loss": "the loss is printed every --logging_steps steps in any case",
+    "num_padding_at_beginning": "the attention mask gives the score position",
+    "enable_hybrid_engine": "the hybrid engine is always used",
+    "release_inference_cache": "the KV cache is always released after a rollout",
+}
+
 
 def flag(help: str, default: Any = MISSING, *aliases: str, commas: bool = False) -> Any:
     """A dataclass field that becomes the command-line flag of the same name; required without a default.
@@ -37,6 +49,11 @@ def flag(help: str, default: Any = MISSING, *aliases: str, commas: bool = False)
     """
     names = [f"--{name}" for name in aliases]
     return field(default=default, metadata={"help": help, "aliases": names} | ({"commas": True} if commas else {}))
+
+
+def old_flag(name: str, default: Any, more: str = "") -> Any:
+    """The flag `name` of `WITHOUT_EFFECT`; `more` follows in its help."""
+    return flag(f"no effect (kept for old scripts): {WITHOUT_EFFECT[name]}{more}", default)
 
 
 def flag_list(help: str, default: Callable[[], list[Any]], *, commas: bool = False) -> Any:
@@ -112,11 +129,7 @@ def _named(flags: object, names: str) -> list[tuple[str, float | None]]:
 
 
 def read_settings(flag: str, path: str) -> str:
-    """The text of the settings file that `flag` names.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8 text, or is longer than `MOST_SETTINGS` characters.
-    """
+    """The text of the settings file that `flag` names; it must be UTF-8 of at most `MOST_SETTINGS` characters."""
     special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     require(not special, f"{flag} {path}: is not a regular file")  # a pipe would be waited for, on each rank
     try:

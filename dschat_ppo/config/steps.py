@@ -1,4 +1,4 @@
-"""The configuration of each step: its flag groups, its defaults, and flags that are refused or have no effect."""
+"""The configuration of each step: its flag groups, its defaults, and combinations that are refused or idle."""
 
 from __future__ import annotations
 
@@ -211,10 +211,7 @@ class PPOConfig:
 
     @property
     def critic_folder(self) -> str | None:
-        """Folder of the model that initialises the critic; None without a critic.
-
-        Without --critic_model_name_or_path this is the reward model, or the actor's model with a new head.
-        """
+        """Folder of the model that initialises the critic (with a new head, if it is the actor's); None without one."""
         if not self.algorithm.has_critic:
             return None
         return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
@@ -291,46 +288,18 @@ class Step:
 
     config: type  # the dataclass of flag groups that `parse` returns
     defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
-    notes: dict[str, str] = field(default_factory=dict)  # flag without effect -> the reason
+    notes: dict[str, str] = field(default_factory=dict)  # flag without effect in this step alone -> the reason
 
-
-_RUN_NOTES = {
-    "compute_fp32_loss": "losses are always computed in fp32",
-    "deepspeed": "training always runs on DeepSpeed",
-}
-_EOT_NOTE = "answers end with the chat template's end-of-turn token, or with the tokenizer's EOS after a text prompt"
-_PADDING_NOTE = "the attention mask gives the score position"
-_PRINT_NOTE = "the loss is printed every --logging_steps steps in any case"
 
 _PAIRS = Step(
     config=PreferenceConfig,
     defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
-    notes={
-        **_RUN_NOTES,
-        "add_eot_token": _EOT_NOTE,
-        "num_padding_at_beginning": _PADDING_NOTE,
-        "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training",
-        "print_loss": _PRINT_NOTE,
-    },
+    notes={"offload_reference_model": "no reference model is kept: its log-probs are computed once, before training"},
 )
 
 STEPS = {
-    "sft": Step(
-        config=SFTConfig,
-        defaults={"tensorboard_path": "step1_tensorboard"},
-        notes={**_RUN_NOTES, "add_eot_token": _EOT_NOTE, "eot_token": _EOT_NOTE, "print_loss": _PRINT_NOTE},
-    ),
+    "sft": Step(SFTConfig, {"tensorboard_path": "step1_tensorboard"}),
     "reward": _PAIRS,
     "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),
-    "ppo": Step(
-        config=PPOConfig,
-        defaults={"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1},
-        notes={
-            **_RUN_NOTES,
-            "add_eot_token": _EOT_NOTE,
-            "num_padding_at_beginning": _PADDING_NOTE,
-            "enable_hybrid_engine": "the hybrid engine is always used",
-            "release_inference_cache": "the KV cache is always released after a rollout",
-        },
-    ),
+    "ppo": Step(PPOConfig, {"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1}),
 }

@@ -13,6 +13,7 @@ from dschat_ppo.config.schema import (
     ZERO_STAGES,
     flag,
     flag_list,
+    old_flag,
     require,
     require_at_most,
     require_bounded_updates,
@@ -96,9 +97,7 @@ class SupervisedFlags:
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
     )
     validate_only: bool = flag(VALIDATE_ONLY, False)
-    add_eot_token: bool = flag(
-        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", False
-    )
+    add_eot_token: bool = old_flag("add_eot_token", False)
 
     def __post_init__(self) -> None:
         require(
@@ -136,10 +135,8 @@ class SFTFlags:
         "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
         "all",
     )
-    eot_token: str | None = flag(
-        "no effect (kept for old scripts): answers end with the chat template's end-of-turn token, or with EOS", None
-    )
-    print_loss: bool = flag("no effect (kept for old scripts): see --logging_steps", False)
+    eot_token: str | None = old_flag("eot_token", None)
+    print_loss: bool = old_flag("print_loss", False)
 
 
 @dataclass(frozen=True)
@@ -181,13 +178,11 @@ class PreferenceFlags:
         "step is read at the token that completes it, that of the last step at the answer's final token",
         "\\n",
     )
-    num_padding_at_beginning: int | None = flag(
-        "no effect (kept for old scripts): the attention mask gives the score position", None
-    )
+    num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
     offload_reference_model: bool = flag(
         "no effect (kept for old scripts): the log-probs of the reference are computed once, before training", False
     )
-    print_loss: bool = flag("no effect (kept for old scripts): see --logging_steps", False)
+    print_loss: bool = old_flag("print_loss", False)
 
     def __post_init__(self) -> None:
         require_not_negative(self, "center_rewards_coef label_smoothing nll_coef simpo_gamma")
