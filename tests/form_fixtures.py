@@ -23,7 +23,7 @@ def form_of(rows: list[dict], has_template: bool = True, name: str = "d.jsonl", 
     columns = list(dict.fromkeys(column for row in rows for column in row))
     filled = [{column: row.get(column) for column in columns} for row in rows]
     settings = DataFlags(data_path=[name, *["other"] * (paths - 1)], **flags)
-    return detect_form(name, columns, filled, has_template, settings)
+    return detect_form(name, columns, filled, has_template, settings, is_only=paths == 1)
 
 
 def read(rows: list[dict], use: str, **settings: Any) -> list[Example]:

@@ -10,6 +10,8 @@ from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.bad_lines import too_many, way_out
+from dschat_ppo.data.examples import Use
+from dschat_ppo.data.form_answer_lists import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
 from dschat_ppo.data.token_table import TokenTable
@@ -62,6 +64,30 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
     logger().warning(f"data: {name}: skipped: {counts}")
     for message in messages[:_SHOWN]:
         logger().warning(f"data: skipped: {message}")
+
+
+def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray, form: str, use: Use) -> None:
+    """Log what gives this step no sample although nothing is wrong with it: answers of KTO that are labelled bad in
+    SFT, and rows of other forms without a pair.
+
+    Args:
+        name: of the data set.
+        table: its token rows.
+        raw: its rows.
+        used: numbers of the raw rows that this step uses.
+        form: its name.
+        use: of the step.
+    """
+    bad = table.fitted == Fitted.UNUSABLE
+    if form == "kto" and use == "sft":
+        good = np.setdiff1d(used, table.number[bad])
+        is_grouped = GROUP_ANSWERS in raw.column_names
+        answers = sum(map(len, raw.select(good)[GROUP_ANSWERS])) if is_grouped else len(good)
+        if left := answers - int((~bad).sum()):
+            way = "--ignore_columns label trains all of them"
+            logger().info(f"data: {name}: {left} of {answers} answers are labelled bad and not trained; {way}")
+    elif left := len(used) - len(np.unique(table.number)):
+        logger().info(f"data: {name}: {left} of {len(used)} rows have nothing for this step, as without a worse answer")
 
 
 def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:

@@ -22,6 +22,7 @@ from dschat_ppo.data.raw_stream import START, RawBatch, RawStream, Row
 from dschat_ppo.errors import UserError
 
 READ, UNUSABLE, DUPLICATES = "raw rows", "that cannot be used", "that repeat another row of the chunk"
+NOTHING = "without a sample for this step (as bad answers in SFT)"
 _WRITTEN_ROWS = 1000  # at a time
 
 

@@ -74,6 +74,8 @@ def choose(name: str, found: list[Candidate]) -> Candidate:
         other for candidate in fitting for other in candidate.kind.shadows
         if other != "text" or "messages" in candidate.columns  # pairs of transcripts say nothing of `text`
     }  # fmt: skip
+    if any(one.kind.name == "prompt_response" and one.columns.get("response") == "text" for one in fitting):
+        shadowed.add("text")  # the answer to a prompt
     fitting = [candidate for candidate in fitting if candidate.kind.name not in shadowed]
     if not fitting:
         likely = min(found, key=lambda one: one.kind.name in _SPECIAL)

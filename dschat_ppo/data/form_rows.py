@@ -50,7 +50,7 @@ class Reading:
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: `--role_names`.
         placeholders: texts that stand for ignored pictures, to be removed; picture parts of messages are removed too.
-        empty: columns that the reading does not use, and that hold no content in the first rows.
+        unused: columns that the reading does not use, although their names are those of content.
     """
 
     form: str
@@ -65,7 +65,7 @@ class Reading:
     system_message: str | None = None
     role_names: tuple[tuple[str, str], ...] = ()
     placeholders: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def column(self, role: str) -> str | None:
         """The column of a role, or None."""
@@ -95,21 +95,6 @@ class Reading:
         return text_at(row, dict(self.columns)[role])
 
 
-PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-
-
-def has_content(column: str, value: Any) -> bool:
-    """Whether a column that a reading does not use holds content: a weight of 1 changes nothing."""
-    return value not in (None, "", [], {}) and not (column in ("weight", "weights") and value == 1)
-
-
-def leave_out(column: str) -> str:
-    """The way out where a column is not used."""
-    if column in PICTURES:
-        return f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
-    return f"--ignore_columns {column} leaves it out"
-
-
 LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
 DraftReader = Callable[[Row, Reading, Use], list[Draft]]
 
@@ -128,9 +113,6 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
         UserError: the row is bad; the message names it and says why.
     """
     try:
-        for column in (one for one in reading.empty if has_content(one, row.get(one))):
-            value = str(row[column])[:60]
-            raise UserError(f"'{column}' holds content, {value!r}, that is not used; {leave_out(column)}")
         splits = use == "unpaired" and reading.form not in LABELLED
         drafts = read(row, reading, "preference" if splits else use)
         drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
@@ -139,7 +121,7 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
         tools = _tools_of(row, reading)
         if tools and reading.rendering == "text":
             raise UserError(
-                f"'{reading.tools or 'tools'}' describes tools, which need the chat template; {CHOOSE_CHAT}"
+                f"'{reading.tools or 'tools'}' describes tools, which need the chat template; {_choose_chat(reading)}"
             )
         examples = []
         for draft in drafts:
@@ -194,7 +176,9 @@ def split_pair(draft: Draft) -> list[Draft]:
     return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,)) for answer, name, label in sides]
 
 
-CHOOSE_CHAT = "--apply_chat_template True renders the prompts with it"
+def _choose_chat(reading: Reading) -> str:
+    """The way to the chat template; plain text has none."""
+    return "plain text has none" if reading.form == "text" else "--apply_chat_template True renders the prompts with it"
 
 
 def _rendered(prompt: str | Messages, reading: Reading) -> str | Messages:
@@ -222,10 +206,9 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
     if not isinstance(system, str):
         raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
     if isinstance(prompt, str):
-        source = f"'{reading.system}' holds" if reading.system else "--system_message is"
         raise UserError(
-            f"{source} a system message, which needs the chat template; {CHOOSE_CHAT}, --system_column '' ignores the "
-            "column"
+            f"'{reading.system}' holds a system message, which needs the chat template; {_choose_chat(reading)}, "
+            "--system_column '' ignores the column"
         )
     if prompt[0]["role"] != "system":
         return [{"role": "system", "content": system}, *prompt]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,35 +19,27 @@ from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_answer_lists import LABELS, group_by_prompt
 from dschat_ppo.data.form_choice import Candidate, choose, shown, try_kind
 from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, Kind, kind_named
-from dschat_ppo.data.form_rendering import rendering_of
-from dschat_ppo.data.form_rows import PICTURES, Reading, Rendering, has_content, leave_out, read_row
-from dschat_ppo.data.messages import alternates, from_json, looks_like_messages
+from dschat_ppo.data.form_rendering import Rendered, rendering_of
+from dschat_ppo.data.form_rows import LABELLED, Draft, Reading, Rendering, read_row
+from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates, from_json, leaves_out, looks_like_messages
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
 _CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 _PLACEHOLDERS = ("<image>\n", "<image>", "<video>\n", "<video>", "<audio>\n", "<audio>")
 # Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
-_ALWAYS_CONTENT = (*PICTURES, "history", "weight", "weights", "loss_mask", "mask", "functions", "rejected_messages")
+_ALWAYS_CONTENT = (*_PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages")
 # Those among them whose values may stand in the texts by chance: a weight of 0 in "10".
-_NO_COPIES = (*PICTURES, "weight", "weights", "loss_mask", "mask", "functions")
+_NO_COPIES = (*_PICTURES, *WEIGHTS, "functions")
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
 # are names that mostly stand for who asked, and which model answered.
 _MAY_BE_CONTENT = {
     name for kind in KINDS for role, names in kind.roles.items() for name in names
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
-_OF_REWARDS = (
-    "response",
-    "responses",
-    "completion",
-    "output",
-    "label",
-    "labels",
-    "steps",
-    "completions",
-)
+_OF_REWARDS = ("response", "responses", "completion", "completions", "output", "label", "labels", "steps", *THOUGHTS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,7 @@ class Form:
         about: the data set, its columns and the form, for messages.
         identity: text that differs between forms that read rows differently, for keys of caches.
         uses_flags: whether the column flags name columns of this data set.
+        ignored: those of its columns that `--ignore_columns` names.
         regroup: None, or a function of the whole `datasets.Dataset` that must run before its rows are split or read.
         warning: what may be wrong with this reading, one line for the log; "" if nothing is.
     """
@@ -75,6 +69,7 @@ class Form:
     about: str
     identity: str
     uses_flags: bool
+    ignored: tuple[str, ...] = ()
     regroup: Callable[[Any], Any] | None = None
     warning: str = ""
 
@@ -87,7 +82,9 @@ class Form:
         _require(self.uses, self.about, use)
 
 
-def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags) -> Form:
+def detect_form(
+    name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
+) -> Form:
     """The form of a data set. It does not depend on the step.
 
     Args:
@@ -96,13 +93,16 @@ def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bo
         rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
         has_template: whether the tokenizer has a chat template.
         flags: `--data_format`, column names and the other flags that say how rows are read.
+        is_only: whether there is no other data set, to which the flags may apply.
 
     Raises:
         UserError: no form fits, a flag names a column that does not exist, or the rows can be read in two ways; the
             message then shows both and how to choose.
     """
-    columns, rows = _without_ignored(name, columns, rows[:FIRST_ROWS], flags)
-    by_flag, note = _columns_by_flag(name, columns, rows, flags)
+    ignored = tuple(column for column in columns if column in flags.ignore_columns)
+    columns = [column for column in columns if column not in ignored]
+    rows = [{column: value for column, value in row.items() if column in columns} for row in rows[:FIRST_ROWS]]
+    by_flag, note = _columns_by_flag(name, columns, rows, flags, is_only)
     content = {role: column for role, column in by_flag.items() if role in _CONTENT}
     known = set_named(name) if flags.data_format == "auto" and not content else None
     if flags.data_format != "auto" or known:
@@ -125,11 +125,23 @@ def detect_form(name: str, columns: list[str], rows: list[Row], has_template: bo
             )
         chosen = choose(name, found)
     _require_one_column(name, columns, rows, chosen, content)
-    return _form(name, columns, rows, has_template, flags, chosen, by_flag, note)
+    rendered = rendering_of(name, chosen, has_template, flags)
+    truth = _truth(chosen, rows, flags, by_flag, is_only)
+    reading = _reading(columns, rows, flags, chosen, by_flag, rendered, truth)
+    _check_system(name, reading, rows, flags, by_flag)
+    uses = chosen.kind.uses(chosen.columns)
+    for row in rows:
+        _require_no_content(f"{name}: its column ", reading, uses, row)
+    about = f"{name}: has the columns {_listed(columns)}, read as form {chosen.kind.name}"
+    return Form(
+        chosen.kind.name, rendered.rendering, partial(_read, reading, uses, about),
+        _description(columns, rows, flags, chosen, reading, rendered.about, note), uses, about, repr(reading),
+        bool(by_flag), ignored, _regrouping(name, columns, reading), rendered.warning,
+    )  # fmt: skip
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
-    """Refuse column flags that name a column of no data set.
+    """Refuse flags that name a column of no data set.
 
     Raises:
         UserError: they do.
@@ -137,6 +149,9 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
     if named and forms and not any(form.uses_flags for form in forms):
         raise UserError(f"{named}: no data set has such a column")
+    missing = [column for column in flags.ignore_columns if not any(column in form.ignored for form in forms)]
+    if missing and forms:
+        raise UserError(f"--ignore_columns {missing[0]}: no data set has such a column; {forms[0].about}")
 
 
 def mixed_renderings(forms: dict[str, Form]) -> str:
@@ -154,86 +169,102 @@ def mixed_renderings(forms: dict[str, Form]) -> str:
     return f"{note}; --apply_chat_template True makes chat messages of them all"
 
 
-def _form(
-    name: str,
-    columns: list[str],
-    rows: list[Row],
-    has_template: bool,
-    flags: DataFlags,
-    chosen: Candidate,
-    by_flag: dict[str, str],
-    note: str,
-) -> Form:
-    kind = chosen.kind
+def _reading(
+    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, by_flag: dict[str, str],
+    rendered: Rendered, truth: tuple[str | None, str | None],
+) -> Reading:  # fmt: skip
+    """How rows are read in the chosen form."""
+    kind, rendering = chosen.kind, rendered.rendering
     is_named = kind.name in SETS
-    rendering, wrap, about, warning = rendering_of(name, chosen, has_template, flags)
-    template = flags.input_template if not kind.inside and not chosen.is_chat else None
-    unnamed = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    system = by_flag.get("system", unnamed if flags.system_column is None else None)
-    has_prose = any(_is_prose(row.get("tools")) for row in rows)
-    tools = "tools" if "tools" in columns and not has_prose else None
-    truth, pattern = _truth(chosen, rows, flags, by_flag)
-    reading = Reading(
-        kind.name, tuple(chosen.columns.items()), rendering, wrap, template,
-        None if is_named else system, None if is_named else tools, truth, pattern, flags.system_message,
-        tuple(flags.roles.items()), _PLACEHOLDERS if set(PICTURES) & set(flags.ignore_columns) else (),
-    )  # fmt: skip
-    used = {path.split(".")[0] for path in (*chosen.columns.values(), system, tools, truth) if path}
-    used |= {"margin"} if "rejected" in chosen.columns else set()
-    unused = [] if is_named else [column for column in columns if column not in used and not column.startswith("_")]
-    unused = [column for column in unused if column != "tools" or not has_prose]
-    if flags.system_column is not None:
-        unused = [column for column in unused if column not in SYSTEM_COLUMNS]
+    by_name = next((column for column in SYSTEM_COLUMNS if column in columns), None)
+    system = by_flag.get("system", by_name if flags.system_column is None else None)
+    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
     is_chosen = bool(set(by_flag) & set(_CONTENT)) or flags.data_format != "auto"
-    known = _known_content(unused, chosen, is_chosen)
-    _require_no_content(name, known, rows, chosen)
-    empty = [column for column in known if not any(has_content(column, row.get(column)) for row in rows)]
-    reading = replace(reading, empty=tuple(empty))
+    reading = Reading(
+        kind.name, tuple(chosen.columns.items()), rendering, rendered.wrap,
+        flags.input_template if not kind.inside and not chosen.is_chat else None,
+        None if is_named else system, None if is_named else tools, *truth,
+        flags.system_message if rendering == "chat" else None, tuple(flags.roles.items()),
+        _PLACEHOLDERS if set(_PICTURES) & set(flags.ignore_columns) else (),
+    )  # fmt: skip
+    unused = _known_content(_unused(columns, reading, flags), chosen, rows, is_chosen)
+    return replace(reading, unused=tuple(unused))
+
+
+def _unused(columns: list[str], reading: Reading, flags: DataFlags) -> list[str]:
+    """The columns that a reading does not use, without those that flags leave out knowingly."""
+    if reading.form in SETS:
+        return []
+    paths = [*dict(reading.columns).values(), reading.system, reading.truth]
+    used = {path.split(".")[0] for path in paths if path} | {"tools"}
+    used |= {"margin"} if reading.column("rejected") else set()
+    used |= set(SYSTEM_COLUMNS) if flags.system_column is not None else set()
+    return [column for column in columns if column not in used and not column.startswith("_")]
+
+
+def _check_system(name: str, reading: Reading, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> None:
+    """Refuse system messages where prompts are text, which has no place for them."""
+    is_named = reading.form in SETS
     if is_named and by_flag.get("system"):
         raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
-    if flags.system_message and (is_named or rendering == "text"):
-        raise UserError(
-            f"{name}: --system_message precedes chat messages, but the prompts are text; --apply_chat_template True "
-            "makes chat messages of them"
-        )
-    systems = [value_at(row, reading.system) for row in rows if reading.system and has_value(row, reading.system)]
-    if rendering == "text" and any(systems):
+    if reading.rendering == "chat":
+        return
+    can_be_chat = not is_named and reading.form != "text"
+    if flags.system_message and reading.form != "text":  # plain text has no prompts; other data sets may have some
+        way = "--apply_chat_template True makes chat messages of them" if can_be_chat else "omit it"
+        raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
+    if any(has_value(row, reading.system) and value_at(row, reading.system) for row in rows if reading.system):
+        way = "--apply_chat_template True makes chat messages of both, " if can_be_chat else ""
         raise UserError(
             f"{name}: the column '{reading.system}' holds system messages, but the prompts are text, which has no "
-            "place for them; choose: --apply_chat_template True makes chat messages of both, --system_column '' "
-            "ignores the column"
+            f"place for them; {'choose: ' if way else ''}{way}--system_column '' ignores the column"
         )
-    uses = kind.uses(chosen.columns)
-    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})", about]
-    parts += [f"system messages from '{system}'"] if reading.system else []
-    parts += [f"tools from '{tools}'"] if reading.tools else []
+
+
+def _description(
+    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, reading: Reading, about: str, note: str
+) -> str:
+    """What was understood of a data set, for the log."""
+    unused = _unused(columns, reading, flags)
+    texts = chosen.columns.get("messages")
+    parts = [f"form {reading.form} ({', '.join(f'{role}: {column}' for role, column in reading.columns)})", about]
+    parts += [f"system messages from '{reading.system}'"] if reading.system else []
+    parts += [f"tools from '{reading.tools}'"] if reading.tools else []
     parts += [f"columns that training does not use: {_listed(unused)}"] if unused else []
-    messages = [value_at(row, chosen.columns["messages"]) for row in rows[:1]] if "messages" in chosen.columns else []
-    parts += ["the texts of a row are turns of user and assistant in turn"] if any(map(alternates, messages)) else []
-    parts += ["the column 'tools' is not used, since it is not JSON"] if has_prose else []
-    parts += [f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else "")] if truth else []
-    if flags.input_template is not None and template is None:
+    if texts and any(alternates(value_at(row, texts)) for row in rows[:1]):
+        parts.append("the texts of a row are turns of user and assistant in turn")
+    if any(_is_prose(row.get("tools")) for row in rows):
+        parts.append("the column 'tools' is not used, since it is not JSON")
+    if reading.truth:
+        pattern = f" by '{reading.truth_pattern}'" if reading.truth_pattern else ""
+        parts.append(f"the correct answer from '{reading.truth}'{pattern}")
+    if flags.input_template is not None and reading.input_template is None:
         parts.append("--input_template does not apply")
+    if flags.system_message and reading.system_message is None:
+        parts.append("--system_message does not apply")
     if {"response", "chosen"} <= set(chosen.columns):
         parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
-    regroup = None
-    if kind.name == "kto" and "messages" not in chosen.columns:
-        context = tuple(column for column in (reading.system, reading.tools) if column)
-        nested = [column for column in (*chosen.columns.values(), *context) if column not in columns]
-        if nested:
-            raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
-        regroup = partial(group_by_prompt, **{role: chosen.columns[role] for role in ("prompt", "label")},
-                          answer=chosen.columns["response"], context=context)  # fmt: skip
-    about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
-    return Form(
-        kind.name, rendering, partial(_read, reading, uses, about), "; ".join([*parts, *([note] if note else [])]),
-        uses, about, repr(reading), bool(by_flag), regroup, warning,
-    )  # fmt: skip
+    return "; ".join([*parts, *([note] if note else [])])
+
+
+def _regrouping(name: str, columns: list[str], reading: Reading) -> Callable[[Any], Any] | None:
+    """What joins the rows of a prompt, for KTO; None for other forms."""
+    roles = dict(reading.columns)
+    if reading.form != "kto" or "messages" in roles:
+        return None
+    context = tuple(column for column in (reading.system, reading.tools) if column)
+    nested = [column for column in (*roles.values(), *context) if column not in columns]
+    if nested:
+        raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
+    return partial(group_by_prompt, prompt=roles["prompt"], label=roles["label"], answer=roles["response"],
+                   context=context)  # fmt: skip
 
 
 def _read(reading: Reading, uses: tuple[Use, ...], about: str, row: Row, use: Use, where: str) -> list[Example]:
     _require(uses, about, use)
-    return read_row(kind_named(reading.form).read, reading, row, use, where)
+    examples = read_row(kind_named(reading.form).read, reading, row, use, where)
+    _require_no_content(f"{where}: ", reading, uses, row)
+    return examples
 
 
 def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
@@ -242,18 +273,20 @@ def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
         raise UserError(f"{about}; this step needs {NEEDED[use]}{flags}")
 
 
-def _columns_by_flag(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[dict[str, str], str]:
+def _columns_by_flag(
+    name: str, columns: list[str], rows: list[Row], flags: DataFlags, is_only: bool
+) -> tuple[dict[str, str], str]:
     """(role -> column that a flag names, a note for the log).
 
     Raises:
-        UserError: a column does not exist. In a mixture, a data set may lack all of them.
+        UserError: a column does not exist. One of several data sets may lack all of them.
     """
     wanted = {role: column for role, column in flags.columns.items() if column}
     missing = {role: column for role, column in wanted.items() if not _exists(column, columns, rows)}
     if not missing:
         return wanted, ""
     named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
-    if len(missing) == len(wanted) and len(flags.data_path) > 1:
+    if len(missing) == len(wanted) and not is_only:
         return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
     raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}{_rows_inside(rows)}")
 
@@ -274,63 +307,65 @@ def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
     return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
 
 
-def _without_ignored(name: str, columns: list[str], rows: list[Row], flags: DataFlags) -> tuple[list[str], list[Row]]:
-    """Columns and rows without those that `--ignore_columns` names.
-
-    Raises:
-        UserError: the only data set has no such column.
-    """
-    missing = [column for column in flags.ignore_columns if column not in columns]
-    if missing and len(flags.data_path) == 1:
-        raise UserError(f"--ignore_columns {missing[0]}: {name} has no such column; it has {_listed(columns)}")
-    kept = [column for column in columns if column not in flags.ignore_columns]
-    return kept, [{column: value for column, value in row.items() if column in kept} for row in rows]
-
-
-def _known_content(unused: list[str], chosen: Candidate, by_flag: bool) -> list[str]:
+def _known_content(unused: list[str], chosen: Candidate, rows: list[Row], by_flag: bool) -> list[str]:
     """Those of the unused columns that hold content by their names. If flags choose the reading, what others would read
     is left out knowingly."""
-    known = _ALWAYS_CONTENT if by_flag else (*_ALWAYS_CONTENT, *_MAY_BE_CONTENT)
-    of_rewards = _OF_REWARDS if set(chosen.drafts) == {"prompt"} else ()
-    return [column for column in unused if column in known and column not in of_rewards]
+    known = set(_ALWAYS_CONTENT) if by_flag else {*_ALWAYS_CONTENT, *_MAY_BE_CONTENT}
+    known -= set(_OF_REWARDS) if set(chosen.drafts) == {"prompt"} else set()
+    labels = [name for name in ("label", "labels") if not all(_is_label(row.get(name)) for row in rows)]
+    known -= {"label", "labels"} if chosen.kind.name == "text" else set(labels)  # classes of texts call no answer good
+    return [column for column in unused if column in known]
 
 
-def _require_no_content(name: str, known: list[str], rows: list[Row], chosen: Candidate) -> None:
-    """Refuse a reading that leaves out a column with content: no other form would tell.
+def _require_no_content(where: str, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
+    """Refuse a row of which a column holds content that the reading leaves out: no other form would tell.
 
     What a column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
     holds all that is read (the same as one text).
 
     Args:
-        name: of the data set.
-        known: columns that the reading does not use, see `_known_content`.
-        rows: the first rows.
-        chosen: the reading.
+        where: what precedes the name of the column.
+        reading: of the data set.
+        uses: what the form serves.
+        row: any row of the data set.
 
     Raises:
         UserError: the message shows the column, the reading and the way out.
     """
-    for column in known:
-        if column in ("label", "labels") and not all(_is_label(row.get(column)) for row in rows):
-            continue
-        for number, row in enumerate(rows):
-            value = row.get(column)
-            with_answers = [found for use, found in chosen.drafts.items() if use != "prompt"]
-            by_use = [[line for draft in found[number] or [] for line in _lines([draft.prompt, *draft.answers])]
-                      for found in with_answers or chosen.drafts.values()]  # fmt: skip
-            if not has_content(column, value) or not all(by_use):
-                continue
-            held, everything = list(_lines(from_json(value))), "\n".join(line for lines in by_use for line in lines)
-            is_read = bool(held) and all(line in everything for line in held)
-            holds_all = any(all(line in "\n".join(held) for line in lines) for lines in by_use)
-            if column in _NO_COPIES or not (is_read or holds_all):
-                draft = next(draft for found in chosen.drafts.values() for draft in found[number] or [])
-                way = leave_out(column)
-                raise UserError(
-                    f"{name}: its column '{column}' holds content, {str(value)[:60]!r}, that the form "
-                    f"{chosen.kind.name} does not use; it reads {shown(draft)}. {way}; --prompt_column, "
-                    "--response_column, ... and --data_format choose another reading"
-                )
+    held = [column for column in reading.unused if _has_content(column, row.get(column))]
+    drafts = _all_drafts(reading, uses, row) if held else []
+    by_use = [list(_lines([[draft.prompt, *draft.answers] for draft in found])) for found in drafts]
+    everything = "\n".join(line for lines in by_use for line in lines)
+    for column in held if by_use else ():
+        value = from_json(row[column])
+        lines = list(_lines(value))
+        is_read = bool(lines) and all(line in everything for line in lines)
+        holds_all = any(all(line in "\n".join(lines) for line in read) for read in by_use)
+        if column in _NO_COPIES or not (is_read or holds_all):
+            way = f"--ignore_columns {column} leaves it out"
+            if column in _PICTURES:
+                way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+            raise UserError(
+                f"{where}'{column}' holds content, {str(value)[:60]!r}, that the form {reading.form} does not use; it "
+                f"reads {shown(drafts[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose "
+                "another reading"
+            )
+
+
+def _all_drafts(reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[Draft]]:
+    """What a form reads in a row for each use that trains on answers, or else for prompts; without uses that get
+    nothing."""
+    kind, found = kind_named(reading.form), list[list[Draft]]()
+    split = () if reading.form in LABELLED else ("unpaired",)
+    for use in [use for use in uses if use not in ("prompt", *split)] or uses:
+        with suppress(UserError):
+            found.append(kind.read(row, reading, use))
+    return [drafts for drafts in found if drafts]
+
+
+def _has_content(column: str, value: Any) -> bool:
+    """Whether a column that a reading does not use holds content: weights of 1 change nothing."""
+    return leaves_out(value) if column in WEIGHTS else value not in (None, "", [], {})
 
 
 def _is_label(value: Any) -> bool:
@@ -360,6 +395,9 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
+    if kind.name == "prompt_response" and set(found) == {"prompt"} and "text" not in by_flag.values():
+        beside = [row for row in rows if isinstance(row.get("text"), str) and not _repeats(row, found["prompt"])]
+        found |= {"response": "text"} if 2 * len(beside) > len(rows) else {}
     if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
         del found["prompt"]  # of Alpaca's form
     answers = found.get("response")
@@ -369,6 +407,11 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     of_needs = [set(roles) for choices in kind.needs.values() for roles in choices]
     served = set().union(*(roles for roles in of_needs if roles <= set(found)))
     return {role: column for role, column in found.items() if role in served or role not in set().union(*of_needs)}
+
+
+def _repeats(row: Row, prompt: str) -> bool:
+    """Whether the column `text` of a row holds its prompt, and so is no answer to it."""
+    return has_value(row, prompt) and all(line in row["text"] for line in _lines(from_json(value_at(row, prompt))))
 
 
 def _require_one_column(
@@ -411,7 +454,7 @@ def _check_forced(
 
 
 def _truth(
-    chosen: Candidate, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+    chosen: Candidate, rows: list[Row], flags: DataFlags, by_flag: dict[str, str], is_only: bool
 ) -> tuple[str | None, str | None]:
     """(column of the correct answer, pattern that finds it there)."""
     if "answer" in by_flag:
@@ -420,7 +463,7 @@ def _truth(
         column = chosen.columns.get("response") or chosen.columns.get("chosen")
         if column is not None and any(isinstance(value_at(row, column), str) for row in rows if has_value(row, column)):
             return column, flags.answer_pattern
-        if len(flags.data_path) == 1:
+        if is_only:
             raise UserError("--answer_pattern needs --answer_column, the column in which it finds the correct answer")
     if chosen.kind.name == "verl":
         return chosen.columns["truth"], None

@@ -24,7 +24,9 @@ ROLES = {  # in lower case
 _CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
 _EXPECTED = "system, user, assistant or tool (also human, gpt, model, observation, tool_call, ...); --role_names"
 _EXPECTED += " 'theirs=ours' names others"
-_WEIGHTS = ("weight", "loss_mask", "train", "loss")  # keys by which data sets exclude a turn from training
+# Keys of turns, and columns, by which data sets leave something out of the training (0) or train it (1).
+WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of turns, and columns, of what precedes an answer
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 _PICTURES = ("image", "image_url", "video", "audio", "input_audio")  # types of parts of a message
 CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
@@ -52,6 +54,13 @@ def tools_beside(value: Any) -> Any:
             return None
     is_object = isinstance(value, dict) and isinstance(value.get("messages"), list)
     return value.get("tools") if is_object else None
+
+
+def leaves_out(weight: Any) -> bool:
+    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
+    if isinstance(weight, list):
+        return any(map(leaves_out, weight))
+    return weight not in (None, "") and not _NUMBERS.get(str(weight).strip().lower(), False)
 
 
 def without_pictures(message: Any) -> Any:
@@ -127,12 +136,16 @@ def _read_message(message: Any, name: str, roles: dict[str, str]) -> Message:
         raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
     if calls:
         given["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
-    weights = {key: given.pop(key) for key in _WEIGHTS if key in given}
+    weights = {key: given.pop(key) for key in WEIGHTS if key in given}
     for key, weight in weights.items():
         if str(weight).lower() not in _NUMBERS:
             raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected 0 or 1, which leave it out or train it")
-    if known == "assistant" and not all(_NUMBERS[str(weight).lower()] for weight in weights.values()):
-        given[CONTEXT] = True
+        if known == "assistant" and leaves_out(weight):
+            if key == "mask":  # some data sets mark by 1 what is trained, others what is not
+                raise UserError(
+                    f"'mask' of {name} has two meanings; rename it to 'loss_mask', with 1 for what is trained"
+                )
+            given[CONTEXT] = True
     return {"role": known, "content": _text_of(content, name), **given}
 
 

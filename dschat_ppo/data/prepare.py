@@ -188,7 +188,9 @@ class Preparation:
         Raises:
             UserError: see `detect_form`; or the form does not serve this step.
         """
-        form = detect_form(source.location, columns, first, self.tokenizer.chat_template is not None, self.flags)
+        is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
+        has_template = self.tokenizer.chat_template is not None
+        form = detect_form(source.location, columns, first, has_template, self.flags, is_only)
         logger().info(f"data: {source.label}: {form.description}")
         if form.warning:
             logger().warning(f"data: {source.label}: {form.warning}")

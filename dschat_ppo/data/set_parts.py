@@ -11,7 +11,7 @@ from datasets import Dataset, Value
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates
+from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_left_out
 from dschat_ppo.data.examples import limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
@@ -68,7 +68,9 @@ def usable_parts(
     """
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
     first = f"{source.label}{tokenised.parts[0][1]}"
-    report_bad_rows(first, table, sum(len(numbers) for numbers, _, _ in tokenised.parts), flags.bad_rows)
+    used = np.concatenate([numbers for numbers, _, _ in tokenised.parts])
+    report_bad_rows(first, table, len(used), flags.bad_rows)
+    report_left_out(first, table, tokenised.raw, used, tokenised.form.name, settings.use)
     repeats = report_duplicates(first, table, tokenised.raw, tokenised.origins, flags.bad_rows == "skip")
     usable = ~repeats & (table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE)
     found = []

@@ -18,7 +18,7 @@ from datasets import Dataset, Features, Value
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import stream_key
-from dschat_ppo.data.chunks import StreamSource, TokenBatch
+from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
 from dschat_ppo.data.conversion import conversion_error
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
@@ -174,4 +174,5 @@ def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> To
     names = list(_columns(settings.use))
     rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
     counts = Counter(FITTED_NAMES[Fitted(code)] for code in fitted)
+    counts[NOTHING] = len({*range(len(batch.rows))} - {*columns["index"], *(problem.index for problem in bad)})
     return TokenBatch(rows, dict(counts), len({problem.index for problem in bad}), bad[0].message if bad else "")

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.messages import THOUGHTS
 from dschat_ppo.data.template_limits import check_size, rendered_within_limits
 from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
@@ -23,7 +24,7 @@ Messages = list[Message]
 Tools = list[Any]
 _EXAMPLE = "An answer."
 _LONGEST_TAG = 64  # characters of the text with which a template opens an answer, such as `<think>`
-_BESIDES_CONTENT = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # what templates render of an answer
+_BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answer
 
 
 def is_messages(value: Any) -> bool:

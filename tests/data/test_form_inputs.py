@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sample_text import row_sample
 from dschat_ppo.errors import UserError
@@ -99,6 +100,12 @@ def test_a_conversation_ends_with_its_last_trained_turn():
         read([{"messages": [ASK, assistant("No.", weight=0.5)]}], "sft")
     found = read([{"messages": [ASK, assistant("Yes.", weight=1), user("b"), assistant("c", weight="1.0")]}], "sft")
     assert "weight" not in str(found) and found[0].context == ()
+    for key in ("trainable", "training", "weights"):
+        turns = [ASK, assistant("No.", **{key: False}), user("Sure?"), assistant("Yes.", **{key: "true"})]
+        assert [one.context for one in read([{"messages": turns}], "sft")] == [(1,)]
+    assert read([{"messages": [ASK, assistant("Yes.", mask=1)]}], "sft")[0].answers == ["Yes."]
+    with pytest.raises(UserError, match="'mask' of message 2 of 'messages' has two meanings; rename it to 'loss_mask'"):
+        read([{"messages": [ASK, assistant("No.", mask=0)]}], "sft")
     asked = [ASK, assistant("No.", weight=0), user("Sure?")]
     assert len(read([{"messages": asked}], "prompt")[0].prompt) == 3, "a prompt after an excluded turn"
 
@@ -115,6 +122,13 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
     assert example.prompt[0]["content"] == "Be long.", "a row's own message counts"
     with pytest.raises(UserError, match="--system_message.*--apply_chat_template True"):
         form_of([{"prompt": "Q: ", "response": "a"}], system_message="Be brief.")
+    with pytest.raises(UserError, match="--system_message precedes chat messages, but the prompts are text; omit it"):
+        form_of([{"prompt": "P", "chosen": "c", "rejected": "r"}], name="Dahoas/rm-static", system_message="Be brief.")
+    plain = form_of([{"text": "Once."}], system_message="Be brief.")  # in a mixture with chats
+    assert "--system_message does not apply" in plain.description
+    assert plain.read({"text": "Once."}, "sft", "row")[0].prompt == ""
+    with pytest.raises(UserError, match="has no place for them; --system_column '' ignores the column"):
+        form_of([{"text": "Once.", "system": "Be brief."}])
     with pytest.raises(UserError, match="--role_names 'customer='"):
         form_of(rows, role_names=["customer"])
 
@@ -124,9 +138,11 @@ OTHERS = {
     "question": MARK, "query": MARK, "input": MARK, "instruction": MARK, "context": MARK, "system": MARK,
     "prompt": MARK, "messages": [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}],
     "history": [[MARK, MARK]], "images": [f"{MARK}.jpg"], "weight": 0.5, "loss_mask": [0, 1], "label": True,
+    "train": False, "loss": 0, "training": "false", "trainable": 0, "mask": "User",
+    "thinking": MARK, "reasoning": MARK, "reasoning_content": MARK,
     "rejected": MARK, "chosen": MARK, "response": MARK, "completion": MARK, "output": MARK, "text": MARK,
 }  # fmt: skip
-OF_REWARDS = {"response", "completion", "output", "label"}  # answers beside prompts alone
+OF_REWARDS = {"response", "completion", "output", "label", "thinking", "reasoning", "reasoning_content"}
 
 
 @pytest.mark.parametrize("column", OTHERS)
@@ -145,7 +161,8 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section, colum
         kept = form_of(rows, ignore_columns=[column])
         assert kept.name == form_of(section.rows).name
         return
-    of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS
+    of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS  # answers beside prompts alone
+    of_rewards |= form.name == "text" and column == "label"  # classes of texts
     is_told = f"not '{column}'" in form.description  # SFT learns the response and not the chosen answer
     assert MARK in str(found) or of_rewards or is_told or form.name == "kto"
 
@@ -158,6 +175,8 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section, colum
         ("weight", 1, 0),
         ("input", "", MARK),
         ("context", None, MARK),
+        ("thinking", "a", MARK),  # a copy in the first rows
+        ("input", "Q:", MARK),
     ],
 )
 @pytest.mark.parametrize("use", ["sft", "prompt"])
@@ -168,6 +187,47 @@ def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, v
     with pytest.raises(UserError, match=f"row 22: '{column}' holds content, .*--ignore_columns {column}"):
         form.read({**row, column: value}, use, "row 22")
     assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use, "row 22")
+
+
+def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
+    """Beside `messages`, the columns of their question and answer; the first rows have none."""
+    row = {"messages": [user("Where?"), assistant("Here, in the hall.")], "question": None, "answer": None, "input": ""}
+    form = form_of([row] * 21, data_format="auto")
+    late = {**row, "question": "Where?", "input": "Where?", "answer": "Here, in the hall."}
+    for use in ("sft", "prompt"):
+        assert form.read(late, use, "row 22") == form.read(row, use, "row 1")
+    pair = {"prompt": "Q: ", "chosen": "yes", "rejected": "no", "messages": None}
+    form = form_of([pair] * 21)
+    late = {**pair, "messages": [user("Q:"), assistant("yes")]}
+    for use in ("sft", "preference", "prompt", "unpaired"):
+        assert form.read(late, use, "row 22") == form.read(pair, use, "row 22")
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "prompt", "answer", "unused"),
+    [
+        ({"text": "A fine film.", "label": 1}, "text", "", "A fine film.", "label"),  # as in IMDB
+        ({"text": "A dull film.", "label": "negative"}, "text", "", "A dull film.", "label"),
+        ({"prompt": "Q:", "response": "a", "loss_mask": [1, 1.0]}, "prompt_response", "Q:", "a", "loss_mask"),
+        ({"prompt": "Q:", "response": "a", "weights": [[1], True]}, "prompt_response", "Q:", "a", "weights"),
+        ({"prompt": "Q:", "response": "a", "weight": "1"}, "prompt_response", "Q:", "a", "weight"),
+        ({"prompt": "Q:", "response": "a", "train": True}, "prompt_response", "Q:", "a", "train"),
+        # as in Cosmopedia: the text that a prompt asks for
+        ({"prompt": "Tell of lamps:", "text": " They shine.", "format": "blog"}, "prompt_response", "Tell of lamps:",
+         " They shine.", "format"),
+    ],
+)  # fmt: skip
+def test_columns_that_change_nothing_are_named_as_unused(row, form, prompt, answer, unused):
+    found = form_of([row])
+    assert found.name == form and f"columns that training does not use: '{unused}'" in found.description
+    assert [(one.prompt, one.answers) for one in found.read(row, "sft", "row")] == [(prompt, [answer])]
+
+
+def test_a_text_that_repeats_its_prompt_is_no_answer_to_it():
+    row = {"prompt": "Q: a\nA:", "text": "Q: a\nA: yes"}
+    form = form_of([row])
+    assert form.read(row, "prompt", "row")[0].prompt == row["prompt"] and form.uses == ("prompt",)
+    assert read([row], "sft", data_format="text")[0].answers == [row["text"]]
 
 
 def test_tools_beside_messages_in_one_object_are_used():
@@ -239,7 +299,10 @@ def test_a_named_data_set_may_have_a_column_of_tools_in_prose():
 
 
 def test_ignored_columns_must_exist_and_the_name_of_deepspeed_chats_files_leads_to_them(tmp_path):
-    with pytest.raises(UserError, match="--ignore_columns picture.*it has 'prompt', 'response'"):
-        form_of([{"prompt": "Q: ", "response": "a"}], ignore_columns=["picture"])
+    rows, flags = [{"prompt": "Q: ", "response": "a"}], {"ignore_columns": ["picture"]}
+    forms = [form_of(rows, paths=paths, **flags) for paths in (1, 2)]
+    with pytest.raises(UserError, match="--ignore_columns picture: no .*has the columns 'prompt', 'response'"):
+        check_flags_used(forms, DataFlags(["a", "b"], **flags))
+    check_flags_used([*forms, form_of([{**rows[0], "picture": "a"}], **flags)], DataFlags(["a", "b"], **flags))
     with pytest.raises(UserError, match=r"local/jsonfile.*data/train\.json.*--data_format local/jsonfile"):
         prepare("sft", tokenizer_of("bytes"), DataFlags(["local/jsonfile"], data_output_path=str(tmp_path)), 64)

@@ -399,6 +399,41 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         assert "--bad_rows" not in str(stopped.value)
 
 
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path, said, form):
+    rows = [{"prompt": f"p {n // 3}", "completion": f"yes {n}", "label": n % 3 != 0} for n in range(9)]
+    if form == "messages":
+        turns = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+                 for row in rows]  # fmt: skip
+        rows = [{"messages": turn, "label": int(row["label"])} for turn, row in zip(turns, rows, strict=True)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train) == 6
+    words = "data: d.jsonl: 3 of 9 answers are labelled bad and not trained; --ignore_columns label trains all of them"
+    assert [line for line in said if "labelled bad" in line] == [words]
+    said.clear()
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, ignore_columns=["label"]), 64).train) == 9
+    prepare("unpaired", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
+    assert not any("labelled" in line or "nothing for this step" in line for line in said)
+
+
+def test_prompts_without_a_pair_are_counted(tmp_path, said):
+    rows = [{"prompt": f"p {n}", "completion": f"yes {k}", "label": k == n} for n in range(3) for k in range(2)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)  # of the third prompt, both answers are bad
+    assert len(prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64).train) == 2
+    assert any("d.jsonl: 1 of 3 rows have nothing for this step, as without a worse answer" in line for line in said)
+
+
+def test_flags_of_columns_are_about_all_data_sets(tmp_path):
+    """The evaluation set may lack a column that a flag names; a column that no set has is refused with any number."""
+    train = write_jsonl(tmp_path / "d.jsonl", [{"ask": row["prompt"], "say": row["response"], "x": 1} for row in ROWS])
+    held = write_jsonl(tmp_path / "e.jsonl", ROWS)
+    flags = flags_for(tmp_path, train, prompt_column="ask", response_column="say", ignore_columns=["x"])
+    assert len(prepare("sft", TOKENIZER, flags, 64, eval_paths=[held]).eval) == len(ROWS)
+    for paths in ([held], [held, held]):
+        with pytest.raises(UserError, match="--ignore_columns y: no data set has such a column"):
+            prepare("sft", TOKENIZER, flags_for(tmp_path, *paths, ignore_columns=["y"]), 64)
+
+
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])
 def test_duplicates_are_counted_and_dropped_only_with_skip(tmp_path, capsys, bad_rows):
     rows = [*ROWS[:3], ROWS[1], {"prompt": "prompt 0", "response": "other"}, ROWS[1], ROWS[2]]

@@ -10,6 +10,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import streaming
 from dschat_ppo.data.chunk_reader import ChunkReader
+from dschat_ppo.data.chunks import NOTHING
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import order_of
 from dschat_ppo.data.streaming import StreamedRows
@@ -164,3 +165,10 @@ def test_dpo_needs_all_rows():
     parse("reward", words.split())
     with pytest.raises(UserError, match="--objective dpo computes log-probs .* does not go with --streaming"):
         parse("reward", f"{words} --objective dpo".split())
+
+
+def test_bad_answers_that_sft_leaves_out_of_a_stream_are_counted(tmp_path):
+    turns = [[{"role": "user", "content": f"p {n}"}, {"role": "assistant", "content": "yes"}] for n in range(40)]
+    path = write(tmp_path / "d.jsonl", [{"messages": turn, "label": n % 4 != 0} for n, turn in enumerate(turns)])
+    rows = train(tmp_path, path, rows=30).train
+    assert rows.counts_of_first_chunk()[NOTHING] == 10
