@@ -7,8 +7,6 @@ from typing import Any
 
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.monitor.health import Event, HealthWatch
-from dschat_ppo.monitor.health_fit_rules import FIT_RULES
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 
 PPO_STEP = {
     "kl/ref_k1": 0.05,
@@ -41,17 +39,17 @@ FIT_STEP = {"loss": 1.0, "accuracy": 0.8, "grad_norm": 1.0, "optim/nonfinite_ski
 WINDOW = 10
 
 
-def ppo_watch(**flags: Any) -> HealthWatch:
+def ppo_watch(*health: str, **flags: Any) -> HealthWatch:
     """A watch of step 3."""
-    return HealthWatch(PPO_RULES, PPOHealthFlags(**{"health_window": WINDOW, **flags}))
+    return HealthWatch(PPOHealthFlags(health=[f"window={WINDOW}", *health], **flags))
 
 
-def fit_watch(**flags: Any) -> HealthWatch:
+def fit_watch(*health: str, **flags: Any) -> HealthWatch:
     """A watch of steps 1 and 2."""
-    return HealthWatch(FIT_RULES, FitHealthFlags(**{"health_window": WINDOW, **flags}))
+    return HealthWatch(FitHealthFlags(health=[f"window={WINDOW}", *health], **flags))
 
 
 def events_of(watch: HealthWatch, steps: Sequence[Mapping[str, float]]) -> list[Event]:
     """The events of these steps, numbered from 1 on; a step is a healthy one except for what is given."""
-    healthy = PPO_STEP if watch.rules is PPO_RULES else FIT_STEP
+    healthy = PPO_STEP if any(rule.name == "kl_spike" for rule in watch.rules) else FIT_STEP
     return [event for step, changes in enumerate(steps, 1) for event in watch.check(step, {**healthy, **changes})]

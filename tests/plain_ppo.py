@@ -24,7 +24,6 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
@@ -186,7 +185,7 @@ class PlainRun:
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,
                 self.save_best,
             )  # fmt: skip
-        self.health = HealthWatch(PPO_RULES, config.health)
+        self.health = HealthWatch(config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)
 
     def run(

@@ -29,10 +29,7 @@ WHERE_AND_WHEN = frozenset({
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout", "allow_weak_sandbox",
     "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
-    "stop_on_health", "health_window", "health_kl_spike", "health_negative_kl", "health_entropy_factor",
-    "health_score_std", "health_distinct_share", "health_length_growth", "health_ended_drop", "health_clip_fraction",
-    "health_first_log_ratio", "health_logprob_diff", "health_rank_wait", "health_grad_growth", "health_loss_growth",
-    "health_overfit_evals",
+    "stop_on_health", "health",
 })  # fmt: skip
 
 # The result is the same up to rounding: these flags choose how the work is laid out on the machine.

@@ -15,6 +15,21 @@ RETIRED: dict[str, str] = {
     "kl_cov_coef": "left: the penalty of kl_cov has weight 1, as in its paper; --covariance_share stays",
     "zero_quantized_weights": "left: set it under zero_optimization in a --deepspeed_config",
     "zero_quantized_gradients": "left: set it under zero_optimization in a --deepspeed_config",
+    "health_window": "left: --health window=STEPS",
+    "health_kl_spike": "left: --health kl_spike=VALUE",
+    "health_negative_kl": "left: --health kl_negative=-VALUE",
+    "health_entropy_factor": "left: --health entropy_collapse=VALUE entropy_explosion=VALUE",
+    "health_score_std": "left: --health scores_equal=VALUE source_constant=VALUE",
+    "health_distinct_share": "left: --health duplicate_answers=VALUE",
+    "health_length_growth": "left: --health length_creep=VALUE",
+    "health_ended_drop": "left: --health fewer_answers_end=VALUE",
+    "health_clip_fraction": "left: --health clip_fraction_high=VALUE",
+    "health_first_log_ratio": "left: --health first_ratio_not_one=VALUE",
+    "health_logprob_diff": "left: --health logprob_diff_high=VALUE",
+    "health_rank_wait": "left: --health ranks_uneven=VALUE",
+    "health_grad_growth": "left: --health gradient_explodes=VALUE",
+    "health_loss_growth": "left: --health loss_grows=VALUE",
+    "health_overfit_evals": "left: --health overfitting=N",
 }
 
 # Of these, the flags that decided what a run computes -> the value that every run has now: a checkpoint that was saved

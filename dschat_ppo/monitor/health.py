@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
+from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, thresholds
 from dschat_ppo.errors import StorageError
-from dschat_ppo.monitor.health_rule import History, Level, Rule
+from dschat_ppo.monitor.health_rules import History, find
 from dschat_ppo.monitor.metric_names import with_present_names
 
 HEALTH = "health.jsonl"
@@ -60,16 +60,16 @@ class HealthWatch:
     it is over and would be a new one.
 
     Args:
-        rules: to apply.
-        flags: their thresholds.
+        flags: the rules of a step, and their thresholds.
     """
 
-    def __init__(self, rules: Sequence[Rule], flags: PPOHealthFlags | FitHealthFlags):
-        self.rules = rules
-        self.flags = flags
+    def __init__(self, flags: PPOHealthFlags | FitHealthFlags):
+        self.window, self.limits, off = thresholds(flags)
+        self.rules = [rule for rule in flags.rules if rule.name not in off]
+        self.stop = flags.stop_on_health
         self.events: list[Event] = []  # of the whole run
         self._reason_to_stop: str | None = None  # by --stop_on_health, at the last step
-        self._past: deque[tuple[int, dict[str, float]]] = deque(maxlen=flags.health_window)
+        self._past: deque[tuple[int, dict[str, float]]] = deque(maxlen=self.window)
         self._standing: dict[str, int] = {}  # name -> step at which it was last found
         self._start: dict[str, list[float]] = {name: [] for name in FROM_THE_START}
         self._lowest: dict[str, float] = {}
@@ -98,10 +98,10 @@ class HealthWatch:
         """
         now = {name: value for name, value in metrics.items() if not math.isnan(value)}
         self._add_evaluation(step, now)
-        window = self.flags.health_window
+        window = self.window
         start = {name: sum(values) / len(values) for name, values in self._start.items() if len(values) >= window}
-        history = History(step, now, list(self._past), window, start, self._lowest, self._evaluations)
-        found = {rule.name: seen for rule in self.rules if (seen := rule.find(history, self.flags)) is not None}
+        history = History(step, now, list(self._past), window, start, self._lowest, self._evaluations, self.limits)
+        found = {rule.name: seen for rule in self.rules if (seen := find(rule, history)) is not None}
         fresh = [
             Event(step, found[rule.name].since, rule.name, rule.level, found[rule.name].text, rule.cause, rule.change)
             for rule in self.rules if rule.name in found and rule.name not in self._standing
@@ -115,15 +115,15 @@ class HealthWatch:
         if fresh:
             self.events += fresh
             self._write_events()
-        stops = [event for event in fresh if self.flags.stop_on_health in ("warning", event.level)]
+        stops = [event for event in fresh if self.stop in ("warning", event.level)]
         self._reason_to_stop = None
         if stops:
-            self._reason_to_stop = f"--stop_on_health {self.flags.stop_on_health}: step {step}: {_described(stops[0])}"
+            self._reason_to_stop = f"--stop_on_health {self.stop}: step {step}: {_described(stops[0])}"
         return fresh
 
     def stop_if_due(self, checkpointer: CanStop) -> None:
         """Give the checkpointer the reason to stop at the last step, unless `--stop_on_health` is off. Collective."""
-        if self.flags.stop_on_health != "off":
+        if self.stop != "off":
             checkpointer.stop_if(self._reason_to_stop)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class HealthWatch:
 
     def _remember(self, step: int, now: dict[str, float]) -> None:
         """Add the current step to the past steps."""
-        window = self.flags.health_window
+        window = self.window
         self._past.append((step, now))
         for name, values in self._start.items():
             if name in now and len(values) < window:

@@ -25,7 +25,6 @@ from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward
@@ -73,7 +72,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             config, plan, engines, rows.train, tokenizer, rewards, begun.device, begun.texts, rows.sources
         )
         show_roles(config, components, begun.folders, output)
-        evaluation, health = None, HealthWatch(PPO_RULES, config.health)
+        evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(
             output, config.export.save_hf_steps, config.validation.save_best,
             lambda folder: save_models(engines, tokenizer, folder),

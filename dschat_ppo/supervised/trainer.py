@@ -36,7 +36,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_fit_rules import FIT_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
@@ -103,7 +102,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(best_metric)
-        self.health = HealthWatch(FIT_RULES, health or FitHealthFlags())
+        self.health = HealthWatch(health or FitHealthFlags())
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,

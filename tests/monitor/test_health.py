@@ -105,7 +105,7 @@ def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
 
 
 def test_a_resumed_run_may_have_another_window():
-    watch, narrow = ppo_watch(), ppo_watch(health_window=4)
+    watch, narrow = ppo_watch(), ppo_watch("window=4")
     events_of(watch, [{}] * WINDOW)
     narrow.load_state_dict(watch.state_dict(), WINDOW)
     found = [event for step in range(5) for event in narrow.check(11 + step, {**PPO_STEP, "rollout/length_mean": 70.0})]
@@ -117,7 +117,7 @@ def test_the_state_of_an_earlier_version_is_read():
     watch = ppo_watch()
     watch.load_state_dict({"past": [old] * WINDOW, "standing": ["more than 30 % of the ratios are clipped"]}, 20)
     [event] = watch.check(21, {**PPO_STEP, "rollout/ended_share": 0.1})
-    assert event.name == "fewer_answers_end" and "previous steps is 0.9" in event.seen
+    assert event.name == "fewer_answers_end" and "previous steps, 0.9" in event.seen
     assert watch.state_dict()["steps"] == list(range(12, 22))
     ppo_watch().load_state_dict({}, 5)  # of steps 1 and 2, which had none
 

@@ -6,7 +6,7 @@ import pytest
 from health_steps import FIT_STEP, WINDOW, events_of, fit_watch
 
 from dschat_ppo.checkpoint.state_file import load_state, save_state
-from dschat_ppo.monitor.health_fit_rules import FIT_RULES
+from dschat_ppo.config.health_flags import FIT_RULES
 
 HEALTHY = [{}] * WINDOW
 
@@ -79,7 +79,7 @@ def test_equal_held_out_losses_are_no_overfitting():
 def test_more_evaluations_can_be_asked_for():
     steps = evaluated([0.7, 0.71, 0.72], [0.8, 0.6, 0.5])
     assert [event.name for event in events_of(fit_watch(), steps)] == ["overfitting"]
-    assert events_of(fit_watch(health_overfit_evals=3), steps) == []
+    assert events_of(fit_watch("overfitting=3"), steps) == []
 
 
 def test_losses_near_zero_are_not_compared():

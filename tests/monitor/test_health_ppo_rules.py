@@ -9,10 +9,9 @@ import pytest
 from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
 import dschat_ppo
-from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
+from dschat_ppo.config.health_flags import FIT_RULES, PPO_RULES
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.monitor.health_fit_rules import FIT_RULES
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
+from dschat_ppo.monitor.health_rules import CONDITIONS, TRENDS
 
 HEALTHY: list[dict[str, float]] = [{}] * WINDOW
 
@@ -35,10 +34,10 @@ HALF = [{}] * 5
 
 # name -> (steps at whose end it fires, steps over which it is silent, texts in the message)
 CASES = {
-    "kl_negative": (*at_once("kl/ref_k1", -0.021, -0.019), ["-0.021", "-0.02", "--health_negative_kl"]),
-    "kl_spike": (*after("kl/ref_k1", 0.51, 0.49), ["0.51", "0.05", "--health_kl_spike"]),
-    "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "2,", "3 (--health_entropy_factor)"]),
-    "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "--health_entropy_factor"]),
+    "kl_negative": (*at_once("kl/ref_k1", -0.021, -0.019), ["-0.021", "-0.02"]),
+    "kl_spike": (*after("kl/ref_k1", 0.51, 0.49), ["0.51", "0.05", "above 0.5"]),
+    "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "2,", "divided by 3"]),
+    "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "3 times"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "source_constant": (
         lasting(11, reward__format_std=0.0005),
@@ -54,9 +53,9 @@ CASES = {
     "answers_never_end": (
         lasting(11, rollout__ended_share=0.09), lasting(11, rollout__ended_share=0.11), ["0.09", "11 steps"],
     ),
-    "clip_fraction_high": (*at_once("policy/clip_fraction", 0.31, 0.3), ["0.31", "0.3", "--health_clip_fraction"]),
+    "clip_fraction_high": (*at_once("policy/clip_fraction", 0.31, 0.3), ["0.31", "0.3"]),
     "first_ratio_not_one": (
-        *at_once("policy/first_log_ratio_abs_mean", 0.051, 0.05), ["0.051", "at most 0.2", "--health_first_log_ratio"],
+        *at_once("policy/first_log_ratio_abs_mean", 0.051, 0.05), ["0.051", "at most 0.2"],
     ),
     "critic_explains_nothing": (
         lasting(11, value__explained_variance=0.01), lasting(11, value__explained_variance=0.03), ["0.01", "11 steps"],
@@ -64,7 +63,7 @@ CASES = {
     "critic_lags": (
         lasting(11, value__mean=0.09), lasting(11, value__mean=0.11), ["0.09", "0.6", "0.5", "11 steps"],
     ),
-    "logprob_diff_high": (*at_once("rollout/logprob_diff_mean", 0.11, 0.1), ["0.11", "0.1", "--health_logprob_diff"]),
+    "logprob_diff_high": (*at_once("rollout/logprob_diff_mean", 0.11, 0.1), ["0.11", "0.1"]),
     "logprob_diff_grows": (
         [*HALF, *lasting(6, rollout__logprob_diff_mean=0.021)],
         [*HALF, *lasting(6, rollout__logprob_diff_mean=0.019)], ["0.002", "0.021"],
@@ -108,7 +107,7 @@ def test_a_rule_is_silent_at_the_other_side_of_its_threshold(name):
 @pytest.mark.parametrize("case", EXPLOITS)
 def test_a_rising_score_with_kl_or_length_is_exploitation_of_the_reward(case):
     changes, texts = EXPLOITS[case]
-    events = events_of(ppo_watch(health_kl_spike=0.5), [*HALF, *[{**RISING, **changes}] * 6])
+    events = events_of(ppo_watch("kl_spike=0.5"), [*HALF, *[{**RISING, **changes}] * 6])
     [event] = [event for event in events if event.name == "reward_exploited"]
     assert (event.level, event.since) == ("error", 6)
     assert [text for text in texts if text not in event.seen] == [], event.seen
@@ -237,15 +236,56 @@ def test_every_rule_has_a_case_and_names_only_flags_that_exist():
                 assert any(flag in known[step] for step in steps), (rule.name, flag)
 
 
-@pytest.mark.parametrize("group", [PPOHealthFlags, FitHealthFlags])
-def test_the_documents_name_each_event_and_the_default_of_each_threshold(group):
+@pytest.mark.parametrize("rules", [PPO_RULES, FIT_RULES])
+def test_the_documents_name_each_event_and_the_default_of_each_threshold(rules):
     text = (Path(dschat_ppo.__file__).parents[1] / "docs/troubleshooting.md").read_text()
     rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
-    for rule in PPO_RULES if group is PPOHealthFlags else FIT_RULES:
+    for rule in rules:
         assert rule.name in rows, rule.name
         assert ("(error)" in rows[rule.name]) == (rule.level == "error"), rule.name
-    for field in fields(group):
-        if field.name not in ("stop_on_health", "health_window"):
-            [row, *_] = [row for row in rows.values() if f"`--{field.name}`" in row]
-            shares = {0.1: "10 %", 0.3: "30 %"}
-            assert f"{field.default:g}" in row or shares.get(field.default, "-") in row, field.name
+        if rule.threshold is not None:
+            assert re.search(rf"(?<![\d.])({rule.threshold:g}|{100 * rule.threshold:g} %)(?![\d.])", rows[rule.name]), (
+                rule.name
+            )
+
+
+def test_every_rule_is_a_comparison_or_a_function():
+    """A name of the table that no function has would compare a metric that it does not mean."""
+    for rule in (*PPO_RULES, *FIT_RULES):
+        assert (rule.comparison in ("above", "below")) != (rule.name in {**CONDITIONS, **TRENDS}), rule.name
+    assert {*CONDITIONS, *TRENDS} <= {rule.name for rule in (*PPO_RULES, *FIT_RULES)}
+
+
+# rule -> (value, steps at which it fires with it and not with the default)
+OTHER_THRESHOLDS = {
+    "kl_negative": ("-0.01", [{"kl/ref_k1": -0.015}]),
+    "kl_spike": ("0.3", [*HEALTHY, {"kl/ref_k1": 0.4}]),
+    "entropy_collapse": ("2", [*HEALTHY, {"policy/entropy": 0.9}]),
+    "entropy_explosion": ("2", [*HEALTHY, {"policy/entropy": 4.1}]),
+    "scores_equal": ("0.1", [{"reward/score_std": 0.05}]),
+    "source_constant": ("0.1", [{"reward/format_std": 0.05}] * 11),
+    "reward_faults": ("0", [{"reward/function_faults": 1}]),
+    "duplicate_answers": ("0.96", [{}]),
+    "length_creep": ("1.2", [*[{}] * 24, *[{"rollout/length_mean": 50}] * 6]),
+    "fewer_answers_end": ("0.1", [*HEALTHY, {"rollout/ended_share": 0.7}]),
+    "answers_never_end": ("0.95", [{}] * 11),
+    "clip_fraction_high": ("0.05", [{}]),
+    "first_ratio_not_one": ("0.0005", [{}]),
+    "critic_explains_nothing": ("0.5", [{}] * 11),
+    "logprob_diff_high": ("0.001", [{}]),
+    "logprob_diff_grows": ("0.01", [*HALF, *[{"rollout/logprob_diff_mean": 0.015}] * 6]),
+    "gradient_explodes": ("2", [*HEALTHY, {"optim/grad_norm/actor": 1.1}]),
+    "ranks_uneven": ("0.03", [{}] * 11),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_THRESHOLDS)
+def test_a_threshold_can_be_set_and_a_rule_put_off(name):
+    value, steps = OTHER_THRESHOLDS[name]
+    assert events_of(ppo_watch(), steps) == []
+    assert name in [event.name for event in events_of(ppo_watch(f"{name}={value}"), steps)]
+    assert events_of(ppo_watch(f"{name}={value}", f"{name}=off"), steps) == []
+
+
+def test_every_threshold_of_step_3_was_set():
+    assert set(OTHER_THRESHOLDS) == {rule.name for rule in PPO_RULES if rule.threshold is not None}

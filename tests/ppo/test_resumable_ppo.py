@@ -19,7 +19,6 @@ from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.sampler import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
@@ -73,9 +72,7 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
         nonfinite=NonFinitePolicy(config.safety), shaping=computation(),
         collection=collection_of(collection),
     )  # fmt: skip
-    return ResumablePPO(
-        ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPO_RULES, PPOHealthFlags())
-    )
+    return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPOHealthFlags()))
 
 
 def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> ResumablePPO:

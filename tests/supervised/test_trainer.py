@@ -444,7 +444,7 @@ def test_rows_are_scored_in_order_without_fillers():
 
 
 def test_health_is_watched_and_the_watch_resumes(tmp_path):
-    config = config_of(tmp_path, "--health_loss_growth", "1.001", "--health_window", "2", "--stop_on_health", "error")
+    config = config_of(tmp_path, "--health", "loss_grows=1.001,window=2", "--stop_on_health", "error")
     trainer, reasons = make(config, Seen(), health=config.health), []
     trainer.health.begin(tmp_path)
     checkpointer = Checkpointer(trainer)

@@ -28,7 +28,6 @@ from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
@@ -279,7 +278,7 @@ def saved_case(assets: Path, out: Path) -> dict:
     folder.mkdir(exist_ok=True)
     manager = CheckpointManager(
         folder,
-        ResumablePPO(ppo, None, HealthWatch(PPO_RULES, ppo.config.health)),
+        ResumablePPO(ppo, None, HealthWatch(ppo.config.health)),
         ppo.config.safety,
         about,
         MetricsWriter(folder, None),

@@ -17,7 +17,6 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.health_ppo_rules import PPO_RULES
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.begin_ppo import plain_texts
@@ -63,7 +62,7 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
 
 def run_all(ppo: PPOComponents, writer: MetricsWriter, checkpointer: Checkpointer = NO_CHECKPOINTS) -> dict[str, Any]:
     """All PPO steps, without evaluation; returns the result."""
-    report = PPOReport(ppo, None, HealthWatch(PPO_RULES, ppo.config.health), writer)
+    report = PPOReport(ppo, None, HealthWatch(ppo.config.health), writer)
     with report.bar:
         run(ppo, report, checkpointer)
     return report.result()
