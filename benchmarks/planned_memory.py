@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 from measure import markdown
 
-from dschat_ppo.planner.hardware import HARDWARE
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
 
@@ -69,7 +68,7 @@ CASES = {
 def planned_peaks(config: Any, ranks: int) -> dict[str, float]:
     """GiB of tensors of one rank by phase, under the names of `memory.py`."""
     host = psutil.virtual_memory().total
-    plan = plan_step(config, read_model_configs(config), ranks, 0, host, HARDWARE["cpu"], sleeps=True)
+    plan = plan_step(config, read_model_configs(config), ranks, 0, host, sleeps=True)
     by_phase = {phase.name: phase.total() for phase in plan.phases}
     found = {name: by_phase[phase] for name, phase in SAME.items() if phase in by_phase}
     if "update" in found:  # of steps 1 and 2; `memory.py` calls it by the first role that is updated

@@ -1,13 +1,12 @@
 """A made-up model as a role of the planner, whose sizes are small enough for hand arithmetic."""
 
-from dschat_ppo.planner.model_parts import ModelParts
+from dschat_ppo.planner.model_parts import ModelParts, SavedActivations
 from dschat_ppo.planner.role_memory import Role, running_stage
-from dschat_ppo.planner.saved_activations import SavedActivations
 
 SAVED = SavedActivations((100, 120), 20, 16, counted=True)
 PARTS = ModelParts(
-    embedding=300, layers=(200, 200), head=300, other=0, trained=1000, adapted=0, largest=300, active=700, hidden=8,
-    vocabulary=50, heads=16, kv_bytes=64, saved=SAVED,
+    embedding=300, layers=(200, 200), head=300, other=0, trained=1000, adapted=0, largest=300, packed=700, hidden=8,
+    vocabulary=50, kv_bytes=64, saved=SAVED,
 )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ RETIRED: dict[str, str] = {
     "health_grad_growth": "left: --health gradient_explodes=VALUE",
     "health_loss_growth": "left: --health loss_grows=VALUE",
     "health_overfit_evals": "left: --health overfitting=N",
+    "device_kind": "left: the planner counts memory alone; give the size of a GPU's memory (device_memory)",
+    "node_link": "left: the planner counts memory alone, and no time",
 }
 
 # Of these, the flags that decided what a run computes -> the value that every run has now: a checkpoint that was saved

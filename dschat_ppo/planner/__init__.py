@@ -1,1 +1,1 @@
-"""The planner: memory and time of a run from its flags and model configurations, before any weight is read."""
+"""The planner: memory of a run from its flags and model configurations, before any weight is read."""

@@ -1,69 +1,64 @@
-"""The parts of a model that need memory, counted on a model without weights."""
+"""The parts of a model that need memory, counted on a model without weights (PyTorch's meta device)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.models.activation_memory import decoder_layers
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.activation_memory import decoder_layers, mlps_of
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
-from dschat_ppo.models.backbone import backbone_of
+from dschat_ppo.models.architectures import MASK_IS_READ, first_position
+from dschat_ppo.models.backbone import backbone_of, position_arguments
 from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.planner.config_numbers import (
-    NeedsDataError,
-    counting,
-    head_size,
-    number_of,
-    required_number,
-)
-from dschat_ppo.planner.saved_activations import SavedActivations, saved_activations
 from dschat_ppo.rollout.memory import bytes_per_token
+
+TOKENS = 256  # of the forward pass that counts; activations are in proportion to them
+ATTENTION = "dschat_planned"
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """What a forward pass saves for the backward pass, in bytes per token."""
+
+    layers: tuple[int, ...]  # of each decoder layer
+    rest: int  # of the embedding and the last norm
+    layer_input: int  # the input of a layer, all that gradient checkpointing keeps of it
+    counted: bool  # else the model needs data to run, and the numbers are those of `formula_per_layer`
+    piece: int = 0  # with tiled MLPs, what an MLP needs while a piece of the tokens runs again
+
+    @property
+    def whole(self) -> int:
+        """Of all layers together, without gradient checkpointing."""
+        return sum(self.layers) + self.rest
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Sizes of a model. Counts are of numbers (parameters), not of bytes.
+    """Sizes of a model. Counts are of numbers (parameters), not of bytes."""
 
-    Attributes:
-        embedding: input embeddings, and positions where they are learned.
-        layers: the decoder layers, one number for each.
-        head: the output or score head; 0 if it is tied to the embedding.
-        other: everything else, such as the last norm.
-        trained: parameters that train.
-        adapted: weights under LoRA, which generation replaces by merged ones.
-        largest: of the largest parameter.
-        active: parameters that a token multiplies, without the input embedding; of a mixture of experts, those of its
-            experts alone.
-        hidden: numbers of a hidden state.
-        vocabulary: width of the logits.
-        heads: attention heads x numbers of a head, in all layers together: numbers that attention reads for each pair
-            of tokens.
-        kv_bytes: bytes of the keys and values of one token.
-        saved: activations that the backward pass needs.
-    """
-
-    embedding: int
-    layers: tuple[int, ...]
-    head: int
-    other: int
-    trained: int
-    adapted: int
-    largest: int
-    active: int
-    hidden: int
-    vocabulary: int
-    heads: int
-    kv_bytes: int
+    embedding: int  # input embeddings, and positions where they are learned
+    layers: tuple[int, ...]  # of each decoder layer
+    head: int  # the output or score head; 0 if it is tied to the embedding
+    other: int  # everything else, such as the last norm
+    trained: int  # parameters that train
+    adapted: int  # weights under LoRA, which generation replaces by merged ones
+    largest: int  # of the largest parameter
+    packed: int  # matrices and vectors of layers and head, which a CPU lays out again to generate
+    hidden: int  # numbers of a hidden state
+    vocabulary: int  # width of the logits
+    kv_bytes: int  # bytes of the keys and values of one token
     saved: SavedActivations
 
     @property
@@ -101,6 +96,20 @@ def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model
     }  # fmt: skip
 
 
+class _Key:
+    """A configuration that is equal to others with the same settings."""
+
+    def __init__(self, config: PretrainedConfig):
+        self.config = config
+        self._text = config.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
 def parts_of(
     config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False,
     on_gpu: bool = True,
@@ -116,24 +125,11 @@ def parts_of(
         on_gpu: it runs on a GPU. In bf16 on a CPU, layers with kernels save less for the backward pass.
 
     Raises:
-        PlanError: the configuration is one that the planner does not understand.
-        UserError: the adapter does not fit the model.
+        UserError: transformers cannot build this model, or it has not the settings of a decoder; or the adapter does
+            not fit it.
     """
-    return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)
-
-
-class _Key:
-    """A configuration that is equal to others with the same settings."""
-
-    def __init__(self, config: PretrainedConfig):
-        self.config = config
-        self._text = config.to_json_string(use_diff=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+    with reading(f"{type(config).__name__}: its memory cannot be counted"):
+        return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)
 
 
 @lru_cache(maxsize=64)
@@ -147,88 +143,179 @@ def _parts_of(
     if adapter is not None:
         add_adapter(model, adapter)
     backbone = model.base_model if scalar else backbone_of(model)
-    layers = decoder_layers(backbone)
-    with counting(f"{type(model).__name__}: its embedding and head"):
-        embedding, head = model.get_input_embeddings(), model.score if scalar else model.get_output_embeddings()
-        head_weight = head.weight
-    counted: set[nn.Parameter] = set()
-    of_embedding = _new_numbers(embedding, counted)
-    of_layers = tuple(_new_numbers(layer, counted) for layer in layers)
-    of_head = _new_numbers(head, counted)
-    other = _new_numbers(model, counted)
-    trained = {weight for weight in model.parameters() if weight.requires_grad}
-    adapted = sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values())
-    text = key.config.get_text_config()
+    head = model.score if scalar else model.get_output_embeddings()
+    layers, counted = decoder_layers(backbone), set[nn.Parameter]()
+
+    def new_numbers(module: nn.Module) -> int:
+        """Parameters of a module that no other part has."""
+        new = set(module.parameters()) - counted
+        counted.update(new)
+        return sum(weight.numel() for weight in new)
+
     return ModelParts(
-        embedding=of_embedding,
-        layers=of_layers,
-        head=of_head,
-        other=other,
-        trained=sum(weight.numel() for weight in trained),
-        adapted=adapted,
+        embedding=new_numbers(model.get_input_embeddings()),
+        layers=tuple(new_numbers(layer) for layer in layers),
+        head=new_numbers(head),
+        other=new_numbers(model),
+        trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+        adapted=sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()),
         largest=max(weight.numel() for weight in model.parameters()),
-        active=active_parameters(text, sum(of_layers)) + head_weight.numel(),
-        hidden=required_number(text, "hidden_size"),
-        vocabulary=1 if scalar else head_weight.shape[0],
-        heads=attention_numbers(text),
+        packed=sum(w.numel() for layer in layers for w in layer.parameters() if w.dim() <= 2) + head.weight.numel(),
+        hidden=key.config.get_text_config().hidden_size,
+        vocabulary=1 if scalar else head.weight.shape[0],
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone, tiled),
     )
 
 
-def _kv_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them, or if the
-    model cannot run without data, of keys and values in every layer."""
-    try:
-        with counting(f"{type(model).__name__}: its keys and values"):
-            return bytes_per_token(model)
-    except NeedsDataError:
-        return key_value_numbers(model.config.get_text_config()) * model.dtype.itemsize
-
-
-def key_value_numbers(text: Any) -> int:
-    """Numbers of the keys and values of a token: 2 x layers x key-value heads x numbers of a head."""
-    heads = number_of(text, "num_key_value_heads") or required_number(text, "num_attention_heads")
-    return 2 * required_number(text, "num_hidden_layers") * heads * head_size(text)
-
-
 def _without_weights(config: PretrainedConfig, dtype: str, scalar: bool) -> Any:
-    required_number(config.get_text_config(), "num_hidden_layers")  # by which the decoder layers are found
-    with counting(f"{type(config).__name__}: a model without weights"), torch.device("meta"):
+    with torch.device("meta"):
         if not scalar:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-            return model
+            return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
         kind: Any = classifier_class(config)
         return kind(config_for(kind, config)).to(DTYPES[dtype])
 
 
-def _new_numbers(module: nn.Module, counted: set[nn.Parameter]) -> int:
-    """Parameters of a module that are not in `counted`, which they are added to."""
-    new = set(module.parameters()) - counted
-    counted |= new
-    return sum(weight.numel() for weight in new)
+def _kv_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them, or if the
+    model cannot run without data, 2 x layers x key-value heads x numbers of a head x bytes of a number."""
+    try:
+        with reading("keys and values"):
+            return bytes_per_token(model)
+    except UserError:
+        text = model.config.get_text_config()
+        _, key_heads, size = _heads(text)
+        return 2 * int(text.num_hidden_layers) * key_heads * size * model.dtype.itemsize
 
 
-def active_parameters(text: Any, layers: int) -> int:
-    """Parameters of the decoder layers that a token multiplies: all of them, or of a mixture of experts those of the
-    `num_experts_per_tok` experts of a token.
+def number_of(config: Any, *names: str) -> int | None:
+    """The first of these settings that is there and not 0; of one with a number for each layer, the largest."""
+    for name in names:
+        if name in (getattr(config, "per_layer_attributes", None) or ()):  # transformers raises for these; from 5.21 on
+            value: Any = [getattr(layer, name, None) for layer in config.per_layer_config]
+        else:
+            value = getattr(config, name, None)
+        if values := [each for each in (value if isinstance(value, (list, tuple)) else [value]) if each]:
+            return int(max(values))
+    return None
 
-    An expert has three matrices of hidden x intermediate numbers, as in Mixtral and Qwen.
+
+def _heads(text: Any) -> tuple[int, int, int]:
+    """Attention heads, those of keys and values, and numbers of a head, of the configuration of a language model."""
+    heads: Any = number_of(text, "num_attention_heads")
+    size = number_of(text, "head_dim") or text.hidden_size // heads
+    return heads, number_of(text, "num_key_value_heads") or heads, size
+
+
+class _Fused(torch.autograd.Function):
+    """Attention that saves what fused kernels save: queries, keys, values, outputs, and a log-sum for each query and
+    head (Dao et al. 2022, FlashAttention)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise NotImplementedError("counts what a forward pass saves")
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> tuple[Any, None]:
+    return _Fused.apply(query, key, value), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedActivations:
+    """What a forward pass of a model on the meta device saves for each token.
+
+    The count includes the fp32 copies of norms, inputs of linear layers that train, and the inputs and outputs of
+    activation functions; frozen linear layers do not save their inputs. Parameters are not counted. A model that reads
+    numbers in its forward pass, as some routers do, cannot run without data: it gets `formula_per_layer`.
+
+    Args:
+        backbone: without its head, on the meta device.
+        tiled: `--tiled_mlp`: of an MLP, only its input is kept.
+    """
+    text = backbone.config.get_text_config()
+    positions = (number_of(text, "max_position_embeddings") or TOKENS) - first_position(backbone.config)
+    tokens, itemsize = max(1, min(TOKENS, positions)), next(backbone.parameters()).element_size()
+    layer_input, layers = text.hidden_size * itemsize, len(decoder_layers(backbone))
+    try:
+        with reading("a forward pass without data"):
+            sizes = _saved_sizes(backbone, tokens, tiled)
+    except UserError:
+        return SavedActivations((formula_per_layer(text, itemsize),) * layers, 0, layer_input, counted=False)
+    in_mlps = [sizes.get((number, True), 0) // tokens for number in range(layers)]
+    kept = tuple(
+        sizes.get((number, False), 0) // tokens + (layer_input if mlp else 0) for number, mlp in enumerate(in_mlps)
+    )
+    return SavedActivations(kept, sizes.get((-1, False), 0) // tokens, layer_input, True, max(in_mlps, default=0))
+
+
+def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, bool], int]:
+    """Bytes that a forward pass over `tokens` tokens saves: each piece of memory once, by the layer in which it is
+    saved first (-1: outside the layers), and whether inside a tiled MLP."""
+    config, before = backbone.config, backbone.config._attn_implementation
+    layer, in_mlp, sizes = -1, False, dict[tuple[int, bool], int]()
+    known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in backbone.parameters()}
+
+    def save(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in known:
+            known[memory._cdata] = memory  # kept, so that its number is not used again
+            sizes[layer, in_mlp] = sizes.get((layer, in_mlp), 0) + memory.nbytes()
+        return tensor
+
+    def note_layer(number: int) -> None:
+        nonlocal layer
+        layer = number
+
+    def note_mlp(inside: bool) -> None:
+        nonlocal in_mlp
+        in_mlp = inside
+
+    def around(module: nn.Module, note: Callable[[Any], None], inside: object, outside: object) -> None:
+        stack.callback(module.register_forward_pre_hook(lambda *_: note(inside)).remove)
+        stack.callback(module.register_forward_hook(lambda *_: note(outside)).remove)
+
+    backbone.train()
+    with ExitStack() as stack:
+        stack.callback(setattr, config, "_attn_implementation", before)
+        if backbone._supports_attention_backend and config.model_type not in MASK_IS_READ:
+            config._attn_implementation = ATTENTION
+        backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
+        stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
+        for number, module in enumerate(decoder_layers(backbone)):
+            around(module, note_layer, number, -1)
+        for module in mlps_of(backbone)[0] if tiled else []:
+            around(module, note_mlp, True, False)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))
+        backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
+    return sizes
+
+
+def formula_per_layer(text: Any, itemsize: int) -> int:
+    """Bytes per token that a decoder layer with two RMS norms and a gated MLP saves, if all of it trains.
+
+    Each norm: its input in fp32, the reciprocal root (4 bytes), its output before and after the weight: 4 H + 4 +
+    2 s H bytes, for H numbers of s bytes. Attention: queries, keys, values and the output, and a log-sum (4 bytes) for
+    each head: s (2 A + 2 K) + 4 h. The MLP: outputs of both first products, of the activation function, and of the
+    product of the two: 4 s I. (Korthikanti et al. 2022, section 4, counts a layer of GPT in the same way.)
 
     Args:
         text: configuration of the language model.
-        layers: parameters of all layers.
+        itemsize: bytes of a number, s.
     """
-    experts = number_of(text, "num_local_experts", "num_experts", "n_routed_experts")
-    used = number_of(text, "num_experts_per_tok")
-    if not experts or not used:
-        return layers
-    size = number_of(text, "moe_intermediate_size") or required_number(text, "intermediate_size")
-    idle = (experts - used) * 3 * required_number(text, "hidden_size") * size
-    return max(layers - idle * required_number(text, "num_hidden_layers"), layers * used // experts)
-
-
-def attention_numbers(text: Any) -> int:
-    """Attention heads x numbers of a head, in all layers together; 0 for a model without attention."""
-    heads = number_of(text, "num_attention_heads")
-    return required_number(text, "num_hidden_layers") * heads * head_size(text) if heads else 0
+    hidden = text.hidden_size
+    heads, key_heads, size = _heads(text)
+    intermediate = number_of(text, "intermediate_size") or 4 * hidden
+    if used := number_of(text, "num_experts_per_tok"):
+        intermediate = used * (number_of(text, "moe_intermediate_size") or intermediate)
+    norms = 2 * (4 * hidden + 4 + 2 * itemsize * hidden)
+    return norms + itemsize * 2 * size * (heads + key_heads) + 4 * heads + 4 * itemsize * intermediate

@@ -1,77 +1,73 @@
-"""The plan of a run: memory by phase, whether it fits, and the time of a step."""
+"""The plan of a run: memory by phase, and whether it fits; its lines at the start of a run, as a table, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
+from dschat_ppo.common import dist
+from dschat_ppo.common.host_memory import host_memory
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.on_policy import old_logprobs_source
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.planner.hardware import GIB, HARDWARE, Hardware
-from dschat_ppo.planner.phase import Phase
+from dschat_ppo.errors import UserError, counted
+from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.role_memory import Memory, Role
-from dschat_ppo.planner.step_phases import generates_by_layer, ppo_phases, supervised_phases
-from dschat_ppo.planner.step_roles import roles_of
-from dschat_ppo.planner.step_time import StepTime, ppo_time, supervised_time
+from dschat_ppo.planner.roles import roles_of
+from dschat_ppo.planner.step_phases import PARTS, Phase, ppo_phases, supervised_phases
 
+GIB = 2**30
 MANY_PROMPTS = 10**6  # of a data set that is not read: enough for any batch
 # Share of a device's and of a host's memory that a plan which fits leaves free. Peaks were planned up to 8 % too low
 # (docs/memory.md), a card of 80 GiB has about 79 for its programs, and a host also holds the system and its page cache.
 MARGIN = 0.1
 HOST_PROCESS = int(0.75 * GIB)  # resident memory of a rank without models: libraries (measured on Linux, CPU)
+# Of a GPU, assumed: the context of CUDA, NCCL's buffers, cuBLAS' workspaces; what the allocator holds beyond tensors.
+GPU_CONTEXT, FRAGMENTATION = 1 * GIB, 0.06
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs, by arithmetic from its flags and model configurations.
+    """What a run needs, by arithmetic from its flags and model configurations."""
 
-    Attributes:
-        phases: with bytes of one rank.
-        roles: the models.
-        time: of a PPO step, or of an optimizer step.
-        rows: sequences that a rank decodes at a time; 0 without generation.
-        hardware: the device.
-        ranks: of the run.
-        ranks_per_node: that share the memory of a host.
-        device_memory: bytes of a rank's device; on a CPU, of its share of the host.
-        host_memory: bytes of a host.
-    """
-
-    phases: list[Phase]
+    phases: list[Phase]  # with bytes of one rank
     roles: list[Role]
-    time: StepTime
-    rows: int
-    hardware: Hardware
+    rows: int  # sequences that a rank decodes at a time; 0 without generation
     ranks: int
-    ranks_per_node: int
-    device_memory: int
-    host_memory: int
+    ranks_per_node: int  # that share the memory of a host
+    device_memory: int  # bytes of a rank's GPU; 0: the run is on a CPU
+    host_memory: int  # bytes of a host
 
     def needs(self, phase: Phase) -> Memory:
-        """Bytes of a rank's device, and of a host, in a phase, with what is not tensors (`Hardware`).
+        """Bytes of a rank's device, and of a host, in a phase, with what is not tensors.
 
         On a CPU, host memory is the device's, so that all counts as the host's.
         """
         total, ranks = phase.total(), self.ranks_per_node
-        if not self.hardware.on_gpu:
+        if not self.device_memory:
             return Memory(0, ranks * (total.device + total.host + HOST_PROCESS) + phase.once)
-        device = int(total.device * (1 + self.hardware.fragmentation)) + self.hardware.context
+        device = int(total.device * (1 + FRAGMENTATION)) + GPU_CONTEXT
         return Memory(device, ranks * (total.host + HOST_PROCESS) + phase.once)
 
     @property
     def device_peak(self) -> Phase:
         """The phase that needs most of the device (on a CPU, of the host)."""
-        on_gpu = self.hardware.on_gpu
-        return max(self.phases, key=lambda phase: self.needs(phase).device if on_gpu else self.needs(phase).host)
+        return max(self.phases, key=lambda phase: self.needs(phase).device) if self.device_memory else self.host_peak
 
     @property
     def host_peak(self) -> Phase:
         """The phase that needs most of the host."""
         return max(self.phases, key=lambda phase: self.needs(phase).host)
+
+    @property
+    def missing(self) -> int:
+        """Bytes of a device and of a host that a plan which fits would need less."""
+        device = self.needs(self.device_peak).device - usable(self.device_memory) if self.device_memory else 0
+        return max(0, device) + max(0, self.needs(self.host_peak).host - usable(self.host_memory))
 
     @property
     def fits(self) -> bool:
@@ -80,32 +76,33 @@ class Plan:
 
     def shortages(self) -> list[str]:
         """One line for each kind of memory that is too small; empty if the run fits."""
-        device, host, ranks = self.device_peak, self.host_peak, self.ranks_per_node
-        found = []
-        if self.hardware.on_gpu and self.needs(device).device > usable(self.device_memory):
+        device, host, found = self.device_peak, self.host_peak, []
+        if self.device_memory and self.needs(device).device > usable(self.device_memory):
             found.append(
                 f"the phase '{device.name}' needs about {_gib(self.needs(device).device)} of a device, and "
                 f"{_gib(usable(self.device_memory))} of its {_gib(self.device_memory)} are to be used"
             )
         if self.needs(host).host > usable(self.host_memory):
             found.append(
-                f"the phase '{host.name}' needs about {_gib(self.needs(host).host)} of host memory for {ranks} "
-                f"rank{'s' if ranks > 1 else ''}, and {_gib(usable(self.host_memory))} of "
+                f"the phase '{host.name}' needs about {_gib(self.needs(host).host)} of host memory for "
+                f"{counted(self.ranks_per_node, 'rank')}, and {_gib(usable(self.host_memory))} of "
                 f"{_gib(self.host_memory)} are to be used"
             )
         return found
 
+    def peak_text(self) -> str:
+        """The peaks, and the memory that there is."""
+        host = f"{_gib(self.needs(self.host_peak).host)} of {_gib(self.host_memory)} of host memory"
+        if not self.device_memory:
+            return host
+        return f"{_gib(self.needs(self.device_peak).device)} of {_gib(self.device_memory)} per device, {host}"
+
     def short_lines(self) -> list[str]:
         """One or two lines for the start of a run: the peak, and what is too small."""
-        peak = self.device_peak
-        if self.hardware.on_gpu:
-            text = f"{_gib(self.needs(peak).device)} of {_gib(self.device_memory)} per device"
-            text += f", {_gib(self.needs(self.host_peak).host)} of {_gib(self.host_memory)} of host memory"
-        else:
-            text = f"{_gib(self.needs(peak).host)} of {_gib(self.host_memory)} of host memory"
-        lines = [f"expected peak: {text} (phase '{peak.name}'; python -m dschat_ppo.tools.plan shows the parts)"]
-        if self.shortages():
-            lines.append(f"may run out of memory: {'; '.join(self.shortages())}")
+        where = f"phase '{self.device_peak.name}'; python -m dschat_ppo.tools.plan shows the parts"
+        lines = [f"expected peak: {self.peak_text()} ({where})"]
+        if shortages := self.shortages():
+            lines.append(f"may run out of memory: {'; '.join(shortages)}")
         return lines
 
 
@@ -119,41 +116,114 @@ def _gib(size: float) -> str:
 
 
 def plan_step(
-    config: Any, model_configs: Mapping[str, PretrainedConfig], world_size: int, device_memory_bytes: int,
-    host_memory_bytes: int, hardware: Hardware = HARDWARE["cpu"], ranks_per_node: int | None = None,
-    sleeps: bool | None = None,
+    config: Any, model_configs: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, host_memory: int,
+    ranks_per_node: int | None = None, sleeps: bool | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a step. Nothing is loaded.
 
     Args:
         config: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
         model_configs: by role, see `read_model_configs`.
-        world_size: ranks of the run.
-        device_memory_bytes: of a rank's device; not used on a CPU, where ranks divide host memory.
-        host_memory_bytes: of each host.
-        hardware: the kind of device.
+        ranks: of the run.
+        device_memory: bytes of a rank's GPU; 0: the run is on a CPU, where ranks divide host memory.
+        host_memory: bytes of each host.
         ranks_per_node: ranks that share a host; None: all.
         sleeps: whether `--sleep_in_rollout` moves tensors; None: on a GPU.
 
     Raises:
-        UserError: batch sizes do not fit each other, or `--deepspeed_config` cannot be used.
+        UserError: a model cannot be counted, batch sizes do not fit each other, or `--deepspeed_config` cannot be used.
     """
-    per_node, shared = ranks_per_node or world_size, config.memory.sequence_parallel_size
-    if per_node < world_size:  # ranks move bytes as fast as the slowest link
-        hardware = replace(hardware, link=min(hardware.link, hardware.node_link))
-    own = device_memory_bytes if hardware.on_gpu else host_memory_bytes // per_node
-    roles = roles_of(config, model_configs, world_size, own, hardware.on_gpu)
-    rows = 0
+    per_node, on_gpu = ranks_per_node or ranks, device_memory > 0
+    own = device_memory if on_gpu else host_memory // per_node
+    roles, rows = roles_of(config, model_configs, ranks, own, on_gpu), 0
     if isinstance(config, PPOConfig):
         steps = config.schedule.max_steps or 1  # the data are not read, so how long the run is is not known
-        plan = plan_ppo(config.ppo, MANY_PROMPTS, world_size, 0, shared, steps)
-        of_tensors = int((usable(own) - hardware.context) / (1 + hardware.fragmentation))
-        asleep = config.ppo_memory.sleep_in_rollout and (hardware.on_gpu if sleeps is None else sleeps)
+        plan = plan_ppo(config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps)
+        of_tensors = int((usable(own) - GPU_CONTEXT) / (1 + FRAGMENTATION)) if on_gpu else usable(own)
+        asleep = config.ppo_memory.sleep_in_rollout and (on_gpu if sleeps is None else sleeps)
         phases, rows = ppo_phases(config, plan, roles, model_configs["actor"], of_tensors, asleep)
-        source, _ = old_logprobs_source(config, plan, [each.to_dict() for each in model_configs.values()])
-        by_layer = generates_by_layer(config, roles[0], model_configs["actor"])
-        time = ppo_time(config, plan, roles, hardware, rows, source, by_layer)
     else:
         phases = supervised_phases(config, roles[0])
-        time = supervised_time(config, roles[0], hardware)
-    return Plan(phases, roles, time, rows, hardware, world_size, per_node, own, host_memory_bytes)
+    return Plan(phases, roles, rows, ranks, per_node, device_memory, host_memory)
+
+
+def show_memory_plan(config: Any) -> None:
+    """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved.
+
+    The run continues without a plan if a model cannot be counted: what is wrong with it is found when it is loaded.
+
+    Raises:
+        UserError: see `read_model_configs`.
+    """
+    models = read_model_configs(config)
+    if not dist.is_main():
+        return
+    device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if dist.on_gpu() else 0
+    try:
+        plan = plan_step(config, models, dist.world_size(), device, host_memory(), dist.local_world_size())
+    except UserError as problem:
+        logger().warning(f"no memory plan: {problem}")
+        return
+    expected, *shortages = plan.short_lines()
+    logger().info(expected)
+    for line in shortages:
+        logger().warning(line)
+
+
+def full_text(plan: Plan, title: str) -> str:
+    """The table of a plan, and whether it fits."""
+    nodes = -(-plan.ranks // plan.ranks_per_node)
+    where = f"{plan.ranks} x " + (f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU")
+    each_machine = f" on each of {nodes} machines" if nodes > 1 else ""
+    lines = [f"{title} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory{each_machine}", ""]
+    lines += ["GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included;"]
+    lines += ["a model that holds less than 0.005 GiB in a phase has no line there"]
+    lines += [_memory_table(plan), ""]
+    lines += [f"It does not fit: {each}." for each in plan.shortages()] or ["It fits."]
+    if plan.rows:
+        lines.append(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
+    if estimated := [role.name for role in plan.roles if not role.parts.saved.counted]:
+        lines.append(
+            f"The activations of {', '.join(estimated)} are estimated from hidden and intermediate sizes: the model "
+            "cannot run without data."
+        )
+    return "\n".join(lines)
+
+
+def _memory_table(plan: Plan) -> str:
+    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need."""
+    table = [["phase", "role", *PARTS, "device", "host"]]
+    for phase in plan.phases:
+        title = phase.name
+        for role in [*dict.fromkeys(role for role, _ in phase.held), None]:
+            parts, total = [phase.total(role, part) for part in PARTS], phase.total(role) if role else plan.needs(phase)
+            sizes = [*(each.device + each.host for each in parts), total.device, total.host]
+            shown = [f"{size / GIB:.2f}" if abs(size) >= 0.005 * GIB else "" for size in sizes]
+            if role is None or any(shown):
+                table.append([title, role or "all", *shown])
+                title = ""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table.insert(1, ["-" * width for width in widths])
+
+    def line(row: list[str]) -> str:
+        names, sizes = zip(row[:2], widths, strict=False), zip(row[2:], widths[2:], strict=True)
+        return "  ".join([cell.ljust(w) for cell, w in names] + [cell.rjust(w) for cell, w in sizes]).rstrip()
+
+    return "\n".join(map(line, table))
+
+
+def json_of(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values; sizes in bytes, of one rank unless the name says otherwise."""
+    phases = []
+    for phase in plan.phases:
+        held = [
+            {"role": role, "part": part, "device": memory.device, "host": memory.host}
+            for (role, part), memory in phase.held.items()
+        ]
+        needs = plan.needs(phase)
+        phases.append({"phase": phase.name, "held": held, "needs_of_device": needs.device, "needs_of_host": needs.host})
+    return {
+        "fits": plan.fits, "shortages": plan.shortages(), "phases": phases, "ranks": plan.ranks,
+        "ranks_per_node": plan.ranks_per_node, "device_memory": plan.device_memory, "host_memory": plan.host_memory,
+        "running_rows": plan.rows,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What one model of a run holds on each rank: weights, gradients and optimizer states, as formulas.
+"""What one model of a run needs on each rank, as formulas: weights, gradients, optimizer states, and its passes.
 
 Notation: P parameters, T of them train, N ranks, s bytes of a number of the run's dtype. Sources: DeepSpeed's
 `bf16_optimizer.py`, `stage_1_and_2.py` and `stage3.py`; Rajbhandari et al. 2020 (ZeRO, section 3) for the idea.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
+from dschat_ppo.models.activation_memory import SMALLEST_ON_HOST
 from dschat_ppo.planner.model_parts import ModelParts
+from dschat_ppo.rollout.memory import LOGITS_BYTES, LOGITS_SHARE, MAX_ROWS, MAX_ROWS_GPU, MEMORY_SHARE
 
 FP32 = 4  # bytes
 MASTER, MOMENTS = FP32, 2 * FP32  # bytes of the fp32 weight and of the two moments of AdamW, for each parameter
@@ -41,37 +44,21 @@ class Memory:
 
 @dataclass(frozen=True)
 class Role:
-    """A model of a run, and how its engine holds it.
+    """A model of a run, and how its engine holds it."""
 
-    Attributes:
-        name: such as "actor".
-        parts: of the model.
-        dtype: "bf16", "fp16" or "fp32".
-        ranks: over which ZeRO divides.
-        stage: of ZeRO, as it runs (`running_stage`).
-        trains: whether it has an optimizer.
-        checkpoints: gradient checkpointing.
-        offloads_optimizer: optimizer states are in host memory.
-        offloads_weights: at stage 3, weights are in host memory.
-        kept_whole: at stage 3, each rank keeps the gathered weights between two updates (`engine/whole_weights.py`).
-        shared: parameters of another role's frozen base that it uses; they count there.
-        on_gpu: the device is a GPU.
-        bits: of the quantised weights under LoRA (QLoRA); 0: not quantised.
-    """
-
-    name: str
+    name: str  # such as "actor"
     parts: ModelParts
-    dtype: str
-    ranks: int
-    stage: int
-    trains: bool
-    checkpoints: bool = False
-    offloads_optimizer: bool = False
-    offloads_weights: bool = False
-    kept_whole: bool = False
-    shared: int = 0
-    on_gpu: bool = False
-    bits: int = 0
+    dtype: str  # "bf16", "fp16" or "fp32"
+    ranks: int  # over which ZeRO divides
+    stage: int  # of ZeRO, as it runs (`running_stage`)
+    trains: bool  # has an optimizer
+    checkpoints: bool = False  # gradient checkpointing
+    offloads_optimizer: bool = False  # optimizer states are in host memory
+    offloads_weights: bool = False  # at stage 3, weights are in host memory
+    kept_whole: bool = False  # at stage 3, gathered weights stay between two updates (`engine/whole_weights.py`)
+    shared: int = 0  # parameters of another role's frozen base that it uses; they count there
+    on_gpu: bool = False  # the device is a GPU
+    bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised
 
     @property
     def itemsize(self) -> int:
@@ -219,3 +206,59 @@ def update_gradients(role: Role) -> Memory:
     autograd = size * (role.trained if role.stage == 1 else role.bucket)
     summed = 0 if role.offloads_optimizer else FP32 * role.part
     return Memory.of(autograd + size * role.bucket + summed)
+
+
+def activations(role: Role, tokens: int, on_host: bool = False) -> Memory:
+    """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens.
+
+    With gradient checkpointing: the inputs of the layers, and the whole of the layer that runs again. With tiled MLPs,
+    one piece of as many tokens as a hidden state has numbers.
+    """
+    saved = role.parts.saved
+    piece = saved.piece * min(tokens, role.parts.hidden)
+    largest = max(saved.layers, default=0)
+    if not role.checkpoints:
+        kept, running = saved.whole * tokens, piece
+    else:
+        kept = (len(saved.layers) * saved.layer_input + saved.rest) * tokens
+        running = largest * tokens + piece
+    if on_host and role.on_gpu and kept > SMALLEST_ON_HOST:
+        return Memory(largest * tokens + running, kept)
+    return Memory.of(kept + running)
+
+
+def forward_activations(role: Role, tokens: int) -> Memory:
+    """What a pass without gradients needs: about what its largest layer would save."""
+    saved = role.parts.saved
+    return Memory.of(max(saved.layers, default=0) * tokens + 2 * saved.layer_input * tokens)
+
+
+def head_memory(role: Role, tokens: int, with_gradient: bool = True) -> Memory:
+    """Of the log-probs of `tokens` tokens by the fused head (`algorithms/fused_logprobs.py`): up to three blocks of
+    fp32 logits, and with a gradient the states and their gradients in fp32, (s + 4) H bytes for each token.
+
+    A scalar head needs next to nothing.
+    """
+    if role.parts.vocabulary <= 1:
+        return Memory()
+    block = min(GPU_BLOCK_BYTES if role.on_gpu else BLOCK_BYTES, FP32 * tokens * role.parts.vocabulary)
+    states = (role.itemsize + FP32) * role.parts.hidden * tokens if with_gradient else 0
+    return Memory.of(3 * block + states)
+
+
+def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> int:
+    """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them.
+
+    Args:
+        role: of the actor.
+        rows: sequences of a rollout on this rank.
+        length: tokens of the longest one.
+        wanted: `--rollout_rows`; 0: as many as memory allows.
+        free: bytes of the device that everything else leaves.
+    """
+    per_row = max(1, role.parts.kv_bytes * length)
+    if not role.on_gpu:
+        return max(1, min(rows, wanted or min(MAX_ROWS, int(MEMORY_SHARE * free / per_row))))
+    logits = LOGITS_BYTES * role.parts.vocabulary
+    most = wanted or min(MAX_ROWS_GPU, int(LOGITS_SHARE * max(free, 0) / logits))
+    return max(1, min(rows, most, int(max(free, 0) / (per_row + logits))))

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
-from dschat_ppo.planner import pass_memory, role_memory
-from dschat_ppo.planner.phase import Phase
+from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.role_memory import FP32, Memory, Role
+from dschat_ppo.rollout.memory import LOGITS_BYTES
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "KV cache", "logits", "buffers")
+
+
+@dataclass
+class Phase:
+    """Bytes of one rank at the peak of a phase."""
+
+    name: str
+    held: dict[tuple[str, str], Memory] = field(default_factory=dict)  # (role, part of `PARTS`) -> bytes
+    once: int = 0  # bytes of host memory that rank 0 alone needs
+
+    def add(self, role: str, part: str, memory: Memory) -> None:
+        """Add memory to a part of a role."""
+        if memory.device or memory.host:
+            self.held[role, part] = self.held.get((role, part), Memory()) + memory
+
+    def total(self, role: str | None = None, part: str | None = None) -> Memory:
+        """The sum of some entries; None: of all roles or parts."""
+        chosen = [
+            memory for (whose, what), memory in self.held.items() if role in (None, whose) and part in (None, what)
+        ]
+        return sum(chosen, Memory())
 
 
 def steady_phase(name: str, roles: Sequence[Role], ema: bool = False) -> Phase:
-    """What stays between two updates.
-
-    Args:
-        name: of the phase.
-        roles: the models.
-        ema: `--enable_ema`: an fp32 average of the actor's trained weights in host memory, divided over the ranks.
-    """
+    """What stays between two updates. `ema`: `--enable_ema`, an fp32 average of the actor's trained weights in host
+    memory, divided over the ranks."""
     phase = Phase(name)
     for role in roles:
         phase.add(role.name, "weights", role_memory.weights(role))
@@ -66,12 +85,11 @@ def update_phase(
         config: of the step.
         ema: `--enable_ema`.
     """
-    on_host = config.memory.offload_activations
     first, last = (steady_phase(name, roles, ema) for _ in range(2))
     for phase in (first, last):
         phase.add(role.name, "buffers", role_memory.gathered_layer_by_layer(role))
-    first.add(role.name, "activations", pass_memory.activations(role, tokens, on_host))
-    first.add(role.name, "logits", pass_memory.head_memory(role, scored))
+    first.add(role.name, "activations", role_memory.activations(role, tokens, config.memory.offload_activations))
+    first.add(role.name, "logits", role_memory.head_memory(role, scored))
     of_head = role.itemsize * min(role.parts.head or role.parts.embedding, role.trained)
     first.add(role.name, "gradients", Memory.of(of_head))
     if micro_batches > 1:
@@ -89,63 +107,102 @@ def checkpoint_phase(roles: Sequence[Role], ema: bool) -> Phase:
     return phase
 
 
-def score_phase(config: PPOConfig, plan: PPOPlan, roles: Sequence[Role]) -> Phase:
-    """Scoring: forward passes of one model after another over micro-batches, and the experience."""
-    phase = steady_phase("scoring", roles, config.ppo.enable_ema)
-    tokens = micro_batch_tokens(config, plan)
-    costs = {
-        role.name: [("activations", pass_memory.forward_activations(role, tokens)),
-                    ("logits", pass_memory.head_memory(role, _scored(config, tokens), with_gradient=False)),
-                    ("buffers", role_memory.gathered_layer_by_layer(role))]
-        for role in roles
-    }  # fmt: skip
-    dearest = max(costs, key=lambda name: sum(memory.device for _, memory in costs[name]))
-    for part, memory in costs[dearest]:
-        phase.add(dearest, part, memory)
-    _add_experience(phase, config, plan, roles[0].on_gpu)
-    return phase
+def supervised_phases(config: Any, role: Role) -> list[Phase]:
+    """The phases of steps 1 and 2. Pairs of answers make two rows of each row of a batch."""
+    fit, roles = config.fit, [role]
+    is_pair = isinstance(config, PreferenceConfig) and config.reward.data_use == "preference"
+    rows = fit.per_device_train_batch_size * (2 if is_pair else 1)
+    tokens = -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size)
+    update = update_phase("update", role, roles, tokens, tokens, fit.gradient_accumulation_steps, config)
+    return [load_phase(roles, False), update, checkpoint_phase(roles, False)]
 
 
-def generates_by_layer(config: PPOConfig, actor: Role, model_config: Any) -> bool:
-    """Whether a rollout gathers one layer of the actor at a time, for each token: at stage 3 on request, or if
-    `--inference_tp_size` cannot divide the layers and they are not whole anyway."""
-    reason = reason_not_to_divide(model_config, config.lora.actor_lora_dim)
-    not_divided = config.ppo_memory.inference_tp_size > 1 and reason is not None and not actor.kept_whole
-    return actor.stage == 3 and (config.ppo.unpin_actor_parameters or not_divided)
-
-
-def rollout_phase(
-    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], model_config: Any, device_memory: int, sleeps: bool
-) -> tuple[Phase, int]:
-    """Generation, and the number of sequences that are decoded at a time.
+def ppo_phases(
+    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], actor_config: Any, device_memory: int, sleeps: bool
+) -> tuple[list[Phase], int]:
+    """The phases of step 3, and the number of sequences that are decoded at a time.
 
     Args:
         config: of the step.
         plan: batch sizes.
         roles: the models, the actor first.
-        model_config: of the actor.
+        actor_config: configuration of the actor's model.
         device_memory: bytes that this rank's tensors may take.
         sleeps: whether tensors sleep in the rollout.
     """
-    ppo, memory, actor = config.ppo, config.ppo_memory, roles[0]
+    ppo, ema = config.ppo, config.ppo.enable_ema
+    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    # tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it
+    budget = max(longest, plan.micro_batch_tokens // longest * longest)
+    tokens = -(-min(budget, plan.rows_per_rank * plan.shared * longest) // plan.shared)
+    scored = -(-tokens * ppo.max_answer_seq_len // longest)  # of answers
+    micro_batches = -(-plan.rows_per_rank * longest * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
+    # the rows of a PPO step, which every rank holds: 9 bytes (id, mask) for each token of the prompt, and 41 for each
+    # of the answer (id, two masks, and six or seven fp32 numbers, such as log-probs, values and advantages)
+    experience = Memory.of(
+        plan.rollout_rows * (9 * ppo.max_prompt_seq_len + 41 * ppo.max_answer_seq_len),
+        config.ppo_memory.experience_on_host and roles[0].on_gpu,
+    )
+    rollout, rows = _rollout_phase(config, plan, roles, actor_config, device_memory, sleeps)
+    phases = [load_phase(roles, ema), rollout, _score_phase(roles, tokens, scored, ema)]
+    phases += [
+        update_phase(f"{role.name} update", role, roles, tokens, scored, micro_batches, config, ema)
+        for role in roles if role.trained
+    ]  # fmt: skip
+    for phase in phases[2:]:
+        phase.add("experience", "buffers", experience)
+    phases.append(checkpoint_phase(roles, ema))
+    if sleeps:
+        for phase in phases[2:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)
+            _add_host_copies(phase, roles)
+    return phases, rows
+
+
+def _score_phase(roles: Sequence[Role], tokens: int, scored: int, ema: bool) -> Phase:
+    """Scoring: forward passes of one model after another over micro-batches, of which the dearest counts."""
+    phase = steady_phase("scoring", roles, ema)
+    costs = {
+        role.name: {
+            "activations": role_memory.forward_activations(role, tokens),
+            "logits": role_memory.head_memory(role, scored, with_gradient=False),
+            "buffers": role_memory.gathered_layer_by_layer(role),
+        }
+        for role in roles
+    }
+    dearest = max(costs, key=lambda name: sum(memory.device for memory in costs[name].values()))
+    for part, memory in costs[dearest].items():
+        phase.add(dearest, part, memory)
+    return phase
+
+
+def _rollout_phase(
+    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], actor_config: Any, device_memory: int, sleeps: bool
+) -> tuple[Phase, int]:
+    """Generation, and the number of sequences that are decoded at a time. Arguments as `ppo_phases`."""
+    ppo, actor, wanted = config.ppo, roles[0], config.ppo_memory.inference_tp_size
     phase = steady_phase("rollout", roles, ppo.enable_ema)
     for role in roles[1:]:
         if role.trained:  # an update drops whole weights, and only the actor's are gathered for a rollout
             phase.add(role.name, "buffers", Memory(-role_memory.gathered(role).device))
     if sleeps:
-        _put_to_sleep(phase, roles)
-    size, by_layer = memory.inference_tp_size, generates_by_layer(config, actor, model_config)
-    divides = size > 1 and reason_not_to_divide(model_config, config.lora.actor_lora_dim) is None
-    phase.add("actor", "buffers", _generating_weights(actor, size if divides else 1, by_layer, sleeps))
+        _add_host_copies(phase, roles)
+        if actor.on_gpu:  # on a CPU that plays the device, both copies exist for a moment, so that nothing leaves it
+            for key, memory in phase.held.items():
+                if key != ("actor", "weights"):
+                    phase.held[key] = Memory(0, memory.host)
+    divides = wanted > 1 and reason_not_to_divide(actor_config, config.lora.actor_lora_dim) is None
+    size = wanted if divides else 1
+    # one layer is gathered at a time, for each token: on request, or if layers cannot be divided and are not whole
+    gathers = ppo.unpin_actor_parameters or (wanted > 1 and not divides and not actor.kept_whole)
+    by_layer = actor.stage == 3 and gathers
+    phase.add("actor", "buffers", _generating_weights(actor, size, by_layer, sleeps))
     if not actor.on_gpu and actor.dtype == "bf16" and not by_layer:
-        phase.add("actor", "buffers", Memory.of(actor.itemsize * actor.parts.active))
+        phase.add("actor", "buffers", Memory.of(actor.itemsize * actor.parts.packed))
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     free = device_memory - phase.total().device - (0 if actor.on_gpu else phase.total().host)
-    sequences = plan.rows_per_rank * (size if divides else 1)
-    rows = pass_memory.running_rows(actor, sequences, length, ppo.rollout_rows, free)
-    cache = pass_memory.kv_cache(actor, rows, length)
-    phase.add("actor", "KV cache", Memory.of(cache.device / (size if divides else 1)))
-    phase.add("actor", "logits", pass_memory.sampling_logits(actor, rows))
+    rows = role_memory.running_rows(actor, plan.rows_per_rank * size, length, ppo.rollout_rows, free)
+    phase.add("actor", "KV cache", Memory.of(actor.parts.kv_bytes * rows * length / size))
+    phase.add("actor", "logits", Memory.of(LOGITS_BYTES * rows * actor.parts.vocabulary))
     return phase, rows
 
 
@@ -156,103 +213,18 @@ def _generating_weights(actor: Role, size: int, by_layer: bool, sleeps: bool) ->
     if by_layer:
         return Memory.of(s * (max(parts.layers, default=0) + max(parts.embedding, parts.head)))
     merged = 0 if actor.bits else s * parts.adapted
-    if actor.stage == 3:
-        if actor.kept_whole or actor.ranks == 1 and not actor.offloads_weights:
-            return Memory.of(merged)
-        layers = sum(parts.layers)
-        return Memory.of(s * (parts.total - layers + layers / size))
-    return Memory.of(merged, on_host=sleeps)
-
-
-def _put_to_sleep(phase: Phase, roles: Sequence[Role]) -> None:
-    """`--sleep_in_rollout`: everything but the actor's weights is in host memory; buckets of gradients are freed. On a
-    CPU that plays the device, both copies exist for a moment, so that nothing leaves it."""
-    _add_host_copies(phase, roles)
-    if not roles[0].on_gpu:
-        return
-    for key, memory in list(phase.held.items()):
-        if key != ("actor", "weights"):
-            phase.held[key] = Memory(0, memory.host)
+    if actor.stage < 3:
+        return Memory.of(merged, on_host=sleeps)
+    if actor.kept_whole or actor.ranks == 1 and not actor.offloads_weights:
+        return Memory.of(merged)
+    layers = sum(parts.layers)
+    return Memory.of(s * (parts.total - layers + layers / size))
 
 
 def _add_host_copies(phase: Phase, roles: Sequence[Role]) -> None:
-    """Host memory for what sleeps, which is kept from the first rollout on (`engine/hybrid_engine.py`)."""
-    for (role, part), memory in sleeping(roles).items():
-        phase.add(role, part, Memory(0, memory))
-
-
-def sleeping(roles: Sequence[Role]) -> dict[tuple[str, str], int]:
-    """Bytes that sleep by role and part: all on the device but the actor's weights, and buckets of gradients, whose
-    contents mean nothing."""
-    held = steady_phase("rollout", roles).held
-    freed = {role.name: role_memory.buckets(role).device for role in roles}
-    moved = {
-        (role, part): memory.device - (freed[role] if part == "buffers" else 0)
-        for (role, part), memory in held.items() if (role, part) != ("actor", "weights")
-    }  # fmt: skip
-    return {key: size for key, size in moved.items() if size}
-
-
-def _add_experience(phase: Phase, config: PPOConfig, plan: PPOPlan, on_gpu: bool) -> None:
-    ppo = config.ppo
-    rows = pass_memory.experience(
-        plan.rollout_rows, ppo.max_prompt_seq_len, ppo.max_answer_seq_len, config.ppo_memory.experience_on_host, on_gpu
-    )
-    phase.add("experience", "buffers", rows)
-
-
-def micro_batch_tokens(config: PPOConfig, plan: PPOPlan) -> int:
-    """Tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it."""
-    longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
-    budget = max(longest, plan.micro_batch_tokens // longest * longest)
-    most = plan.rows_per_rank * plan.shared * longest
-    return -(-min(budget, most) // plan.shared)
-
-
-def micro_batches_of_update(config: PPOConfig, plan: PPOPlan) -> int:
-    """Micro-batches of an update, with answers of the maximum length."""
-    ppo = config.ppo
-    tokens = plan.rows_per_rank * (ppo.max_prompt_seq_len + ppo.max_answer_seq_len) * ppo.ppo_epochs
-    return -(-tokens // (plan.updates_per_rollout * micro_batch_tokens(config, plan)))
-
-
-def _scored(config: PPOConfig, tokens: int) -> int:
-    """Tokens of answers among the tokens of a micro-batch."""
-    ppo = config.ppo
-    return -(-tokens * ppo.max_answer_seq_len // (ppo.max_prompt_seq_len + ppo.max_answer_seq_len))
-
-
-def ppo_phases(
-    config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], model_config: Any, device_memory: int, sleeps: bool
-) -> tuple[list[Phase], int]:
-    """The phases of step 3, and the number of sequences that are decoded at a time. Arguments as `rollout_phase`."""
-    ema, tokens = config.ppo.enable_ema, micro_batch_tokens(config, plan)
-    rollout, rows = rollout_phase(config, plan, roles, model_config, device_memory, sleeps)
-    phases = [load_phase(roles, ema), rollout, score_phase(config, plan, roles)]
-    for role in roles:
-        if role.trained:
-            scored = _scored(config, tokens)
-            name, count = f"{role.name} update", micro_batches_of_update(config, plan)
-            phase = update_phase(name, role, roles, tokens, scored, count, config, ema)
-            _add_experience(phase, config, plan, role.on_gpu)
-            phases.append(phase)
-    phases.append(checkpoint_phase(roles, ema))
-    if sleeps:
-        for phase in phases[2:]:  # after the first rollout
-            _add_host_copies(phase, roles)
-    return phases, rows
-
-
-def supervised_phases(config: Any, role: Role) -> list[Phase]:
-    """The phases of steps 1 and 2. Pairs of answers make two rows of each row of a batch."""
-    fit, roles = config.fit, [role]
-    rows = fit.per_device_train_batch_size * rows_per_sample(config)
-    tokens = -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size)
-    update = update_phase("update", role, roles, tokens, tokens, fit.gradient_accumulation_steps, config)
-    return [load_phase(roles, False), update, checkpoint_phase(roles, False)]
-
-
-def rows_per_sample(config: Any) -> int:
-    """2 for objectives over pairs of answers, else 1."""
-    is_pair = isinstance(config, PreferenceConfig) and config.reward.data_use == "preference"
-    return 2 if is_pair else 1
+    """Host memory for what sleeps (`--sleep_in_rollout`): all on the device but the actor's weights, and buckets of
+    gradients, whose contents mean nothing and which are freed."""
+    freed = {(role.name, "buffers"): role_memory.buckets(role).device for role in roles}
+    for key, memory in steady_phase("rollout", roles).held.items():
+        if key != ("actor", "weights"):
+            phase.add(*key, Memory(0, memory.device - freed.get(key, 0)))

@@ -27,7 +27,7 @@ from dschat_ppo.engine.role_models import ModelFolders
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
-from dschat_ppo.planner.show_plan import show_memory_plan
+from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.ppo.check_models import ACTOR, REFERENCE, check_models, model_folders, report_lengths
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.plain_text import TextBatches

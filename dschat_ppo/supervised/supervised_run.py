@@ -40,7 +40,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
-from dschat_ppo.planner.show_plan import show_memory_plan
+from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming, warn_of_little_data
 from dschat_ppo.session.final_checkpoints import remove_checkpoints
 from dschat_ppo.session.kept_models import KeptModels

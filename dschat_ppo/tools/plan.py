@@ -1,7 +1,7 @@
-"""Plan a run from its flags and model configurations: memory by phase, whether it fits, the fastest setting, the time.
+"""Plan a run from its flags and model configurations: memory by phase, whether it fits, and flags with which it fits.
 
     python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB --host_memory 1TiB
-        [--device_kind h100] [--devices_per_node 8] [--json] [flags of step 3]
+        [--devices_per_node 8] [--json] [flags of step 3]
     python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
 
 --step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at least config.json,
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.planner.hardware import DEFAULT_GPU, HARDWARE
 from dschat_ppo.runtime.exit_codes import DONE, exit_code
 
 STEPS = {"1": "sft", "2": "reward", "dpo": "dpo", "3": "ppo"}
@@ -40,11 +37,7 @@ _MODELS = {  # short name -> flag of the step
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as 80GiB, 1TiB, 24G or 500000000. Units are powers of 1024.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a size.
-    """
+    """Bytes of a size such as 80GiB, 1TiB, 24G or 500000000. Units are powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtb]?)(?:i?b)?", text.strip().lower())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 80GiB or 1TiB")
@@ -52,17 +45,19 @@ def size_of(text: str) -> int:
 
 
 def count_of(text: str) -> int:
-    """A number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not.
-    """
+    """A number above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own flags, and those of the step.
+
+    Raises:
+        UserError: a flag of the command does not accept its value.
+        SystemExit: after `--help`.
+    """
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
@@ -72,44 +67,35 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", metavar="M", help=f"the same as --{flag}")
     add("--devices", type=count_of, default=1, metavar="N", help="ranks of the run (default: 1)")
     add("--devices_per_node", type=count_of, metavar="N", help="ranks on each machine (default: all)")
-    add("--device_kind", choices=list(HARDWARE), metavar="KIND",
-        help=f"{', '.join(HARDWARE)} (default: {DEFAULT_GPU}, or cpu without --device_memory)")  # fmt: skip
-    add("--device_memory", type=size_of, metavar="SIZE", help="memory of a device, such as 80GiB (default: by kind)")
+    add("--device_memory", type=size_of, default=0, metavar="SIZE",
+        help="memory of a GPU, such as 80GiB (default: the run is on a CPU)")  # fmt: skip
     add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
-    add("--node_link", type=float, metavar="GBITS", help="Gbit/s of each device to other machines (default: 200)")
     add("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
-    return parser
-
-
-def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """The command's own flags, and the configuration of the step.
-
-    Raises:
-        UserError: a flag is unknown, does not accept its value, or contradicts another.
-        SystemExit: after `--help`.
-    """
-    words, rest = _parser().parse_known_args(argv)
+    words, rest = parser.parse_known_args(argv)
     for name, flag in _MODELS.items():
         if getattr(words, name) is not None:
             rest += [f"--{flag}", getattr(words, name)]
     words.devices_per_node = words.devices_per_node or words.devices
-    words.device_kind = words.device_kind or (DEFAULT_GPU if words.device_memory else "cpu")
     words.host_memory = words.host_memory or host_memory()
     if words.devices % words.devices_per_node:
         raise UserError(f"--devices_per_node {words.devices_per_node} does not divide --devices {words.devices}")
-    if words.device_memory and not HARDWARE[words.device_kind].on_gpu:
-        raise UserError("--device_memory has no effect with --device_kind cpu, where ranks divide --host_memory")
-    if words.node_link is not None and words.devices == words.devices_per_node:
-        raise UserError("--node_link has no effect on one machine; give --devices_per_node too")
-    if words.node_link is not None and not 0 < words.node_link < math.inf:
-        raise UserError(f"--node_link must be above 0, got {words.node_link:g}")
-    return words, parse(STEPS[words.step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
+    return words, rest
+
+
+def step_config(step: str, rest: Sequence[str]) -> Any:
+    """The configuration of the step of `--step`.
+
+    Raises:
+        UserError: a flag is unknown, does not accept its value, or contradicts another.
+    """
+    return parse(STEPS[step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
 
 
 def main(argv: Sequence[str]) -> int:
     """Plan and print; returns the exit code."""
     try:
-        _print_plan(*read_words(argv))
+        words, rest = read_words(argv)
+        _print_plan(words, rest, step_config(words.step, rest))
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return exit_code(problem)
@@ -132,46 +118,34 @@ def settings_folder(name: str, flag: str) -> str:
         return str(Path(huggingface_hub.hf_hub_download(name, "config.json")).parent)
 
 
-def _print_plan(words: argparse.Namespace, config: Any) -> None:
+def _print_plan(words: argparse.Namespace, rest: list[str], config: Any) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
-    from dschat_ppo.planner.fastest_setting import fastest_setting
     from dschat_ppo.planner.model_parts import read_model_configs
-    from dschat_ppo.planner.plan_step import Plan, plan_step
-    from dschat_ppo.planner.plan_text import full_text, json_of, seconds_text
+    from dschat_ppo.planner.plan_step import Plan, full_text, json_of, plan_step
+    from dschat_ppo.planner.proposal import flags_that_fit
 
     quiet_hugging_face()
-    hardware = HARDWARE[words.device_kind]
-    if words.node_link is not None:
-        hardware = replace(hardware, node_link=words.node_link * 1e9 / 8)
     models = read_model_configs(config, settings_folder)
 
-    def plan_of(changed: Any) -> Plan:
-        return plan_step(
-            changed, models, words.devices, words.device_memory or hardware.memory, words.host_memory, hardware,
-            words.devices_per_node,
-        )  # fmt: skip
+    def plan_with(more: list[str]) -> Plan:
+        changed = step_config(words.step, [*rest, *more])
+        return plan_step(changed, models, words.devices, words.device_memory, words.host_memory, words.devices_per_node)
 
-    plan = plan_of(config)
-    best = fastest_setting(config, plan_of)
+    plan = plan_with([])
+    proposal = None if plan.fits else flags_that_fit(config, plan_with)
     if words.json:
-        found = json_of(plan) | {"fastest": None}
-        if best is not None:
-            found["fastest"] = {"flags": best.words} | json_of(best.plan)
+        found = json_of(plan) | {"proposal": None}
+        if proposal is not None:
+            found["proposal"] = {"flags": proposal[0]} | json_of(proposal[1])
         print(json.dumps(found, indent=2))
         return
-    print(full_text(plan, TITLES[words.step]), end="\n\n")
-    if best is None:
-        print("No setting of the planner fits: use more devices, a smaller model, or shorter rows.")
-        return
-    if not best.changes:
-        print("These flags are the fastest setting that the planner has found.")
-        return
-    peak = best.plan.needs(best.plan.device_peak)
-    size = peak.device if hardware.on_gpu else peak.host
-    print(f"Fastest setting that fits ({seconds_text(best.plan.time.total)}, {size / 2**30:.1f} GiB); flags to copy:")
-    print(f"  {shlex.join(best.words)}")
+    print(full_text(plan, TITLES[words.step]))
+    if proposal is not None:
+        print(f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n  {shlex.join(proposal[0])}")
+    elif not plan.fits:
+        print("\nNo flags of the planner make it fit: use more devices, a smaller model, or shorter rows.")
 
 
 if __name__ == "__main__":

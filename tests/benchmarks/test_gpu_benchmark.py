@@ -14,8 +14,7 @@ from fake_graphs import FakeDevice
 from launch import ROOT, environment
 from tiny_models import model_of
 
-from dschat_ppo.planner.hardware import GIB, HARDWARE
-from dschat_ppo.planner.plan_step import plan_step
+from dschat_ppo.planner.plan_step import GIB, plan_step
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 
@@ -95,7 +94,7 @@ def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):
         config = ppo_parts.ppo_config(Path("models"), prompts, work.samples, most, setting.flags)
         roles = ["actor", "reference", "critic", "reward"][: 4 if algorithm == "ppo" else 2]
         models = dict.fromkeys(roles, setting.model)
-        return plan_step(config, models, 1, int(gib * GIB), 128 * GIB, HARDWARE[card]).fits
+        return plan_step(config, models, 1, int(gib * GIB), 128 * GIB).fits
 
     assert fits(int(gib * GIB))
     assert fits(200 * GIB) is not (card == "h100" and algorithm == "ppo"), "models of 1.5 B weights"

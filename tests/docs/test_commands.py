@@ -26,6 +26,7 @@ from launch import _free_port, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.tools.plan import read_words as read_plan_words
+from dschat_ppo.tools.plan import step_config
 
 README = "README.md"
 SERVICE = "http://host:5000"  # in a command: the server of `tools.serve_reward`
@@ -191,7 +192,8 @@ def test_a_command_that_is_not_run_here_could_run(command):
         step, *flags = words[words.index("dschat_ppo") + 1 :]
         parse(step, flags)
     elif "dschat_ppo.tools.plan" in words:  # parses in two parts
-        read_plan_words(words[words.index("dschat_ppo.tools.plan") + 1 :])
+        own, of_step = read_plan_words(words[words.index("dschat_ppo.tools.plan") + 1 :])
+        step_config(own.step, of_step)
     elif words[0] == "python" and "$DATA" not in words:  # the example's variables are for a shell
         check_flags(words)
 

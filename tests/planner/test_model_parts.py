@@ -1,17 +1,31 @@
-"""Parts of a model: counts against hand arithmetic."""
+"""Parts of a model: counts against hand arithmetic, and activations against a real forward pass."""
 
+import contextlib
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from every_architecture import ARCHITECTURES
+from published_configs import PUBLISHED
 from tiny_models import VOCABULARY
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, LlamaModel, MixtralConfig, MixtralModel
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.planner.model_parts import active_parameters, key_value_numbers, parts_of, read_model_configs
+from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.packing import padded_attention
+from dschat_ppo.planner import model_parts
+from dschat_ppo.planner.model_parts import (
+    formula_per_layer,
+    number_of,
+    parts_of,
+    read_model_configs,
+    saved_activations,
+)
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
 LAYER = ATTENTION + MLP + 2 * 64
@@ -29,9 +43,9 @@ def test_a_language_model():
     parts = parts_of(llama(), "bf16", scalar=False)
     assert (parts.embedding, parts.layers, parts.head, parts.other) == (100 * 64, (LAYER,) * 3, 100 * 64, 64)
     assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
-    assert parts.active == 3 * LAYER + 6400
+    assert parts.packed == 3 * LAYER + 6400
     assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of a head, bytes
-    assert parts.heads == 3 * 64 and parts.vocabulary == 100 and parts.largest == 64 * 160
+    assert parts.vocabulary == 100 and parts.largest == 64 * 160
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
@@ -40,34 +54,20 @@ def test_every_architecture_counts(name):
     config = getattr(transformers, kind)(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
     parts = parts_of(config, "bf16", scalar=False)
     assert parts.saved.counted and parts.saved.whole > 0 and len(parts.saved.layers) == len(parts.layers) == 2
-    assert parts.kv_bytes > 0 and parts.total >= parts.active > 0
+    assert parts.kv_bytes > 0 and parts.total >= parts.packed > 0
     assert parts_of(config, "bf16", scalar=True).total > 0
-
-
-def test_keys_and_values_by_their_sizes():
-    assert key_value_numbers(llama()) * 2 == parts_of(llama(), "bf16", scalar=False).kv_bytes
-
-
-def test_a_model_that_needs_data_counts_its_keys_and_values(monkeypatch):
-    from dschat_ppo.planner import model_parts
-
-    def refuse(model):
-        raise NotImplementedError("no data")
-
-    monkeypatch.setattr(model_parts, "bytes_per_token", refuse)
-    assert parts_of(llama(vocab_size=101), "bf16", scalar=False).kv_bytes == 3 * 2 * 2 * 16 * 2
 
 
 def test_a_tied_head_counts_once():
     parts = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
     assert parts.head == 0 and parts.total == 3 * LAYER + 6400 + 64
-    assert parts.active == 3 * LAYER + 6400  # it is still multiplied
+    assert parts.packed == 3 * LAYER + 6400  # it is still multiplied
 
 
 def test_a_reward_model():
     parts = parts_of(llama(), "fp32", scalar=True)
     assert parts.head == 64 and parts.vocabulary == 1 and parts.kv_bytes == 0
-    assert parts.active == 3 * LAYER + 64
+    assert parts.packed == 3 * LAYER + 64
 
 
 def test_lora_trains_its_matrices_alone():
@@ -78,13 +78,13 @@ def test_lora_trains_its_matrices_alone():
     assert parts.saved.whole < parts_of(llama(), "bf16", False).saved.whole
 
 
-def test_a_token_multiplies_its_own_experts_alone():
+def test_experts_are_not_packed():
     config = MixtralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
-    )
-    expert = 3 * 64 * 96
-    assert active_parameters(config, 2 * (4 * expert + 1000)) == 2 * (2 * expert + 1000)
-    assert active_parameters(llama(), 12345) == 12345
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    parts = parts_of(config, "bf16", scalar=False)
+    assert sum(parts.layers) - (parts.packed - 6400) == 2 * 4 * 3 * 64 * 96
 
 
 def model_folder(root, name, kind):
@@ -119,3 +119,143 @@ def test_a_cpu_keeps_less_in_bf16():
         for dtype in ("bf16", "fp32") for on_gpu in (True, False)
     }  # fmt: skip
     assert kept["bf16", False] < 0.9 * kept["bf16", True] and kept["fp32", False] == kept["fp32", True]
+
+
+def test_a_number_is_the_first_that_is_set():
+    config = SimpleNamespace(a=3, b=None, c=0, d=[2, None, 7], e=4)
+    assert number_of(config, "a", "e") == 3
+    assert number_of(config, "missing", "b", "c", "e") == 4
+    assert number_of(config, "d") == 7  # of a number for each layer, the largest
+    assert number_of(config, "b", "c", "missing") is None
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *PUBLISHED])
+def test_no_mutilated_configuration_raises_another_error(name):
+    if name in PUBLISHED:
+        config = PUBLISHED[name][0]
+        assert parts_of(config, "bf16", scalar=False).saved.counted
+    else:
+        kind, settings = ARCHITECTURES[name]
+        config = getattr(transformers, kind)(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
+    for setting in ("hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"):
+        for value in (None, "many"):
+            odd = copy.deepcopy(config)
+            text = odd.get_text_config()
+            vars(text)[text.attribute_map.get(setting, setting)] = value  # transformers does not see that it is set
+            with contextlib.suppress(UserError):
+                parts_of(odd, "bf16", scalar=False)
+
+
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    # no setting pad_token_id
+    ("CodeGenConfig", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+    ("Gemma3Config", {"text_config": TEXT, "vision_config": {"num_hidden_layers": 1}}),
+    # pad_token_id must be a number
+    ("ModernBertDecoderConfig", {**TEXT, "layer_types": ["full_attention"] * 2, "is_decoder": True, "pad_token_id": 0}),
+    # settings of each layer
+    ("Gemma4TextConfig", {**TEXT, "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 2,
+                          "global_head_dim": 8}),
+    # attention gets its mask by name
+    ("DogeConfig", TEXT),
+])  # fmt: skip
+def test_unusual_architectures_are_planned(kind, settings):
+    parts = parts_of(getattr(transformers, kind)(**settings), "bf16", scalar=False)
+    assert len(parts.layers) == 2 and parts.hidden == 32
+
+
+def refuse(*arguments, **settings):
+    raise NotImplementedError("no data")
+
+
+def test_a_model_without_a_head_is_named(monkeypatch):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda self: None)
+    with pytest.raises(UserError, match="LlamaConfig: its memory cannot be counted: 'NoneType'"):
+        parts_of(llama(vocab_size=VOCABULARY + 99), "bf16", scalar=False)
+
+
+def test_a_model_that_needs_data_gets_formulas(monkeypatch):
+    settings = {"vocab_size": 102, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**{**llama().to_dict(), **settings, "model_type": "mixtral"})
+    counted = parts_of(config, "bf16", scalar=False)
+    monkeypatch.setattr(model_parts, "bytes_per_token", refuse)
+    monkeypatch.setattr(MixtralModel, "forward", refuse)
+    config.vocab_size += 1
+    estimated = parts_of(config, "bf16", scalar=False)
+    assert estimated.kv_bytes == counted.kv_bytes == 3 * 2 * 2 * 16 * 2
+    experts = 4 * 2 * (2 * 96)
+    assert estimated.saved.layers == (2 * (4 * 64 + 4 + 4 * 64) + 2 * (64 + 32 + 32 + 64) + 4 * 4 + experts,) * 3
+    assert counted.saved.counted and not estimated.saved.counted
+
+
+def backbone(device="meta", dtype=torch.bfloat16):
+    with torch.device(device):
+        return LlamaModel(llama(vocab_size=50)).to(dtype)
+
+
+def test_a_layer_of_a_llama_saves_what_hand_arithmetic_gives():
+    norms = 2 * (4 * 64 + 4 + 2 * 64 + 2 * 64)  # fp32 input, 1 / root, output before and after the weight
+    attention = 2 * (64 + 32 + 32 + 64) + 4 * 4  # queries, keys, values, output; a log-sum for each head
+    mlp = 4 * 2 * 160
+    found = saved_activations(backbone())
+    assert found.counted and len(found.layers) == 3
+    assert found.layers[1:] == (norms + attention + mlp,) * 2  # the first one saves the rotary table too
+    assert formula_per_layer(backbone().config, 2) == norms + attention + mlp
+    assert found.layer_input == 2 * 64
+
+
+def saved_by_a_pass(model) -> float:
+    """Bytes per token that a real forward pass over 256 tokens saves, without weights."""
+    held, weights = {}, {weight.data_ptr() for weight in model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.zeros(1, 256, dtype=torch.int64), use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values()) / 256
+
+
+def test_the_count_is_that_of_a_real_forward_pass_in_fp32():
+    """The kernel of PyTorch on a CPU saves the same as the stand-in of the count."""
+    real = saved_by_a_pass(backbone("cpu", torch.float32))
+    assert saved_activations(backbone(dtype=torch.float32)).whole == pytest.approx(real, rel=0.02)
+
+
+def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
+    norms = 2 * (2 * 64 + 2 * 64)  # input and output in bf16
+    attention = 2 * (64 + 32 + 32 + 64) + 4 * 4
+    mlp = 3 * 2 * 160  # both first products and their gated product
+    planned, model = backbone(), backbone("cpu")
+    for made in (planned, model):
+        use_fast_layers(made)
+    assert saved_activations(planned).layers[1:] == (norms + attention + mlp,) * 2
+    with padded_attention(model, "auto", True):
+        assert saved_activations(planned).whole == pytest.approx(saved_by_a_pass(model), rel=0.02)
+
+
+def test_frozen_layers_save_less():
+    frozen = backbone()
+    frozen.requires_grad_(False)
+    frozen.layers[0].input_layernorm.weight.requires_grad_(True)
+    assert saved_activations(frozen).layers[1] < saved_activations(backbone()).layers[1]
+
+
+def test_a_tiled_mlp_keeps_its_input_and_one_piece():
+    whole, tiled = saved_activations(backbone()), saved_activations(backbone(), tiled=True)
+    assert tiled.piece == 4 * 2 * 160 + 2 * 64  # of its input, the weighted output of the norm is saved there too
+    assert tiled.layers[1] == whole.layers[1] - tiled.piece + 2 * 64
+    assert whole.piece == 0
+
+
+def test_the_attention_of_the_model_is_as_before():
+    model = backbone()
+    before = model.config._attn_implementation
+    saved_activations(model)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -43,19 +43,18 @@ def test_step_3_prints_its_phases_and_takes_all_flags(models, capsys):
     words = ["--actor", models["actor"], "--critic", models["critic"], "--devices", "8", "--device_memory", "80GiB"]
     assert main([*words, "--host_memory", "1TiB", "--actor_zero_stage", "3", "--enable_ema"]) == 0
     printed = capsys.readouterr().out
-    assert "Step 3 on 8 x a100-80gb of 80 GiB, 1024 GiB of host memory" in printed
+    assert "Step 3 on 8 x GPU of 80 GiB, 1024 GiB of host memory" in printed
     for name in ("load", "rollout", "scoring", "actor update", "critic update", "checkpoint", "It fits."):
         assert name in printed
-    assert "assumed, not measured" in printed
 
 
-def test_json_has_the_fastest_setting(models, capsys):
+def test_json_has_a_proposal(models, capsys):
     words = ["--actor", models["actor"], "--critic", models["critic"], "--device_memory", "1300MiB"]
     words += ["--per_device_training_batch_size", "64", "--per_device_generation_batch_size", "64"]
     assert main([*words, "--host_memory", "64GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is False and found["fastest"]["fits"] is True
-    flags = found["fastest"]["flags"]
+    assert found["fits"] is False and found["proposal"]["fits"] is True
+    flags = found["proposal"]["flags"]
     assert int(flags[flags.index("--per_device_training_batch_size") + 1]) < 64
     assert found["phases"][0]["phase"] == "load" and found["device_memory"] == 1300 * 2**20
 
@@ -79,7 +78,7 @@ def test_the_memory_of_this_host_is_the_default(models, monkeypatch):
 def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "get_output_embeddings", lambda self: None)
     assert main(["--step", "1", "--model", models["actor"], "--dtype", "fp32"]) == 2
-    assert capsys.readouterr().err.startswith("error: LlamaForCausalLM: its embedding and head: ")
+    assert capsys.readouterr().err.startswith("error: LlamaConfig: its memory cannot be counted: ")
 
 
 def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):
@@ -89,8 +88,6 @@ def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):
         (["--actor", models["actor"], "--critic", models["critic"], "--no_such", "1"], "unknown flag"),
         (["--actor", models["actor"], "--critic", models["critic"], "--devices", "4", "--devices_per_node", "3"],
          "--devices_per_node 3 does not divide --devices 4"),
-        (["--actor", models["actor"], "--critic", models["critic"], "--device_memory", "8GiB", "--device_kind", "cpu"],
-         "--device_memory has no effect"),
         (["--devices", "0"], "'0' is not a number above 0"),
     ):  # fmt: skip
         assert main(words) == 2
