@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from dschat_ppo.common.garbage import lasting_objects
+from dschat_ppo.common.host_memory import lasting_objects
 
 with lasting_objects():
     import pytest

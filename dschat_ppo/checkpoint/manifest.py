@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from dschat_ppo.common.atomic_files import checksum, write_text
-from dschat_ppo.common.regular_files import is_pipe_or_device
+from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.errors import UserError
 
 FORMAT = 1  # raise it when older code cannot read new checkpoints

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from dschat_ppo.common import ranks
-from dschat_ppo.common.garbage import lasting_objects
+from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import set_verbose
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags

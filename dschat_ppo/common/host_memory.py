@@ -1,60 +1,54 @@
-"""Host memory that this process may use: that of the machine, or less in a container or a job (cgroups, Linux)."""
+"""Host memory: how much this process may use, what goes back to the system while models load, and objects that stay."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 
+# Parameters of glibc's `mallopt`, and their values in bytes.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+SMALL = 2**20
+LARGEST = 2**25  # glibc's own limit, which it reaches by itself once tensors of this size were freed
 
-class _Files(NamedTuple):
-    """Names in a cgroup's folder: of its limit, of what it uses, and of the line of `memory.stat` about pages of files
-    that the kernel drops when memory is short."""
-
-    limit: str
-    used: str
-    droppable: str
-
-
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_MOUNTS = "sys/fs/cgroup"
+# In a cgroup's folder (Linux, version 1 and 2 of cgroups): the file with its limit, that with what it uses, and the
+# line of `memory.stat` about pages of files that the kernel drops when memory is short
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is in.
-
-    Args:
-        root: where `proc` and `sys` are.
-    """
-    limits = [_number(folder / files.limit) for folder, files in _groups(root)]
+    """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is in (a container, a
+    job). `root` is where `proc` and `sys` are."""
+    limits = [_number(folder / limit) for folder, (limit, _, _) in _cgroups(root)]
     return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be allocated now: what the machine has free, or the least that a cgroup of this
-    process leaves. Arguments as `host_memory`."""
+    """Bytes of host memory that can be allocated now: what the machine has free, or the least that a cgroup leaves."""
     found = [psutil.virtual_memory().available]
-    for folder, files in _groups(root):
-        limit, used = _number(folder / files.limit), _number(folder / files.used)
+    for folder, (limit_file, used_file, droppable) in _cgroups(root):
+        limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None and used is not None:
-            found.append(max(0, limit - used + _droppable(folder, files)))
+            stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+            found.append(max(0, limit - used + int(stat.get(droppable, 0))))
     return min(found)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The folders of this process's cgroups and of those that contain them; a limit holds for all inside.
 
     A container may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path outside, so
     each folder of the path that exists counts, and the root.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
+    for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             tops, files = ["", "unified"], _V2  # with version 1 mounted too, the hierarchy of version 2 has a folder
@@ -65,22 +59,71 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         inside = PurePosixPath(path.lstrip("/"))
         for top in dict.fromkeys(tops):
             for part in (inside, *inside.parents) if ".." not in inside.parts else (PurePosixPath(),):
-                yield root / _MOUNTS / top / part, files
+                yield root / "sys/fs/cgroup" / top / part, files
+
+
+def _text(file: Path) -> str:
+    """The content of a file of the kernel; "" where there is none."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _number(file: Path) -> int | None:
     """The number in a file; None without it, or where it says that there is no limit."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file)
     return int(text) if text.isdecimal() else None
 
 
-def _droppable(folder: Path, files: _Files) -> int:
+@cache
+def _glibc() -> Any:
+    """The C library, or None if it is not glibc."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Return the memory of freed tensors to the system at once in this block, and what is left of it at the end.
+
+    glibc keeps freed blocks of up to 32 MiB for later use. While a model is partitioned, every rank allocates and frees
+    each whole tensor once; with several ranks the kept blocks add up to the size of the model. Afterwards the heap
+    works as before, because training allocates the same sizes again and again: by glibc's environment variables, or as
+    after its own adjustment to large tensors.
+    """
+    library = _glibc()
+    if library is None:
+        yield
+        return
+    library.mallopt(MMAP_THRESHOLD, SMALL)
     try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    sizes = dict(line.split(maxsplit=1) for line in lines)
-    return int(sizes.get(files.droppable, 0))
+        yield
+    finally:
+        mmap_threshold = _of_user("MALLOC_MMAP_THRESHOLD_", LARGEST)
+        library.mallopt(MMAP_THRESHOLD, mmap_threshold)
+        library.mallopt(TRIM_THRESHOLD, _of_user("MALLOC_TRIM_THRESHOLD_", 2 * mmap_threshold))
+        library.malloc_trim(0)
+
+
+def _of_user(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+@contextmanager
+def lasting_objects() -> Iterator[None]:
+    """For a block that imports modules: they live until the process ends, so the garbage collector skips them.
+
+    Inside the block it does not run: searching the modules again and again takes a quarter of the time of their import.
+    Afterwards it leaves out all objects that exist at the end of the block, half a million: DeepSpeed runs it several
+    times for each engine.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetInfo, IterableDataset
 from datasets.table import InMemoryTable
 
-from dschat_ppo.common.regular_files import is_pipe_or_device
+from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.files import SUPPORTED, kind_of

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.common.paths import short_names
-from dschat_ppo.common.regular_files import is_pipe_or_device
+from dschat_ppo.common.paths import is_pipe_or_device, short_names
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.html_report.figures import NOT_PLOTTED
 from dschat_ppo.monitor.metric_names import present_name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dschat_ppo.common.heap import freed_memory_returned
+from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.models.adapter_weights import MATRICES, merged_weight
 from dschat_ppo.models.adapters import adapter_layers
 

@@ -20,8 +20,8 @@ from transformers import (
 
 from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank
-from dschat_ppo.common.heap import freed_memory_returned
 from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading

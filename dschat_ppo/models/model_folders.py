@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.common.regular_files import is_pipe_or_device
+from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.errors import UserError, nearest_path, reading
 from dschat_ppo.models.adapter_checks import check_adapter_values
 from dschat_ppo.models.architectures import SCORE

@@ -13,7 +13,7 @@ from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_confi
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.regular_files import is_pipe_or_device
+from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.errors import StopRequested, UserError

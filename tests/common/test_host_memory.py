@@ -1,16 +1,21 @@
-"""The memory that a process may use, with cgroups of both versions in a made-up root folder."""
+"""Host memory: limits of cgroups in a made-up root, freed memory that goes back, and objects that last."""
 
+import gc
+import os
+import subprocess
+import sys
+import weakref
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dschat_ppo.common.host_memory import available_memory, host_memory
+from dschat_ppo.common.host_memory import _glibc, available_memory, host_memory, lasting_objects
 
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def machine(monkeypatch):
     """A machine of 512 GiB, 400 of which are free."""
     memory = SimpleNamespace(total=512 * GIB, available=400 * GIB)
@@ -50,16 +55,16 @@ V1 = "5:cpu,cpuacct:/job\n4:memory:/job/task\n0::/\n"
     ("4:cpu,memory:/job\n", {"cpu,memory/job/memory.limit_in_bytes": 3 * GIB}, 3),
     ("4:devices:/\n0::/a\n", {"unified/a/memory.max": 3 * GIB}, 3),  # both versions are mounted
 ])  # fmt: skip
-def test_host_memory_is_the_lowest_limit(tmp_path, membership, files, limit):
+def test_host_memory_is_the_lowest_limit(machine, tmp_path, membership, files, limit):
     assert host_memory(root_with(tmp_path, membership, files)) == limit * GIB
 
 
-def test_a_system_without_cgroups_has_its_whole_memory(tmp_path):
+def test_a_system_without_cgroups_has_its_whole_memory(machine, tmp_path):
     assert host_memory(tmp_path) == 512 * GIB
     assert available_memory(tmp_path) == 400 * GIB
 
 
-def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(tmp_path):
+def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(machine, tmp_path):
     stat = f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}"
     files = {"a/memory.max": 8 * GIB, "a/memory.current": 5 * GIB, "a/memory.stat": stat}
     assert available_memory(root_with(tmp_path / "2", "0::/a\n", files)) == (8 - 5 + 2) * GIB
@@ -72,6 +77,89 @@ def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(tmp_path):
     assert available_memory(root_with(tmp_path / "1", V1, old)) == 2 * GIB
 
 
-def test_available_memory_is_that_of_the_machine_where_it_has_less(tmp_path):
+def test_available_memory_is_that_of_the_machine_where_it_has_less(machine, tmp_path):
     files = {"a/memory.max": 500 * GIB, "a/memory.current": GIB}
     assert available_memory(root_with(tmp_path, "0::/a\n", files)) == 400 * GIB
+
+
+CODE = """
+import sys
+from contextlib import nullcontext
+import psutil
+import torch
+from dschat_ppo.common.host_memory import freed_memory_returned
+
+MIB = 2**20
+del_first = torch.ones(30 * MIB // 4)  # freeing it makes glibc keep blocks of up to this size
+del del_first
+process = psutil.Process()
+before = process.memory_info().rss
+pins = []
+if sys.argv[1] == "after":
+    with freed_memory_returned():
+        pass
+with freed_memory_returned() if sys.argv[1] == "in" else nullcontext():
+    for _ in range(4):
+        tensors = []
+        for _ in range(12):
+            tensors.append(torch.ones(4 * MIB // 4))
+            pins.append(torch.ones(64))  # small tensors between them, so that the heap cannot shrink
+        del tensors
+    print((process.memory_info().rss - before) // MIB)  # inside: the exit trims the heap in any case
+"""
+
+
+def kept(where: str, **variables: str) -> int:
+    """MiB that the process, with these environment variables, holds after it has freed 48 MiB four times."""
+    env = {**os.environ, **variables}
+    words = [sys.executable, "-c", CODE, where]
+    return int(subprocess.run(words, check=True, capture_output=True, text=True, env=env).stdout)
+
+
+@pytest.mark.skipif(_glibc() is None, reason="needs glibc")
+def test_freed_tensors_leave_the_process():
+    assert kept("in") < 8
+    assert kept("out") > 30  # otherwise this test shows nothing
+
+
+@pytest.mark.skipif(_glibc() is None, reason="needs glibc")
+def test_afterwards_freed_tensors_are_kept_unless_the_user_set_glibcs_threshold():
+    assert kept("after") > 30
+    assert kept("after", MALLOC_MMAP_THRESHOLD_="65536") < 8
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def unfrozen():
+    yield
+    gc.enable()
+
+
+def test_inside_the_block_nothing_is_collected_and_its_objects_are_not_searched_later(unfrozen):
+    before = gc.get_freeze_count()
+    with lasting_objects():
+        assert not gc.isenabled()
+        kept = weakref.ref(Cycle())
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+    gc.collect()
+    assert kept() is not None, "it is in the permanent generation"
+
+
+def test_objects_made_after_the_block_are_collected(unfrozen):
+    with lasting_objects():
+        pass
+    made = weakref.ref(Cycle())
+    gc.collect()
+    assert made() is None
+
+
+def test_a_collector_that_was_off_stays_off(unfrozen):
+    gc.disable()
+    with pytest.raises(ImportError), lasting_objects():
+        raise ImportError
+    assert not gc.isenabled()

@@ -1,6 +1,8 @@
-"""Short names of folders, and paths from the working directory."""
+"""Short names of folders, paths from the working directory, and pipes told from files."""
 
-from dschat_ppo.common.paths import short_names, shown_path
+import os
+
+from dschat_ppo.common.paths import is_pipe_or_device, short_names, shown_path
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
@@ -18,3 +20,14 @@ def test_a_path_in_the_working_directory_is_shown_relative_to_it(tmp_path, monke
     assert shown_path(f"{tmp_path}/here/data.jsonl:0.5") == "data.jsonl:0.5"
     for other in (f"{tmp_path}/hereafter/x", f"{tmp_path}/here", "out/sft", "--model", str(tmp_path)):
         assert shown_path(other) == other
+
+
+def test_only_pipes_and_devices_are_neither_files_nor_folders(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    ordinary = (tmp_path, tmp_path / "file", tmp_path / "link", tmp_path / "loop", tmp_path / "missing")
+    assert not any(map(is_pipe_or_device, ordinary))
+    assert is_pipe_or_device(tmp_path / "device") and is_pipe_or_device(tmp_path / "pipe")

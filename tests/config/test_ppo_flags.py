@@ -1,9 +1,10 @@
-"""Flags of step 3: ranges and combinations that are refused."""
+"""Flags of step 3 and of its evaluation: ranges and combinations that are refused."""
 
 import pytest
 from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import UserError
 
 
@@ -99,3 +100,21 @@ def test_the_layers_gathered_at_a_time_have_no_effect_without_tensor_parallelism
 
     assert idle() == idle("--inference_tp_size", "2", "--tp_gather_partition_size", "4") == {}
     assert set(idle("--tp_gather_partition_size", "4")) == {"tp_gather_partition_size"}
+
+
+@pytest.mark.parametrize("given", [{"eval_batch_size": 8}, {"eval_pass_score": 0.5}, {"save_best": False}])
+def test_evaluation_flags_need_eval_data_path(given):
+    with pytest.raises(UserError, match=f"--{next(iter(given))}: .*--eval_data_path"):
+        EvaluationFlags(**given)
+    EvaluationFlags(eval_data_path=["prompts.jsonl"], **given)
+
+
+def test_validation_needs_held_out_prompts():
+    with pytest.raises(UserError, match="^--validate_only needs held-out prompts: give --eval_data_path$"):
+        EvaluationFlags(validate_only=True)
+    assert EvaluationFlags(eval_data_path=["e"], validate_only=True).validate_only
+
+
+def test_greedy_evaluation_of_several_samples_is_refused():
+    with pytest.raises(UserError, match="--eval_greedy .*omit --eval_samples"):
+        EvaluationFlags(eval_data_path=["e"], eval_greedy=True, eval_samples=2)

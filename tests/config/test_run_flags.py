@@ -1,13 +1,36 @@
-"""The metric of `--metric_for_best`: its name and direction."""
+"""Flags of every run: ranges, which steps it prints, and the metric of `--metric_for_best`."""
 
 import math
 
 import pytest
-from command_lines import NEEDED
+from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.run_flags import BestFlags, BestMetric
+from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags
 from dschat_ppo.errors import UserError
+
+
+@pytest.mark.parametrize(("step", "every"), [("sft", 10), ("reward", 10), ("ppo", 1)])
+def test_steps_1_and_2_print_every_tenth_step_and_step_3_every_one(step, every):
+    assert (read(step)["logging_steps"], read(step)["verbose"]) == (every, False)
+    assert parse(step, [*NEEDED[step], "--logging_steps", "3", "--verbose"]).console == ConsoleFlags(3, True)
+
+
+def test_the_first_and_the_last_step_are_printed():
+    flags = ConsoleFlags(logging_steps=4)
+    assert [step for step in range(1, 11) if flags.prints(step, 10)] == [1, 4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value"),
+    [
+        ("sft", "collective_timeout", "0.9"),
+        ("sft", "collective_timeout", "1e9"),
+    ],
+)
+def test_values_out_of_range_are_refused(step, name, value):
+    with pytest.raises(UserError, match=f"--{name}"):
+        read(step, f"--{name}", value)
 
 
 @pytest.mark.parametrize(("text", "name", "higher"), [
