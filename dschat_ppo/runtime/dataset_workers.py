@@ -43,10 +43,7 @@ _PIPE = _Pipe()
 
 
 def worker_count(chosen: int | None, rows: int) -> int:
-    """Number of processes that prepare `rows` rows: `chosen`, or else one per core that this process may use.
-
-    Few rows take one process. Ranks of the same node wait meanwhile, so their cores are free too.
-    """
+    """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait); one for few rows."""
     if chosen is not None:
         return chosen
     return min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if rows >= FEW_ROWS else 1
@@ -56,15 +53,12 @@ def worker_count(chosen: int | None, rows: int) -> int:
 def data_workers(count: int | None) -> Iterator[None]:
     """For one `Dataset.map` over `count` processes, any of which may be killed.
 
-    `datasets` notices when its pool replaced a worker. But a worker that is killed while it waits for a task holds the
-    lock of the pool: then all other workers, and the end of the pool, wait forever. A thread detects that and ends the
-    process.
+    `datasets` notices when its pool replaced a worker, and this raises a `UserError`. But a worker that is killed while
+    it waits for a task holds the lock of the pool: then all others, and the end of the pool, wait forever. A thread
+    detects that and ends the process.
 
     Workers, and the manager of their queue, end with the process, even if it is killed. The tokenizer of a worker uses
     one thread.
-
-    Raises:
-        UserError: a worker was killed, and the pool has noticed.
     """
     if count is None or count < 2:
         yield

@@ -37,10 +37,7 @@ class FirstFailureRecord:
     """A small folder that the ranks of one machine share from start to end.
 
     Each running rank has a file in it. The first rank that fails records its failure; the ranks that fail after it
-    print nothing. The last rank to leave removes the folder.
-
-    Args:
-        folder: None if there is no other rank to share it with; then the first failure of this process counts.
+    print nothing. The last rank to leave removes the folder. Without one, the first failure of this process counts.
     """
 
     def __init__(self, folder: Path | None):
@@ -49,10 +46,7 @@ class FirstFailureRecord:
         self._disconnected = False  # this rank
 
     def record(self, code: int, hung: bool = False, rank: int | None = None) -> FirstFailure:
-        """Record a failure of this rank, or of `rank` on another machine, if it is the first on this machine.
-
-        Returns the first one, which may be another rank's.
-        """
+        """Record a failure of this rank, or of `rank` elsewhere, unless there is one; returns the first one."""
         mine = FirstFailure(ranks.rank() if rank is None else rank, code, hung, time.time())
         try:
             if self.folder is not None:
@@ -156,8 +150,7 @@ class FirstFailureRecord:
 def open_failure_record() -> FirstFailureRecord:
     """Add this rank to the record of its machine and launch, and remove records of launches that were killed.
 
-    The record has no folder, so that each rank reports its own failures, if there are no other ranks, no /proc, or if
-    the folder cannot be made.
+    Without other ranks, without /proc, or if the folder cannot be made, each rank reports its own failures.
     """
     launcher, own = find_process(os.getppid()), find_process(os.getpid())
     if ranks.world_size() == 1 or launcher is None or own is None:

@@ -124,10 +124,10 @@ def _print_error(text: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with exit code `code` at once, after stdout and stderr are flushed.
+    """End the process at once, after stdout and stderr are flushed, without tearing the interpreter down.
 
-    The interpreter is not torn down: DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's
-    threads, destroyed during the teardown, sometimes abort a process that has finished its work.
+    DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed during the
+    teardown, sometimes abort a process that has finished its work.
     """
     with suppress(OSError):
         sys.stdout.flush()

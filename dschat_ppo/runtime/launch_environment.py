@@ -19,15 +19,7 @@ _FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for out
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Add the variables that the launcher did not set, and check the others. Without a launcher it adds nothing: the
-    process is a run of one rank.
-
-    Args:
-        environment: changed in place.
-
-    Raises:
-        UserError: a variable is missing or is no number, or the machines have different numbers of ranks.
-    """
+    """Add the variables that the launcher did not set, and check the others. Without a launcher, add nothing."""
     if "RANK" not in environment and "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         environment.update(_from_slurm(environment))
     if not {"RANK", "WORLD_SIZE"} & set(environment):

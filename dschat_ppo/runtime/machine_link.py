@@ -37,12 +37,10 @@ class Failure:
 
 
 class MachineLink:
-    """The thread of the first rank of a machine.
+    """The thread of the first rank of a machine: passes on failures and stop requests in `record`, and enters others'.
 
-    Args:
-        record: of this machine: its failures and stop requests are passed on, and stop requests of others enter it.
-        may_pass_on_stop: whether a stop request on this machine comes from the user; a launcher also stops the other
-            ranks after one has failed.
+    `may_pass_on_stop`: whether a stop request here comes from the user; a launcher also stops the other ranks after one
+    has failed.
     """
 
     def __init__(self, record: FirstFailureRecord, may_pass_on_stop: Callable[[], bool]):
@@ -160,8 +158,10 @@ class MachineLink:
 
 
 def _open_line() -> socket.socket:
-    """A connection to the store of rank 0 that carries nothing; it closes when rank 0 ends. A call of a store whose
-    rank 0 has ended would print a stack trace of C++."""
+    """A connection to the store of rank 0 that carries nothing and closes when rank 0 ends.
+
+    A call of a store whose rank 0 has ended would print a stack trace of C++.
+    """
     return socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 
 

@@ -18,10 +18,9 @@ _OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out: a `MemoryError`, torch's `OutOfMemoryError`, known by its name so that torch is not
-    imported here, or a message of another allocator.
+    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture.
 
-    An error that replaced such an error counts too: the end of a CUDA graph capture fails after it.
+    torch's `OutOfMemoryError` is known by its name, so that torch is not imported here.
     """
     seen: BaseException | None = problem
     while seen is not None:

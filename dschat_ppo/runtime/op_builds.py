@@ -52,12 +52,10 @@ def guard_builds() -> None:
 
 
 def offer_all_reduce() -> bool:
-    """Tell DeepSpeed whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
-
-    Returns whether it loads it.
+    """Tell DeepSpeed, and return, whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
 
     Otherwise DeepSpeed would probe all its operators, some by a compiler, to learn about this one, and load it for a
-    single rank too, which has nothing to reduce.
+    single rank too.
     """
     from deepspeed import ops
     from deepspeed.accelerator import get_accelerator
@@ -102,14 +100,7 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_operator(builder: str) -> None:
-    """Load an operator of DeepSpeed, such as "CPUAdamBuilder", and compile it if needed.
-
-    DeepSpeed would load it together with an engine, after the models. The engine finds it loaded.
-
-    Raises:
-        UserError: the operator cannot be compiled or loaded on this machine.
-        StopRequested: the run is to stop.
-    """
+    """Load an operator of DeepSpeed, such as "CPUAdamBuilder", compiled if needed, before the models are loaded."""
     from deepspeed.accelerator import get_accelerator
 
     with quiet_prints(), subprocesses_may_stop("compiled an operator"):
@@ -118,16 +109,9 @@ def load_operator(builder: str) -> None:
 
 @contextmanager
 def explained(name: str, folder: Path) -> Iterator[None]:
-    """Turn what DeepSpeed and torch raise for a machine that cannot compile or load an operator into a `UserError`.
+    """Turn errors of DeepSpeed and torch that operator `name` cannot be compiled in `folder` or loaded into a `UserError`.
 
-    Other errors pass, and so do all during a stop, which ends compilers.
-
-    Args:
-        name: of the operator.
-        folder: of its compiled files.
-
-    Raises:
-        UserError: the message says what is missing or out of date.
+    It says what is missing or out of date. Other errors pass, and so do all during a stop, which ends compilers.
     """
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
@@ -168,15 +152,12 @@ def _reason(problem: Exception, folder: Path) -> str | None:
 def exclusive(folder: Path) -> Iterator[bool]:
     """Hold the lock of an operator's folder: no other process compiles there, and torch's lock does not exist.
 
-    The kernel releases the lock when its holder ends, however it ends. This waits for a compiler that a killed process
-    has left running, and removes torch's lock once no process has it open.
+    The kernel releases the lock when its holder ends, however it ends. This waits, up to `LIMIT_SECONDS`, for another
+    holder and for a compiler that a killed process has left running, and removes torch's lock once no process has it
+    open.
 
-    Yields whether the lock is held. It is not where the file system has no locks: then a warning is logged, and another
+    Yields whether the lock is held. Where the file system has no locks it is not: then a warning is logged, and another
     process may compile there at any time.
-
-    Raises:
-        UserError: the folder cannot be written, or another process holds it for `LIMIT_SECONDS`.
-        StopRequested: the run is to stop.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,8 +217,7 @@ def _lock_holder(lock: Any) -> str | None:
 
 
 def _unlocked_compiler(folder: Path) -> str | None:
-    """The process that compiles in the folder without this project's lock. None: there is none, and torch's lock is
-    removed.
+    """The process that compiles in the folder without this project's lock. None: none does, and torch's lock is removed.
 
     Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that no
     process has open at two checks is stale. From 2.14 on the kernel locks the file, which then stays and stops nobody.
@@ -266,8 +246,7 @@ def _unlocked_compiler(folder: Path) -> str | None:
 
 @contextmanager
 def _announced(folder: Path) -> Iterator[None]:
-    """Print a line once a compiler runs in the folder for longer than ninja needs to find nothing to do, and one when
-    it is done."""
+    """Print a line once a compiler runs for longer than ninja needs to find nothing to do, and one when it is done."""
     done, start, is_announced = threading.Event(), time.monotonic(), threading.Event()
 
     def poll() -> None:
@@ -300,10 +279,7 @@ def _print(line: str) -> None:
 
 
 def _remove_if_damaged(folder: Path) -> bool:
-    """Remove all compiled files, unless the libraries are those of `_record_libraries`. The lock is held.
-
-    Returns whether something was removed.
-    """
+    """Remove all compiled files, and return True, unless the libraries are those of `_record_libraries`. Lock held."""
     libraries = _libraries(folder)
     if libraries and _recorded_libraries(folder) == libraries:
         return False
@@ -317,11 +293,7 @@ def _remove_if_damaged(folder: Path) -> bool:
 
 
 def _record_libraries(folder: Path) -> None:
-    """Sync all compiled files to the disk, then write the checksums of the libraries. The lock is held.
-
-    Raises:
-        OSError: the disk reports an error.
-    """
+    """Sync all compiled files to the disk, then write the checksums of the libraries. The lock is held."""
     libraries = _libraries(folder)
     if _recorded_libraries(folder) != libraries:
         sync_folder(folder)

@@ -40,18 +40,10 @@ _ANSWER_SECONDS = 120.0  # rank 0 writes as soon as its store is open
 
 
 def init_process_group(folder: str = "") -> torch.device:
-    """Join the process group and return this rank's device.
+    """Join the process group that the launcher's environment describes, and return this rank's device. Collective.
 
-    The launcher's environment describes the group. A process started by plain `python` becomes a group of one rank on a
-    free port.
-
-    Args:
-        folder: the output folder, as given by the flags; it helps to distinguish launches on one port.
-
-    Raises:
-        UserError: the port is in use, another launch has a process group there, torch cannot use this machine's GPU,
-            an operator cannot be compiled, there is too little shared memory, fewer GPUs than ranks on this machine, or
-            another machine does not join.
+    A process started by plain `python` becomes a group of one rank on a free port. The output `folder`, as given by the
+    flags, helps to distinguish launches on one port.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -98,9 +90,10 @@ def init_process_group(folder: str = "") -> torch.device:
 
 
 def _give_deepspeeds_groups_the_timeout() -> None:
-    """Make the group of all ranks in which ZeRO communicates, and give it and all later groups of DeepSpeed, such as
-    those of ZeRO++, the timeout of this project. Theirs would be the backend's own, ten minutes for NCCL, after which
-    ranks that wait for one that loads a model are aborted. Collective.
+    """Make ZeRO's group of all ranks, and give it and later groups of DeepSpeed this project's timeout. Collective.
+
+    Theirs would be the backend's own, ten minutes for NCCL, after which ranks that wait for one that loads a model are
+    aborted.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -110,7 +103,7 @@ def _give_deepspeeds_groups_the_timeout() -> None:
 
 
 def _unlink_all_reduce_buffer() -> None:
-    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it.
+    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it. Collective.
 
     On a CPU DeepSpeed makes a buffer of 66 MiB in /dev/shm for each rank and leaves it there when the process ends. The
     kernel frees unlinked memory, however the process ends.
@@ -129,7 +122,7 @@ def launch_of_this_rank(folder: str) -> dict[str, str]:
     """What identifies the launch of this rank.
 
     On one machine that is DeepSpeed's launcher, by host, process number and start time. Ranks of different machines
-    have no process in common: they compare the number of ranks, the output folder, and the job of Slurm or torchrun.
+    compare the number of ranks, the output folder, and the job of Slurm or torchrun.
     """
     known = {"number of ranks": os.environ["WORLD_SIZE"], "output folder": folder}
     known |= {name: os.environ[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if name in os.environ}
@@ -149,9 +142,6 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 
     Rank 0 opens the store and writes the identity of its launch. Every other rank reads that first, and writes nothing
     into the store of another launch.
-
-    Raises:
-        UserError: the store at this address belongs to another launch.
     """
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     torchrun_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -15,10 +15,9 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def signal_when_parent_ends(number: int) -> None:
-    """Let the kernel send signal `number` to this process when the thread that forked it ends, however it ends.
+    """Let the kernel send this process a signal when the thread that forked it ends, however it ends (Linux alone).
 
-    Forked processes do not inherit this. No signal comes for a thread that has already ended. Without effect on systems
-    other than Linux.
+    Forked processes do not inherit this. No signal comes for a thread that has already ended.
     """
     if _LIBC is not None:
         _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
@@ -81,8 +80,7 @@ def ancestor(word: str) -> tuple[int, Process] | None:
 
 
 def processes_at(*places: Path) -> set[int]:
-    """Other processes that run in one of these folders or have one of these files open, as far as this user may see
-    them; empty without /proc."""
+    """Other processes that run in one of these folders or have one of these files open; none without /proc."""
     wanted = {os.path.realpath(place) for place in places}
     numbers = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
     return {number for number in numbers if not wanted.isdisjoint(_open_paths(number))}

@@ -73,11 +73,7 @@ def open_log(folder: Path) -> None:
     """Append to `folder/logs/rank_R.log` from here on.
 
     It receives this project's log lines from INFO on (those of other libraries from WARNING on, or from their own
-    level), Python's warnings, the text of `write_to_log`, and the stacks of all threads if the process crashes (a
-    segmentation fault).
-
-    Raises:
-        UserError: it cannot be written.
+    level), Python's warnings, the text of `write_to_log`, and the stacks of all threads after a crash.
     """
     close_log()
     path = folder / "logs" / f"rank_{rank()}.log"
@@ -133,10 +129,7 @@ def log_path() -> Path | None:
 
 
 def write_to_log(text: str) -> None:
-    """Write `text` only to this rank's log, if it is open.
-
-    Takes no lock: the watchdog calls it while a hanging thread may hold any.
-    """
+    """Write only to this rank's log, if open, without a lock: the watchdog calls it while a thread may hold any."""
     for opened in _OPEN:
         opened.handler.write_if_possible(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
 

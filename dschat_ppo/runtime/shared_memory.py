@@ -16,17 +16,10 @@ _NCCL_MESSAGE = "shared memory segment"
 
 
 def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-    """Check that shared memory has room for the ranks of this machine; they take some once all of them have joined.
+    """Check that shared memory has `rank_bytes` for each rank of this machine; they take them once all have joined.
 
-    The system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a
-    bus error, without a message.
-
-    Args:
-        rank_bytes: that each rank takes.
-        folder: of shared memory.
-
-    Raises:
-        UserError: there is too little.
+    The system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a bus
+    error, without a message.
     """
     if not folder.is_dir():
         return

@@ -40,8 +40,7 @@ def install() -> None:
     """Note SIGTERM, SIGINT and SIGHUP from here on; a second SIGINT raises `KeyboardInterrupt`. For the main thread.
 
     A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes SIGTERM, however it
-    ends (the kernel sends it, on Linux). Forked processes do not take part: SIGTERM ends them, and they ignore SIGINT
-    and SIGHUP.
+    ends (the kernel sends it, on Linux). SIGTERM ends forked processes, which ignore SIGINT and SIGHUP.
     """
     _reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -92,8 +91,7 @@ def set_flag() -> None:
 
 
 def reason() -> str | None:
-    """Why this rank is to stop ("SIGTERM", "SIGINT", "SIGHUP", "the launcher has ended", "another rank is to stop"), or
-    None."""
+    """Why this rank is to stop, such as "SIGTERM", "the launcher has ended" or "another rank is to stop", or None."""
     if _REQUESTS.signal is not None:
         return signal.Signals(_REQUESTS.signal).name
     if _launcher_has_ended():
@@ -105,13 +103,10 @@ def reason() -> str | None:
 def subprocesses_may_stop(doing: str) -> Iterator[None]:
     """For a block that starts processes: the launcher's SIGTERM reaches them too, and they end at once.
 
-    Args:
-        doing: what the block does, in the past tense, for the message.
-
-    Raises:
-        StopRequested: before the block, if a stop was requested. During a stop also instead of the errors that the end
-            of these processes causes: a `RuntimeError` of a pool, the end of a connection or a time-out of its queue,
-            an `ImportError` of a module that another rank was compiling.
+    `doing` is what the block does, in the past tense, for the message. Raises `StopRequested` before the block if a
+    stop was requested, and during a stop instead of the errors that the end of these processes causes: a `RuntimeError`
+    of a pool, the end of a connection or a time-out of its queue, an `ImportError` of a module that another rank was
+    compiling.
     """
     from multiprocess import ProcessError  # here, so that --help does not wait for the import
 
@@ -125,11 +120,7 @@ def subprocesses_may_stop(doing: str) -> Iterator[None]:
 
 
 def raise_if_stop_requested(doing: str) -> None:
-    """For work before training, which can be left at any place.
-
-    Raises:
-        StopRequested: `flag_is_set`.
-    """
+    """For work before training, which can be left at any place: `StopRequested` if `flag_is_set`."""
     if flag_is_set():
         raise _stopped(doing)
 

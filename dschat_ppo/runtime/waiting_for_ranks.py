@@ -24,20 +24,10 @@ _DOING = "waited for the other machines"
 
 
 def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCPStore:
-    """The store of rank 0. Rank 0 opens it; the others wait until it is open.
+    """The store of rank 0 (`is_master`: this process opens it; the others wait up to `JOIN_SECONDS` until it is open).
 
     They probe it by a plain connection: torch, which tries to connect again and again, would print stack traces of C++.
-
-    Args:
-        address: of the machine of rank 0.
-        port: of the store.
-        is_master: this process opens the store.
-        timeout: of later operations.
-
-    Raises:
-        UserError: it cannot be reached within `JOIN_SECONDS`, or rank 0 cannot reach it at this address.
-        DistNetworkError: rank 0 cannot open it.
-        StopRequested: a stop was requested meanwhile.
+    `timeout` is that of later operations.
     """
     began = logged = running_clock()
     while True:
@@ -79,12 +69,7 @@ def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCP
 
 
 def wait_for_all_ranks(store: Store) -> None:
-    """Return when every rank has called this.
-
-    Raises:
-        UserError: some ranks have not within `JOIN_SECONDS`; or the machines have different numbers of ranks.
-        StopRequested: a stop was requested meanwhile.
-    """
+    """Return when every rank has called this. `UserError`: `JOIN_SECONDS` passed, or machines differ in ranks."""
     size, mine = ranks.world_size(), ranks.local_world_size()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts the ranks
     store.set(f"ranks_of_machine/{start}/{ranks.rank()}", str(mine))

@@ -178,10 +178,10 @@ class _Watchdog:
         return first
 
     def wait_for_cause(self) -> None:
-        """For a rank whose connection to another one broke: wait until the first rank of this machine has recorded the
-        failure of another machine, or `_CAUSE_SECONDS`.
+        """Wait until the first rank of this machine has recorded the failure of another machine, or `_CAUSE_SECONDS`.
 
-        If a stop was requested and the other machine has ended without a failure, that is recorded.
+        For a rank whose connection to another one broke. If a stop was requested and the other machine has ended
+        without a failure, that is recorded.
         """
         self.record.mark_disconnected()
         end = time.monotonic() + _CAUSE_SECONDS
