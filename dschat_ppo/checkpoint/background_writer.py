@@ -34,10 +34,8 @@ class BackgroundWriter(CheckpointEngine):
 
     One writer serves any number of engines. The host holds a copy of each state until it is written. `save` and
     `makedirs` raise no errors of the disk, because the other ranks would then wait for this one at DeepSpeed's
-    barriers; `wait` raises them.
-
-    Args:
-        on_each_machine: the first rank of each machine, not only rank 0, writes what all ranks share.
+    barriers; `wait` raises them. With `on_each_machine` the first rank of each machine, not only rank 0, writes what
+    all ranks share.
     """
 
     def __init__(self, on_each_machine: bool = False) -> None:
@@ -63,11 +61,7 @@ class BackgroundWriter(CheckpointEngine):
             self._problem = self._problem or problem
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy the state as it is now, and let the thread write it to `path`.
-
-        Raises:
-            TypeError: it contains a value that `load_file` would refuse.
-        """
+        """Copy the state as it is now, and let the thread write it. `TypeError`: `load_file` would refuse a value."""
         self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
@@ -81,16 +75,10 @@ class BackgroundWriter(CheckpointEngine):
         return all(future.done() for future in self._written.values())
 
     def wait(self) -> dict[Path, tuple[int, str]]:
-        """Wait until everything that was saved since the last call is on the disk, however long the disk takes.
+        """Wait until all that was saved is on the disk; returns length and SHA-256 (hex) of each file of this rank.
 
-        The writing thread sends no heartbeat: training runs at the same time, and a heartbeat of this thread would hide
-        that training hangs.
-
-        Returns:
-            For each file of this rank its length in bytes and the SHA-256 of its content, as 64 hex digits.
-
-        Raises:
-            OSError: a file could not be written. The writer can be used again.
+        Only files since the last call count. The thread sends no heartbeat: it would hide that training, which runs at
+        the same time, hangs. Raises the `OSError` of a file that could not be written; the writer can be used again.
         """
         written, problem = self._written, self._problem
         self._written, self._problem = {}, None
@@ -148,10 +136,8 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
     """A copy of nested containers in which every tensor is a contiguous copy in host memory.
 
     A view becomes a tensor of only its elements, so that a file does not contain the buffer behind it. Two names of one
-    tensor (tied weights) share one copy, so that `torch.save` writes it once.
-
-    Raises:
-        TypeError: a value has a class that `load_file` refuses; the message says where.
+    tensor (tied weights) share one copy, so that `torch.save` writes it once. Raises `TypeError`, which says where, for
+    a class that `load_file` refuses.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
@@ -172,12 +158,7 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """Load a file of `BackgroundWriter`. Tensors are mapped from the file: copy those that must outlive it.
-
-    Raises:
-        UserError: the file is no archive of torch, or contains an object of a class that no engine saves. No code in it
-            has been executed.
-    """
+    """Load a file of `BackgroundWriter`, executing no code. Tensors are mapped: copy those that must outlive it."""
     try:
         with torch.serialization.safe_globals(_CLASSES):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -95,13 +95,9 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A setting that differs.
+    """A setting (flag, derived batch size or input) that differs. `before` and `after` are texts, None without one.
 
-    Attributes:
-        name: of a flag, of a derived batch size, or of an input.
-        before: the value in the checkpoint, as text for a diff; None if the checkpoint does not have the setting.
-        after: the value now, in the same form.
-        matters: whether the run would compute something else, or in another order.
+    `matters`: whether the run would compute something else, or in another order.
     """
 
     name: str
@@ -111,17 +107,11 @@ class ConfigChange:
 
 
 def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigChange]:
-    """The differences between the configuration of a checkpoint and that of this run.
+    """The differences between the configurations of a checkpoint and of this run, those that matter first.
 
-    Args:
-        saved: `Manifest.config`.
-        now: `RunIdentity.config` of this run: flags, fingerprints of the inputs, and the derived batch sizes
-            `rows_per_update` (rows of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts of a PPO
-            step over all ranks) and, where it affects more than rounding, `ranks`.
-
-    Returns:
-        The changes, without flags that left (`note_on_retired` names them): first those that matter, then the others,
-        each in the order of `now`.
+    They hold flags, fingerprints of the inputs, and the derived batch sizes `rows_per_update` (rows of an optimizer
+    step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it affects more
+    than rounding, `ranks`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     saved = {name: without_credentials(value) for name, value in saved.items()}  # an earlier version saved them
@@ -156,8 +146,7 @@ def _with_place(name: str) -> str:
 
 
 def _resolved(value: Any) -> Any:
-    """The value of a flag in `PATHS`, with absolute paths in place of those of files and folders that exist; what
-    follows a path, such as a weight or the name of a function, stays."""
+    """The value of a flag in `PATHS`, its files and folders that exist as absolute paths; what follows a path stays."""
     if isinstance(value, list):
         return [_resolved(item) for item in value]
     if not isinstance(value, str):
@@ -186,16 +175,9 @@ def _short(value: str | None) -> str:
 
 
 def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:
-    """Refuse to resume under a configuration that computes something else.
+    """Refuse, without `--resume_force`, to resume under a configuration that computes something else.
 
-    Args:
-        folder: of the checkpoint.
-        changes: from `compare_configs`.
-        force: `--resume_force`.
-
-    Raises:
-        UserError: a change matters, and `force` is False. The message shows these changes, and flags that are factors
-            of a changed batch size.
+    The message shows the changes that matter, and flags that are factors of a changed batch size.
     """
     matter = {change.name for change in changes if change.matters}
     if matter and not force:

@@ -50,11 +50,7 @@ def layout(engine: Engine) -> dict[str, Any]:
 
 
 def model_states(folder: Path) -> dict[str, Any]:
-    """The file of rank 0 with counters, schedule and (except at stage 3) weights.
-
-    Raises:
-        UserError: `folder` has no such file, or it cannot be opened.
-    """
+    """The file of rank 0 with counters, schedule and (except at stage 3) weights."""
     found = sorted((folder / TAG).glob("*mp_rank_00_model_states.pt"))
     if not found:
         raise UserError(f"{folder}: holds no states of an engine ({TAG}/*_model_states.pt is missing)")
@@ -62,8 +58,7 @@ def model_states(folder: Path) -> dict[str, Any]:
 
 
 def trained_state(module: nn.Module) -> dict[str, Any]:
-    """The entries of `module.state_dict()` that training changes: parameters that train, under all their names, and
-    buffers. The rest is frozen weights, and what a quantised layer stores with them."""
+    """The entries of `module.state_dict()` that training changes: weights that train, under all names, and buffers."""
     names = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
     names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name in names}
@@ -82,10 +77,10 @@ def has_layout_of(engine: Engine, folder: Path) -> bool:
 
 
 def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
-    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective.
+    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective, between steps.
 
-    Call it between optimizer steps. The files hold the states of this moment; they are complete after `writer.wait()`.
-    `wait` raises errors of the disk only on the ranks where they occur: synchronise them.
+    The files hold the states of this moment; they are complete after `writer.wait()`, which raises errors of the disk
+    only on the ranks where they occur: synchronise them.
     """
     names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
     frozen = [name for name, weight in engine.module.named_parameters() if not weight.requires_grad]
@@ -99,9 +94,7 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
 def load_engine(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective.
 
-    Raises:
-        UserError: the layout differs (see `reshard.load_engine_resharded`), other parameters train, or a file is
-            missing or not safe.
+    For another layout see `reshard.load_engine_resharded`.
     """
     common = model_states(folder)
     saved, own = common.get(LAYOUT, {}), layout(engine)

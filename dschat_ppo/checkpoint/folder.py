@@ -30,11 +30,7 @@ def checkpoint_name(step: int, update: int = 0) -> str:
 
 
 class CheckpointFolder:
-    """`checkpoints/` inside an output folder.
-
-    Args:
-        output: `--output_dir`.
-    """
+    """`checkpoints/` inside the output folder."""
 
     def __init__(self, output: Path):
         self.root = output / "checkpoints"
@@ -52,9 +48,6 @@ class CheckpointFolder:
         """Remove what a crash left incomplete. Once at the start, with the lock held.
 
         A checkpoint that was being replaced by one of the same name gets its name back if the new one is not there.
-
-        Raises:
-            OSError: a file cannot be removed.
         """
         for path in list(self.root.iterdir()) if self.root.is_dir() else []:
             if path.name.endswith(REPLACED):
@@ -66,11 +59,7 @@ class CheckpointFolder:
                 _remove(path)
 
     def partial(self, name: str) -> Path:
-        """Make a new, empty folder for the files of checkpoint `name`, until `commit`.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make a new, empty folder for the files of checkpoint `name`, until `commit`."""
         path = self.root / f"{name}{PARTIAL}"
         if path.exists():
             _remove(path)
@@ -80,11 +69,7 @@ class CheckpointFolder:
     def commit(self, name: str) -> None:
         """Give the complete folder its name, once its files and manifest are on the disk. `latest` is written last.
 
-        An older checkpoint of that name (a damaged one, for example) is replaced.
-
-        Raises:
-            StorageError: files are missing or truncated; it is not committed.
-            OSError: the disk reports an error.
+        An older checkpoint of that name is replaced. `StorageError`: files are missing or truncated.
         """
         partial, place = self.root / f"{name}{PARTIAL}", self.root / name
         fault = damage(partial, checksums=False)
@@ -113,14 +98,9 @@ class CheckpointFolder:
         return None
 
     def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
-        """The checkpoint to resume from.
+        """(name of the newest intact checkpoint or None, a line for each fault). (None, []): none was ever saved here.
 
-        Args:
-            checksums: False checks only manifests and sizes.
-
-        Returns:
-            (name of the newest intact checkpoint, or None; a line for each fault that was found). No name and no
-            lines: no checkpoint was ever saved here.
+        Without `checksums` it checks only manifests and sizes.
         """
         names = self.names()
         complaints = self._faults_of_latest(names)
@@ -132,21 +112,10 @@ class CheckpointFolder:
         return None, complaints
 
     def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
-        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay, judged by manifests and sizes.
+        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay; returns the removed names.
 
-        Nothing is removed while the newest checkpoint is damaged, or fewer than `limit` are intact. `best`, and
-        those of `protect`, always stay.
-
-        Args:
-            limit: 1 or more.
-            protect: names of further checkpoints to keep.
-
-        Returns:
-            Names of the removed checkpoints.
-
-        Raises:
-            ValueError: `limit` is below 1.
-            OSError: one cannot be removed.
+        Manifests and sizes tell which are intact. Nothing is removed while the newest checkpoint is damaged, or fewer
+        than `limit` are intact. `best`, and those named by `protect`, always stay.
         """
         if limit < 1:
             raise ValueError(f"at least one checkpoint must stay, so the limit cannot be {limit}")
@@ -160,11 +129,7 @@ class CheckpointFolder:
         return doomed
 
     def remove_all(self) -> int:
-        """Remove all checkpoints, the newest last, and return their size in bytes. Quarantined ones stay.
-
-        Raises:
-            OSError: one cannot be removed.
-        """
+        """Remove all checkpoints, the newest last, and return their size in bytes. Quarantined ones stay."""
         names = self.names()
         size = sum(file.stat().st_size for name in names for file in (self.root / name).rglob("*") if file.is_file())
         self._remove_checkpoints(names)
@@ -180,12 +145,7 @@ class CheckpointFolder:
             _remove(removed)
 
     def quarantine_after(self, checkpoint: Path) -> None:
-        """Rename the checkpoints that are later than this one, so that no run resumes from them.
-
-        Raises:
-            UserError: the manifest of `checkpoint` cannot be read.
-            OSError: one cannot be renamed.
-        """
+        """Rename the checkpoints that are later than this one, so that no run resumes from them."""
         manifest = Manifest.read(checkpoint)
         for name in self.names(since=(manifest.step, manifest.update + 1)):
             places = (self.root / f"{name}{QUARANTINED}{number or ''}" for number in count())
@@ -196,11 +156,7 @@ class CheckpointFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Convert a failure to write in the block into an error for the user.
-
-        Raises:
-            StorageError: for an `OSError` in the block.
-        """
+        """Turn an `OSError` in the block into a `StorageError`."""
         try:
             yield
         except OSError as problem:

@@ -29,8 +29,7 @@ class HeldCheckpoint:
 
 @dataclass(frozen=True)
 class HeldByMachine:
-    """The checkpoints in the output folder of a machine: its intact parts, oldest first, and the faults of the damaged
-    ones."""
+    """The checkpoints in the output folder of a machine: its intact parts, oldest first, and faults of damaged ones."""
 
     host: str
     ranks: tuple[int, ...]
@@ -46,12 +45,8 @@ class HeldByMachine:
 def newest_on_all_machines(output: Path, named: str | None = None) -> str | None:
     """Name of the newest checkpoint whose parts are intact on all machines; None: no machine has any. Collective.
 
-    Args:
-        output: `--output_dir`, on each machine a folder on its own disk.
-        named: folder of a checkpoint, to use only that one; then its path is returned.
-
-    Raises:
-        UserError: machines have checkpoints, but none has all its parts; the same on every rank.
+    `named`: the folder of the only checkpoint to use; then its path is returned. If machines have checkpoints, but none
+    has all its parts, every rank raises the same `UserError`.
     """
     refused: dict[str, str] = {}  # name -> what is broken
     while True:
@@ -76,8 +71,7 @@ def newest_on_all_machines(output: Path, named: str | None = None) -> str | None
 def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
     """The newest checkpoint for which each machine has the files of its ranks; None: no machine has any.
 
-    Raises:
-        UserError: there are parts, but no complete checkpoint; the message names the machine without its part.
+    The `UserError`, if there are only parts, names the machine without its part.
     """
     if not any(machine.parts or machine.faults for machine in held):
         return None
@@ -97,8 +91,7 @@ def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
 
 
 def _position(name: str) -> list[int]:
-    """[step] or [step, update] of a checkpoint's name, by which checkpoints are ordered: names of a million steps and
-    more have more digits."""
+    """[step] or [step, update] of a checkpoint's name, which orders checkpoints: large steps have more digits."""
     return [int(number) for number in re.findall(r"\d+", Path(name).name)]
 
 

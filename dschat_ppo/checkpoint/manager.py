@@ -47,19 +47,11 @@ def rank_file(rank: int) -> str:
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
-    """Restore the state in a checkpoint folder into a freshly built trainer. Collective.
+    """Restore the state in an intact checkpoint folder into a freshly built trainer. Collective.
 
     With the ranks, ZeRO stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with
-    `--deterministic`). With different ones it reads the data in the same order, but its numbers differ by rounding, and
-    its dropout masks differ.
-
-    Args:
-        folder: an intact checkpoint.
-        trainer: receives the state.
-        seed: of the run.
-
-    Raises:
-        UserError: the layout has changed, which needs the files of all ranks, and this machine has only its own.
+    `--deterministic`). With different ones, which needs the files of all ranks, it reads the data in the same order,
+    but its numbers differ by rounding, and its dropout masks differ.
     """
     manifest = Manifest.read(folder)
     is_part = manifest.ranks is not None and len(manifest.ranks) < manifest.world_size
@@ -100,8 +92,7 @@ def package_versions() -> dict[str, str]:
 
 @contextmanager
 def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
-    """Keep the learning rate, its schedule, betas, epsilon and weight decay that the engine was built with, while
-    the block loads states with other values (`--resume_force`)."""
+    """Keep rate, schedule, betas, epsilon and weight decay while the block loads others (`--resume_force`)."""
     scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
     rates = list(scheduler.base_lrs)
     settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
@@ -193,8 +184,7 @@ class CheckpointManager:
     def _save(self) -> None:
         """Commit the previous checkpoint, then copy the state and start to write it. Collective.
 
-        Raises:
-            NonFiniteError: a weight is not finite; the previous checkpoint remains the newest.
+        If a weight is not finite, it raises `NonFiniteError`, and the previous checkpoint remains the newest.
         """
         if self._pending is not None:
             self._commit()
@@ -235,9 +225,9 @@ class CheckpointManager:
             (folder / role / "state").mkdir(parents=True)
 
     def _write_small_files(self, folder: Path) -> Written:
-        """The state that all ranks share and a copy of the metrics: small, so written in the foreground.
+        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground.
 
-        Rank 0 writes both. With `--local_checkpoints` each machine gets a copy of the first. Collective then.
+        With `--local_checkpoints` each machine gets a copy of the first. Collective then.
         """
         written: Written = {}, None
         try:
@@ -300,10 +290,7 @@ class CheckpointManager:
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
     def _on_writers(self, write: Callable[[], None]) -> None:
-        """Write to the disk on rank 0, or on the first rank of each machine that has its own folder.
-
-        If that fails, all ranks raise `StorageError`. Collective.
-        """
+        """Write on rank 0, or the first rank of each machine with its own folder. Collective; all raise the error."""
         problem = None
         if self._writes:
             try:

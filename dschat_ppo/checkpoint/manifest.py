@@ -57,10 +57,8 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        kind: the step.
         step: optimizer steps done (PPO steps in step 3).
         update: updates done of the PPO step after it.
-        world_size: number of ranks.
         config: `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs.
         versions: package -> version.
         data: fingerprint of the training rows.
@@ -87,22 +85,14 @@ class Manifest:
     ranks: list[int] | None = None
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json` durably. It is the last file of a checkpoint.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write `folder/manifest.json` durably. It is the last file of a checkpoint."""
         content = asdict(self)
         sealed = {**content, _OWN_CHECKSUM: _seal(content)}
         write_text(folder / FILE_NAME, json.dumps(sealed, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint folder.
-
-        Raises:
-            UserError: there is none, or it cannot be used; the message names the folder and the fault.
-        """
+        """The manifest of a checkpoint folder. A `UserError` names the folder and the fault."""
         found = read_manifest(folder)
         if isinstance(found, str):
             raise UserError(f"checkpoint {folder}: {found}")
@@ -117,12 +107,8 @@ def describe_file(path: Path) -> FileEntry:
 def damage(folder: Path, checksums: bool = True) -> str | None:
     """The first fault of a checkpoint folder; None: it is intact.
 
-    All sizes are checked before the first checksum, because checksums read everything. The manifest's own checksum is
-    always checked.
-
-    Args:
-        folder: of the checkpoint.
-        checksums: False checks only the manifest and the sizes.
+    All sizes are checked before the first checksum, because checksums read everything. Without `checksums` only those
+    and the manifest are, and the manifest's own checksum.
     """
     manifest = read_manifest(folder)
     if isinstance(manifest, str):

@@ -5,13 +5,12 @@ same order. A `Fragment` describes which elements of which parameter lie where. 
 saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
 second set of files, without more memory than this rank's part, and without unpickling more than `load_file` allows.
 
-DeepSpeed's universal checkpoints (`ds_to_universal` converts, `load_universal` loads) were tried (0.19.8; 2 ranks to 1)
-and are not sufficient: stage 3 cannot load a folder that stage 2 saved, nor the reverse, because each looks for the
-other's files; stage 3 takes the settings of the first parameter group for all groups, so biases and norms begin to
-decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is unpickled with
-`weights_only=False` and written twice more. `safe_set_full_optimizer_state` is not sufficient either: at stages 1 and 2
-it handles only the moments of the first parameter group, and none before the first step. `ds_to_universal` can still
-convert the files of stages 1 to 3 for other uses; the tests compare with it.
+DeepSpeed's universal checkpoints were tried (0.19.8; 2 ranks to 1) and are not sufficient: stage 3 cannot load a folder
+that stage 2 saved, nor the reverse; stage 3 takes the settings of the first parameter group for all groups, so biases
+and norms begin to decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is
+unpickled with `weights_only=False` and written twice more. `safe_set_full_optimizer_state` handles, at stages 1 and 2,
+only the moments of the first parameter group, and none before the first step. `ds_to_universal` can still convert the
+files of stages 1 to 3 for other uses; the tests compare with it.
 """
 
 from __future__ import annotations
@@ -90,9 +89,6 @@ def load_engine_resharded(engine: Engine, folder: Path) -> None:
     Weights (the fp32 masters, if any), moments, step count, learning rate, schedule and counters are restored bit for
     bit; further training differs by rounding. The loss scale is restored if the dtype is the same. Betas, epsilon and
     weight decay remain those of the engine. Frozen parameters stay as built.
-
-    Raises:
-        UserError: the states belong to another model, are incomplete, or lie in a file that is not safe to open.
     """
     common = model_states(folder)
     shards = read_shards(folder, common)
@@ -111,11 +107,7 @@ def load_engine_resharded(engine: Engine, folder: Path) -> None:
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
-    """The states of all ranks that saved, in rank order. `common` is `model_states(folder)`.
-
-    Raises:
-        UserError: a rank's file is missing or not safe to open.
-    """
+    """The states of all ranks that saved, in rank order. `common` is `model_states(folder)`."""
     if common["optimizer"] is not None:  # stage 0 in fp32: every rank holds everything, in a plain torch optimizer
         names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
         weights = [common["module"][name].flatten() for name in names]
@@ -161,11 +153,7 @@ def _shard(
 
 
 def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
-    """ZeRO-3: each parameter is padded and divided into equal parts, one for each rank.
-
-    Args:
-        shapes: for each flat tensor: parameter -> shape, in order.
-    """
+    """ZeRO-3 pads each parameter and divides it into equal parts, one for each rank. `shapes`: of each flat tensor."""
     fragments = []
     for flat, group in enumerate(shapes):
         offset = 0
@@ -214,15 +202,10 @@ def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Engi
 
 
 def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Flat tensors with the elements of the `wanted` fragments, copied from the shards; other elements are 0.
+    """For each flat tensor a dict as in `Shard.flats`, fp32 on the host, with the elements of the `wanted` fragments.
 
-    Args:
-        shards: of all ranks that saved.
-        wanted: the fragments of this rank.
-        lengths: of each flat tensor, in elements.
-
-    Returns:
-        For each flat tensor a dict as in `Shard.flats`, fp32 on the host; moments only after the first step.
+    Copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0. Moments only
+    after the first step.
     """
     saved = defaultdict(list)
     for shard in shards:
@@ -246,9 +229,6 @@ def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str
     """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold.
 
     One at a time: the states themselves stay in their mapped files. `common` is `model_states(folder)`.
-
-    Raises:
-        UserError: the states are incomplete, or a file is missing or not safe to open.
     """
     pieces = defaultdict(list)
     for shard in read_shards(folder, common):

@@ -14,10 +14,8 @@ from dschat_ppo.types import Engine
 class RankStates:
     """The `rank_state` of each rank of the saved run; the files may be large.
 
-    Attributes:
-        own: the state of this rank; None if the run was saved on another number of ranks.
-        read_all: reads the states of all ranks that saved, from rank 0 on, one at a time, so that the ranks of now can
-            divide them again.
+    `own`: of this rank; None if the run was saved on another number of ranks. `read_all` reads those of all ranks that
+    saved, from rank 0 on, one at a time, so that the ranks of now can divide them again.
     """
 
     own: dict[str, Any] | None
@@ -25,15 +23,10 @@ class RankStates:
 
 
 def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
-    """Restore a part of a trainer that is on now from its saved state.
+    """Restore a part of a trainer that is on now, by `flag`, from its saved state.
 
-    If it was off when the checkpoint was saved (`--resume_force`), there is no state: it stays as it was built, and a
-    line is logged.
-
-    Args:
-        flag: the flag that turns it on.
-        state: None or empty if there is none.
-        load: called with the state.
+    If it was off when the checkpoint was saved (`--resume_force`), the state is None or empty: the part stays as it was
+    built, and a line is logged.
     """
     if state:
         load(state)
@@ -75,21 +68,13 @@ class Checkpointer(Protocol):
     """What a trainer calls where its state can be saved. Collective."""
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if one is due; end the run if a stop was requested.
-
-        Raises:
-            StopRequested: the state is saved and the run is to end.
-        """
+        """Save a checkpoint if one is due. If a stop was requested, save the state and raise `StopRequested`."""
 
     def stop_requested(self) -> bool:
         """Whether any rank received a stop request."""
 
     def stop_if(self, reason: str | None) -> None:
-        """Save a checkpoint and end the run if rank 0 has a reason.
-
-        Raises:
-            UnhealthyRun: with the reason.
-        """
+        """Save a checkpoint and end the run by `UnhealthyRun` if rank 0 has a reason."""
 
 
 class _NoCheckpoints:

@@ -24,18 +24,9 @@ def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ove
     """The checkpoint folder from which the run resumes; None: it starts from scratch. Collective.
 
     Damaged checkpoints are reported. Checkpoints in `output` that are later than the one found (damaged, or not the one
-    named by `--resume`) are quarantined: renamed, so that no later run resumes from them.
-
-    Args:
-        output: `--output_dir`.
-        flags: `--resume` and `--resume_force`.
-        identity: of the run that starts.
-        overwrite: `--overwrite_output_dir`. Then `--resume auto` resumes only from an interrupted run of the same
-            identity, so that the same command resumes after a crash and starts from scratch otherwise.
-
-    Raises:
-        UserError: the named checkpoint cannot be used, or all are damaged, or the settings of the checkpoint differ in
-            a way that changes the result; the same on every rank.
+    named by `--resume`) are quarantined: renamed, so that no later run resumes from them. With `overwrite`, `--resume
+    auto` resumes only from an interrupted run of the same identity, so that the same command resumes after a crash and
+    starts from scratch otherwise. Every rank raises the same `UserError`.
     """
     if flags.resume == NEVER:
         return None

@@ -33,8 +33,8 @@ def capture_rng_state() -> dict[str, Any]:
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Set the global streams to the state of `capture_rng_state`.
 
-    On a machine with another number of GPUs only this rank's own GPU gets its stream back. If only the state or only
-    the machine has GPUs, the streams of GPUs stay unchanged.
+    With another number of GPUs only this rank's own GPU gets its stream back. If only the state or only the machine has
+    GPUs, their streams stay.
     """
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))

@@ -23,24 +23,14 @@ _OF_ONE_START = ("local_rank", "config")  # flags that describe how the command 
 
 
 def write_config(config: Any, folder: Path) -> Path:
-    """Write the resolved configuration to `folder/config.yaml`, durably, in the format that `--config` reads.
-
-    Raises:
-        OSError: it cannot be written; the old content remains.
-    """
+    """Write the resolved configuration to `folder/config.yaml`, durably, in the format that `--config` reads."""
     return _write_flags(flatten(config), folder)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The flags of the earlier run in an output folder, by name.
+    """The flags of the earlier run in an output folder, by name; None if neither file has them.
 
     If `config.yaml` cannot be read, it is restored from the newest intact checkpoint.
-
-    Returns:
-        The flags; None if neither file has them.
-
-    Raises:
-        OSError: `config.yaml` cannot be written.
     """
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
@@ -70,14 +60,7 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
 
     A file whose lines are not those of the run (changed, doubled, with other line ends, added by hand) is kept under
     another name. Later lines of the run itself stay; `MetricsWriter` cuts them off, since their steps are repeated.
-
-    Args:
-        output: `--output_dir`.
-        checkpoint: the checkpoint in it from which the run resumes. Those of an earlier version hold no copy of the
-            metrics: then nothing is done.
-
-    Raises:
-        OSError: the file cannot be written.
+    Checkpoints of an earlier version hold no copy of the metrics: then nothing is done.
     """
     manifest, path = Manifest.read(checkpoint), output / METRICS
     saved = manifest.files.get(METRICS)

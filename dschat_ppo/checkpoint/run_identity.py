@@ -39,13 +39,7 @@ _READ_WHOLE = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes.
-
-    Attributes:
-        kind: the step.
-        config: flag -> value, derived batch sizes, and the fingerprints of `input_fingerprints`.
-        data: fingerprint of the training rows.
-    """
+    """What a run computes: flags, derived batch sizes and `input_fingerprints` in `config`, the rows' one in `data`."""
 
     kind: Literal["sft", "reward", "ppo"]
     config: dict[str, Any]
@@ -56,11 +50,7 @@ class RunIdentity:
 class RunInputs:
     """What a run reads. The keys and flags name an input in a diff; None: the run has no such input.
 
-    Attributes:
-        train: token rows of training.
-        rows: name -> further token rows.
-        models: (flag, local folder) of each model.
-        files: (flag, path) of each file.
+    `rows`: name -> further token rows. `models` and `files`: (flag, local folder or path) of each.
     """
 
     train: Dataset | StreamedRows
@@ -72,17 +62,9 @@ class RunInputs:
 def identify_run(
     kind: Literal["sft", "reward", "ppo"], config: Any, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
-    """The identity of a run. Only rank 0, and the first rank of each machine, reads the inputs: on other ranks the
-    fingerprints are missing.
+    """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`.
 
-    Args:
-        kind: the step.
-        config: the configuration of the step.
-        inputs: what the run reads.
-        derived: derived batch sizes, see `config_diff.PRODUCTS`.
-
-    Raises:
-        OSError: an input cannot be read.
+    Only rank 0, and the first rank of each machine, reads the inputs: other ranks have no fingerprints.
     """
     settings = flatten(config) | dict(derived)
     if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
@@ -91,15 +73,7 @@ def identify_run(
 
 
 def require_same_on_machines(identity: RunIdentity, versions: Mapping[str, str]) -> None:
-    """Require the same flags, data, models and packages on every machine. Collective; nothing on one machine.
-
-    Args:
-        identity: of the run, as this machine reads it.
-        versions: package -> version.
-
-    Raises:
-        UserError: a machine differs from the first one; the message names what differs.
-    """
+    """Require the same flags, data, models and packages on every machine. Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
     settings = {name: str(value) for name, value in identity.config.items() if name != "local_rank"}
@@ -120,9 +94,6 @@ def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
     """Name -> first hex digits of the SHA-256 of each input, except the training rows.
 
     Evaluation rows are included although no step trains on them: they decide which model is the best.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
     found |= {contents_of(flag): model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
@@ -136,16 +107,7 @@ def contents_of(flag: str) -> str:
 
 
 def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:
-    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded no fingerprint.
-
-    Args:
-        config: `Manifest.config` of the run.
-        flag: of the model.
-        folder: wherever the model is now.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded no fingerprint."""
     saved = config.get(contents_of(flag))
     return saved is None or saved == model_fingerprint(folder)[:_SHORT]
 
@@ -157,8 +119,8 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
     the hub.
 
     From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
-    row: reading a million shuffled rows takes minutes. Fewer rows are read whole. Manifests of earlier versions hold
-    their fingerprints, so columns that those did not have are omitted.
+    row: reading a million shuffled rows takes minutes. Manifests of earlier versions hold their fingerprints, so
+    columns that those did not have are omitted.
     """
     if isinstance(rows, StreamedRows):
         return rows.fingerprint
@@ -188,11 +150,8 @@ def model_fingerprint(folder: str | Path) -> str:
     """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of samples of its weights.
 
     For each file of weights it covers the name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the
-    first byte to the last. Smaller files are read whole. Training changes nearly every weight, so any block detects
-    another model. A change of a few weights in a large file may lie between two blocks.
-
-    Raises:
-        OSError: a file cannot be read.
+    first byte to the last. Training changes nearly every weight, so any block detects another model. A change of a few
+    weights in a large file may lie between two blocks.
     """
     digest = hashlib.sha256()
     for patterns in (_READ_WHOLE, _WEIGHTS):

@@ -19,14 +19,8 @@ _PLAIN = (str, int, float, bool, type(None))
 def save_state(path: Path, state: dict[Any, Any]) -> None:
     """Write a state for `load_state`, durably: after a crash at any moment the file holds the old state or the new one.
 
-    Args:
-        path: of the file.
-        state: nested dicts (keys: text or integers), lists and tuples of tensors and plain values. Tensors are stored
-            without their gradient, on the CPU; of a view only its elements are stored.
-
-    Raises:
-        TypeError: it contains another value, which `load_state` would refuse; the message says where.
-        OSError: it cannot be written; the old content remains.
+    The state is nested dicts (keys: text or integers), lists and tuples of tensors and plain values. Tensors are stored
+    without their gradient, on the CPU; of a view only its elements. `TypeError` for another value says where.
     """
     # Serialised in memory first: torch raises several kinds of exceptions for a full disk, `write_file` only OSError.
     buffer = io.BytesIO()
@@ -35,11 +29,7 @@ def save_state(path: Path, state: dict[Any, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[Any, Any]:
-    """Load a state that `save_state` wrote, with tensors on the CPU. No code in the file is ever executed.
-
-    Raises:
-        UserError: it cannot be read, is damaged, or contains other objects than tensors and plain values.
-    """
+    """Load a state that `save_state` wrote, with tensors on the CPU. No code in the file is ever executed."""
     try:
         with watchdog_paused():
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -54,8 +44,7 @@ def load_state(path: Path) -> dict[Any, Any]:
 
 
 def _storable(value: Any, where: str) -> Any:
-    """`value` as it is stored. Types are compared exactly: numpy's float64, an enumeration and a named tuple are
-    subclasses of float, int and tuple, but the loader refuses them."""
+    """`value` as it is stored. Types are compared exactly: the loader refuses subclasses such as numpy's float64."""
     kind = type(value)
     if kind in _PLAIN:
         return value

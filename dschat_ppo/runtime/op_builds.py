@@ -109,7 +109,7 @@ def load_operator(builder: str) -> None:
 
 @contextmanager
 def explained(name: str, folder: Path) -> Iterator[None]:
-    """Turn errors of DeepSpeed and torch that operator `name` cannot be compiled in `folder` or loaded into a `UserError`.
+    """Turn what DeepSpeed and torch raise where operator `name` cannot be compiled or loaded into a `UserError`.
 
     It says what is missing or out of date. Other errors pass, and so do all during a stop, which ends compilers.
     """
@@ -217,7 +217,7 @@ def _lock_holder(lock: Any) -> str | None:
 
 
 def _unlocked_compiler(folder: Path) -> str | None:
-    """The process that compiles in the folder without this project's lock. None: none does, and torch's lock is removed.
+    """The process that compiles in the folder without this project's lock. None: none does; torch's lock is removed.
 
     Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that no
     process has open at two checks is stale. From 2.14 on the kernel locks the file, which then stays and stops nobody.
