@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 import dschat_ppo
@@ -19,11 +22,11 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
 from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
 from dschat_ppo.checkpoint.reshard import load_engine_resharded
 from dschat_ppo.checkpoint.resumable import RankStates, Resumable
-from dschat_ppo.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, write_file
+from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import seed_this_rank
@@ -302,3 +305,41 @@ class CheckpointManager:
         problem = synchronise(problem)
         if problem is not None:
             raise StorageError(problem)
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """The state of the global streams of Python, numpy and torch (CPU and GPUs), in the form of `save_state`."""
+    version, words, python_normal = random.getstate()
+    legacy: dict[str, Any] = np.random.get_state(legacy=False)
+    return {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "normal": python_normal},
+        "numpy": {
+            "kind": str(legacy["bit_generator"]),
+            "words": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+            "position": int(legacy["state"]["pos"]),
+            "has_normal": int(legacy["has_gauss"]),
+            "normal": float(legacy["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+        "gpus": torch.cuda.get_rng_state_all() if on_gpu() else [],
+        "gpu": torch.cuda.current_device() if on_gpu() else 0,
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Set the global streams to the state of `capture_rng_state`.
+
+    With another number of GPUs only this rank's own GPU gets its stream back. If only the state or only the machine has
+    GPUs, their streams stay.
+    """
+    python, legacy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
+    words = legacy["words"].numpy().astype(np.uint32)
+    np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_normal"], legacy["normal"]))
+    torch.set_rng_state(state["torch"])
+    if not state["gpus"] or not on_gpu():
+        return
+    if len(state["gpus"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["gpus"])
+    else:
+        torch.cuda.set_rng_state(state["gpus"][state["gpu"]])

@@ -16,22 +16,20 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, register_rendezvous_handler
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, ranks
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds, offer_all_reduce
 from dschat_ppo.runtime.processes import ancestor
-from dschat_ppo.runtime.shared_memory import (
-    CPU_RANK_BYTES,
-    MORE,
-    SHARED_MEMORY,
-    lacks_shared_memory,
-    require_shared_memory,
-)
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 from dschat_ppo.runtime.unused_gpu import require_usable_gpu
 from dschat_ppo.runtime.waiting_for_ranks import connect, wait_for_all_ranks
 
+SHARED_MEMORY = Path("/dev/shm")  # Docker gives a container 64 MiB of it
+MIB = 2**20
+CPU_RANK_BYTES = 66 * MIB  # DeepSpeed's buffer for all-reduce on a CPU
+MORE = "give the container more (docker run --shm-size 8g, or --ipc host), or remount it: mount -o remount,size=8g"
+_NCCL_MESSAGE = "shared memory segment"
 ALLOCATOR = "expandable_segments:True"  # of torch's memory on a GPU
 _SCHEME = "dschat-ppo"
 _OWNER = "dschat_ppo/launch"
@@ -160,6 +158,28 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     if dist.machines() > 1:
         wait_for_all_ranks(store)
     yield PrefixStore("dschat_ppo", store), rank, int(os.environ["WORLD_SIZE"])
+
+
+def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+    """Check that shared memory has `rank_bytes` for each rank of this machine; they take them once all have joined.
+
+    The system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a bus
+    error, without a message.
+    """
+    if not folder.is_dir():
+        return
+    needed, space = ranks.local_world_size() * rank_bytes, os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if free < needed:
+        raise UserError(
+            f"{folder} has {free // MIB} MiB free, and the {ranks.local_world_size()} ranks of this machine need "
+            f"{-(-needed // MIB)} MiB of shared memory: {MORE} {folder}"
+        )
+
+
+def lacks_shared_memory(problem: BaseException) -> bool:
+    """Whether NCCL could not make a segment of shared memory, judged by its message."""
+    return isinstance(problem, RuntimeError) and _NCCL_MESSAGE in str(problem)
 
 
 register_rendezvous_handler(_SCHEME, _rendezvous)

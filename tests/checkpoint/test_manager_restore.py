@@ -8,9 +8,8 @@ from checkpoints import manifest_of
 from test_manager import Trainer
 
 from dschat_ppo.checkpoint import manager
-from dschat_ppo.checkpoint.manager import restore
+from dschat_ppo.checkpoint.manager import capture_rng_state, restore
 from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.state_file import save_state
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError

@@ -16,7 +16,7 @@ from dschat_ppo.commands import start_ranks
 from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.launch_environment import complete_environment
+from dschat_ppo.runtime.launch import complete_environment
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, TokenSum, watch
 
-from dschat_ppo.checkpoint.rng_state import capture_rng_state
+from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.engine.skip_update import random_state as optimizer_random_state
 from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.monitor.step_trace import StepTrace

@@ -10,9 +10,9 @@ from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resume import is_inside
-from dschat_ppo.checkpoint.rng_state import capture_rng_state
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.checkpoint.state_file import save_state
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
