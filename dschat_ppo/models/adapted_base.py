@@ -23,15 +23,9 @@ from dschat_ppo.models.quantisation import quantised_loading
 
 
 def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> PreTrainedModel:
-    """`model`, loaded from the base of `folder`, with its adapter.
+    """`model`, loaded from the base of `folder`, with its adapter, in place.
 
-    Args:
-        model: changed in place.
-        folder: model folder or adapter folder.
-        adapter: add such an adapter, or train that of `folder` further; None: merge that of `folder`.
-
-    Raises:
-        UserError: see `add_adapter` and `load_merged`.
+    `adapter`: add such an adapter, or train that of an adapter folder further; None: merge that of the folder.
     """
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
@@ -48,11 +42,7 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
 
 
 def check_adapter(build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None) -> None:
-    """Do what `adapted` does to the model that `build` makes, without weights.
-
-    Raises:
-        UserError: as `adapted`.
-    """
+    """Do what `adapted` does to the model that `build` makes, without weights."""
     if adapter is not None or is_adapter_folder(folder):
         _adapt(_without_weights(build), folder, adapter)
 

@@ -72,15 +72,7 @@ _NOT_NULL = (
 
 
 def check_adapter_values(settings: dict[str, Any], file: str) -> None:
-    """Refuse values that peft accepts and then fails on, or computes with.
-
-    Args:
-        settings: of `adapter_config.json`; others than those of LoRA are not checked.
-        file: flag and path, for the message.
-
-    Raises:
-        UserError: a value is of another type, or out of range.
-    """
+    """Refuse values in LoRA's `adapter_config.json` (`file`: flag and path) that peft accepts and then fails on."""
     for name, (kind, is_usable) in _KINDS.items():
         value = settings.get(name)
         if name in settings and not (is_usable(value) if value is not None else name not in _NOT_NULL):
@@ -88,16 +80,7 @@ def check_adapter_values(settings: dict[str, Any], file: str) -> None:
 
 
 def check_patterns(names: list[str], config: Any, folder: str) -> None:
-    """Try the regular expressions of a saved adapter on the names that peft will compare.
-
-    Args:
-        names: of the model's modules.
-        config: peft's `LoraConfig`.
-        folder: of the adapter.
-
-    Raises:
-        UserError: one takes too long, or has a syntax error.
-    """
+    """Refuse regular expressions of a saved adapter that take too long on `names`, the model's modules, or are none."""
     texts = [text for text in (config.target_modules, config.exclude_modules) if isinstance(text, str)]
     texts += [rf"(.*\.)?({text})$" for text in (*config.rank_pattern, *config.alpha_pattern)]
     layers = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern or []

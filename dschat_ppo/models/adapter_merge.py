@@ -25,13 +25,11 @@ def merged(
     exit restores the layers, and the original weights bit for bit: they are kept, not computed by subtraction. Layers
     with a quantised base keep their adapter unmerged.
 
-    The device holds the adapted weights twice inside the context, except those in `disposable`.
-
     Args:
         model: with whole weights and without hooks. Its weights and adapters must not change inside the context.
-        disposable: weights that are dropped after the context (copies gathered by ZeRO-3). They are merged in place.
-        originals_on_host: keep the original weights in host memory, so that the device holds one copy of them. This
-            costs two transfers of the adapted weights.
+        disposable: weights that are dropped after the context (copies gathered by ZeRO-3), so they are merged in place.
+            The device holds the other adapted weights twice.
+        originals_on_host: keep the originals in host memory instead. This costs two transfers of the adapted weights.
     """
     dropped = set(disposable)
     layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}

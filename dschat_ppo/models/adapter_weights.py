@@ -18,11 +18,7 @@ LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not 
 def load_adapter_weights(model: PreTrainedModel, folder: str, name: str) -> dict[str, Tensor]:
     """Copy the weights in an adapter folder into the adapter `name` of `model`, and its whole layers into the model.
 
-    Returns:
-        The weights as the file has them, by their names in the model, on the model's device.
-
-    Raises:
-        UserError: names or shapes differ from those of the model.
+    Returns them as the file has them, by their names in the model, on its device.
     """
     import deepspeed
 
@@ -58,11 +54,9 @@ def merged_weight(layer: Any, name: str, weight: Tensor, a: Tensor, b: Tensor, m
     LoRA: `W + s B A`. DoRA: each row of this divided by its norm and multiplied by its magnitude.
 
     Args:
-        layer: peft's layer, for its scale s and its layout.
-        name: of the adapter.
+        layer: peft's layer, for its scale s and its layout; `name` is the adapter's.
         weight: of the base layer, (out, in), or (in, out) for GPT-2's `Conv1D`.
-        a: (rank, in).
-        b: (out, rank).
+        a, b: (rank, in) and (out, rank).
         magnitude: (out,) for DoRA; None for LoRA.
     """
     transposed = bool(layer.fan_in_fan_out)

@@ -68,17 +68,7 @@ class AdapterSettings:
 def adapter_settings(
     dim: int, module_name: str | None, flags: AdapterFlags, flag: str = "--lora_module_name"
 ) -> AdapterSettings | None:
-    """The adapter that the flags ask for; None without LoRA (rank 0).
-
-    Args:
-        dim: the rank.
-        module_name: parts of names of the adapted layers.
-        flags: what all adapters of a run share.
-        flag: that gives `module_name`, for messages.
-
-    Raises:
-        UserError: a package that the flags need is missing, or there is no GPU for quantised weights.
-    """
+    """The adapter of rank `dim` that the flags ask for; None with rank 0. `flag` gives `module_name`, the targets."""
     if dim == 0:
         return None
     require_extra("peft", "LoRA")
@@ -92,19 +82,12 @@ def adapter_settings(
 
 
 def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_module_name") -> list[str]:
-    """Full names of the layers of `model` that get LoRA, in the order of the model.
+    """Full names of the layers of `model` that get LoRA, in the order of the model, with adapters or before.
 
     Layers are linear (`nn.Linear`, GPT-2's `Conv1D`). Not among them: routers and experts that are one 3-D tensor, the
-    score head, an output head that is tied to the embedding, and layers that the model does not call.
-
-    Args:
-        model: before or after adapters are added; a layer with an adapter counts under its own name.
-        names: parts of names, separated by commas: a layer is taken if one of them occurs in its name, as in
-            DeepSpeed-Chat. None: all linear layers of the decoder blocks.
-        flag: that gives `names`, for the message.
-
-    Raises:
-        UserError: a part is in the name of no such layer.
+    score head, an output head that is tied to the embedding, and layers that the model does not call. A layer is taken
+    if a part of `names`, separated by commas, occurs in its name, as in DeepSpeed-Chat; None: all linear layers of the
+    decoder blocks.
     """
     usable = _linear_layers(model)
     if names is None:
@@ -163,15 +146,8 @@ def add_adapter(
     The weights under the adapter are frozen. With `settings.freeze_base` only the adapter and a score head train, and
     adapters that were added before; else all other weights that trained before train too.
 
-    Args:
-        model: whole, or partitioned by ZeRO-3 while it was built.
-        settings: of the adapter.
-        name: of the adapter; a model may have several, of which the first is active.
-        folder: adapter folder to start from; it keeps its own layers and scale.
-
-    Raises:
-        UserError: no layer has a name that the settings ask for; or the adapter of `folder` has another rank or kind,
-            or does not fit the model.
+    `name`: a model may have several adapters, of which the first is active. `folder`: adapter folder to start from; it
+    keeps its own layers and scale.
     """
     config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
@@ -197,11 +173,7 @@ def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
 
 
 def saved_config(folder: str) -> Any:
-    """peft's configuration of the adapter in `folder`.
-
-    Raises:
-        UserError: its settings cannot be read, or do not go together.
-    """
+    """peft's configuration of the adapter in `folder`."""
     from peft import LoraConfig
 
     settings = lora_settings(folder, "model")
@@ -278,11 +250,7 @@ def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
 
 
 def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSettings) -> Any:
-    """peft's configuration of the adapter in `folder`, to train it further in `model`, which may be of another kind.
-
-    Raises:
-        UserError: its rank or kind is not that of the settings.
-    """
+    """peft's configuration of the adapter in `folder`, to train it further in `model`, which may be of another kind."""
     flag = settings.flag.replace("module_name", "dim")
     config = saved_config(folder)
     if config.r != settings.rank:
@@ -318,12 +286,7 @@ def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
 def load_merged(model: PreTrainedModel, folder: str) -> None:
     """Merge the adapter in `folder` into the weights of `model`: the product in fp32, then rounded. In place.
 
-    Args:
-        model: the adapter's base, whole or partitioned by ZeRO-3 (then collective), before it gets an engine.
-        folder: adapter folder.
-
-    Raises:
-        UserError: the adapter does not fit the model.
+    `model` is the adapter's base, whole or partitioned by ZeRO-3 (then collective), before it gets an engine.
     """
     require_extra("peft", f"the adapter folder {folder}")
     import deepspeed

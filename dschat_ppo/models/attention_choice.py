@@ -20,15 +20,7 @@ HEAD_SIZES = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")  # lik
 
 
 def check_attention(choice: str, device: torch.device) -> None:
-    """Check that this machine can run the attention.
-
-    Args:
-        choice: the value of `--attn_implementation`.
-        device: of this rank.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that this machine can run the attention that `--attn_implementation` chooses."""
     if choice not in WITHOUT_MASKS:
         return
     if device.type == "cpu":
@@ -46,11 +38,7 @@ def check_attention(choice: str, device: torch.device) -> None:
 
 
 def _flash_caps() -> bool:
-    """Whether flash-attn has soft caps.
-
-    Raises:
-        UserError: its library was compiled for another torch.
-    """
+    """Whether flash-attn has soft caps. `UserError`: its library was compiled for another torch."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError as problem:
@@ -63,16 +51,7 @@ def _flash_caps() -> bool:
 
 
 def check_attention_of_model(choice: str, backbone: PreTrainedModel, named: str) -> None:
-    """Check that a model, built without its weights, can run the attention.
-
-    Args:
-        choice: the value of `--attn_implementation`.
-        backbone: of the model.
-        named: its flag and folder.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that a model, built without its weights, can run the attention; `named` is its flag and folder."""
     reason = None if choice == "auto" else reason_against(choice, backbone)
     if reason is not None:
         name = type(backbone).__name__
@@ -120,14 +99,7 @@ def attention_dropout(config: PretrainedConfig) -> float:
 def check_attention_dropout(choice: str, config: PretrainedConfig, dropout: float | None, named: str) -> None:
     """Check that a model that trains with flex attention has no dropout in its attention.
 
-    Args:
-        choice: the value of `--attn_implementation`.
-        config: of the model.
-        dropout: that replaces all of the config; None: nothing does.
-        named: its flag and folder.
-
-    Raises:
-        UserError: it has.
+    `dropout` replaces all of the config; None: nothing does.
     """
     share = attention_dropout(config) if dropout is None else dropout
     if choice == "flex_attention" and share > 0:

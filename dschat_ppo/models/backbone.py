@@ -53,9 +53,7 @@ def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterato
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     """Whether only the model's mask limits how far back a token sees; attention without a mask would see too much.
 
-    Args:
-        config: of the model.
-        received: the `sliding_window` that each layer passed to its attention.
+    `received`: the `sliding_window` that each layer passed to its attention.
     """
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None) is not None:
@@ -74,12 +72,7 @@ def backbone_of(lm: Any) -> Any:
 
 
 def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids` for models that take them; ALiBi models compute positions themselves.
-
-    Args:
-        model: language model or backbone.
-        positions: int64, counted from 0 in each row.
-    """
+    """`position_ids`, int64 from 0 in each row, for models that take them; ALiBi models compute them themselves."""
     if not accepts(model, "position_ids"):
         return {}
     return {"position_ids": positions + first_position(model.config)}
@@ -96,15 +89,10 @@ def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
 
 
 def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Last hidden states of a causal backbone, (B, T, H), in its dtype.
+    """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from slot 0 on.
 
     There is no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels
-    without a mask are faster. States after a row's end are meaningless.
-
-    Args:
-        backbone: the base model of a Hugging Face decoder.
-        input_ids: (B, T) int64, each row from slot 0 on.
-        lengths: (B,) int64, tokens of each row whose states are read.
+    without a mask are faster. States after the `lengths` (B,) int64 of the rows are meaningless.
     """
     padded = _in_few_widths(backbone, input_ids)
     output = backbone(
@@ -116,8 +104,7 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
 
 
 def _in_few_widths(backbone: Any, input_ids: Tensor) -> Tensor:
-    """(B, T) ids padded on the right to a multiple of `COLUMNS`, within the positions that the model has; as they are
-    if the config does not name them."""
+    """(B, T) ids padded on the right to a multiple of `COLUMNS`, within the positions that the config names."""
     width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
     positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
     wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))

@@ -23,10 +23,8 @@ MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
 class Parts:
     """Parts of a row, each of which attends to itself, and what the kernels need to know of them.
 
-    Attributes:
-        lengths: of the parts, which follow one another, none 0.
-        seen: for each part, columns (start, end) that all of its tokens see too, as if they were right before them;
-            empty if start = end. They are those of earlier parts. None: no part sees any.
+    `lengths`: of the parts, which follow one another, none 0. `seen`: for each part, columns (start, end) of earlier
+    parts that all of its tokens see too, as if they were right before them; start = end: none. None: no part sees any.
     """
 
     lengths: tuple[int, ...]
@@ -83,7 +81,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 def blockwise_attention(
     query: Tensor, key: Tensor, value: Tensor, parts: Parts, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """Causal attention inside each part of the rows.
+    """Causal attention inside each part of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
 
     Args:
         query: (b, heads, T, d) bf16 on a CPU.
@@ -91,9 +89,6 @@ def blockwise_attention(
         parts: of the T columns, the same in each row; together they are all columns.
         window: how many keys a query sees, its own among them; None: all.
         scale: of the logits; None: d ** -0.5.
-
-    Returns:
-        (b, heads, T, d of the values), laid out in memory as (b, T, heads, d).
     """
     assert sum(parts.lengths) == query.shape[2]
     found: Tensor = _BlockwiseAttention.apply(

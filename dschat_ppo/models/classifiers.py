@@ -25,13 +25,6 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
 
     The scalar head reads the state of every token, so the model must be causal. A classifier must have one label and a
     head named `score`. Other models get a new head, or must have the layout of DeepSpeed-Chat.
-
-    Args:
-        config: of the model.
-        folder: of the model, for the message.
-
-    Raises:
-        UserError: it can be neither.
     """
     check_architecture(config, folder, needs_lm=False)
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
@@ -53,13 +46,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
     If transformers has such a class it is used, so that plain transformers loads the saved model. Else it is
     `<Architecture>WithScalarHead`, which only this project loads: the architecture's base class, the language model's
-    backbone under its own name, and a linear head without bias.
-
-    Args:
-        config: of an architecture that passes `check_architecture`.
-
-    Raises:
-        Exception: almost any, if a setting of `config` or a missing package keeps transformers from building.
+    backbone under its own name, and a linear head without bias. A setting of `config` may keep transformers from
+    building: almost any exception.
     """
     known = _transformers_classifier(config)
     if known is not None and _has_score(known, config):

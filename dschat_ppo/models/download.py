@@ -27,8 +27,10 @@ WEIGHTS = (
 
 
 def wanted_files(files: list[str], weights: bool = True) -> list[str]:
-    """Those of a repository's files that a model needs: top-level settings, all chat templates, and weights of one
-    format. Without `weights`, only those of an adapter, which are small and say what it adds."""
+    """A repository's files that a model needs: top-level settings, chat templates, and weights of one format.
+
+    Without `weights`, only those of an adapter, which are small and say what it adds.
+    """
     top = [name for name in files if "/" not in name]
     settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
     settings += fnmatch.filter(files, TEMPLATES)
@@ -42,15 +44,8 @@ def wanted_files(files: list[str], weights: bool = True) -> list[str]:
 def download(name: str, revision: str | None = None) -> str:
     """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
 
-    With `settings_only`, the weights of a model are not downloaded, but those of an adapter are.
-
-    Args:
-        name: on the hub.
-        revision: a branch, tag or commit; None for the main branch.
-
-    Raises:
-        FileNotFoundError: the hub cannot be reached, and there is no earlier download.
-        Exception: the hub has no such model, or the download failed.
+    With `settings_only`, the weights of a model are not downloaded, but those of an adapter are. Raises
+    `FileNotFoundError` if the hub cannot be reached and there is no earlier download, else almost any exception.
     """
     try:
         with reading("no answer"):  # the errors of its HTTP library are not part of its interface

@@ -19,13 +19,7 @@ MOST_KERNELS = 64  # of one process: each head size, dtype, window and need of g
 
 
 class BlockMasks:
-    """The masks of a row of N tokens in segments, one for each sliding window.
-
-    Args:
-        lengths: of the segments, none 0.
-        seen: for each segment, the columns (start, end) that it sees before its own; None: no segment has any.
-        device: of the tensors.
-    """
+    """The masks of a row of N tokens in segments, one for each sliding window. Arguments as in `Segments`."""
 
     def __init__(self, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device):
         sizes = torch.tensor(lengths)
@@ -44,16 +38,12 @@ class BlockMasks:
 
 
 def visible_keys(start: Tensor, seen: Tensor, end: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys that each query sees: those from `first` to itself, and those in `[seen, end)`.
+    """`(first, seen, end)`, (N,) int64: each query sees the keys from `first` to itself, and those in `[seen, end)`.
 
     Args:
         start: (N,) int64, where the segment of each token begins.
-        seen: (N,) int64, where the beginning begins that its segment shares.
-        end: (N,) int64, where that ends.
+        seen, end: (N,) int64, where the beginning that its segment shares begins and ends.
         window: how many keys it sees at most, its own among them, counted in its own row.
-
-    Returns:
-        `(first, seen, end)`, (N,) int64.
     """
     token = torch.arange(len(start), device=start.device)
     if window is None:
@@ -74,12 +64,10 @@ def _block_mask(first: Tensor, seen: Tensor, end: Tensor) -> Any:
 
 
 def blocks_of_keys(first: Tensor, seen: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, the blocks of keys of which it sees some, and those of which it sees all.
+    """For each block of queries, the blocks of keys of which it sees some, and of which all: (blocks, blocks) bool.
 
-    The arguments are what `visible_keys` returns. A block of which no single run covers all may be among the first.
-
-    Returns:
-        Two tensors (blocks, blocks) bool; no block is in both.
+    The arguments are what `visible_keys` returns. No block is in both; one that no single run covers may be in the
+    first.
     """
     count = len(first)
     blocks = -(-count // BLOCK)
@@ -124,14 +112,10 @@ def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention over the keys of `mask`: (1, heads, N, d) -> (1, heads, N, d). On a CPU it has no gradient.
+    """Attention over the keys of `mask` (of `BlockMasks`), (1, heads, N, d) -> (1, heads, N, d). No gradient on a CPU.
 
-    Args:
-        query: (1, heads, N, d); `key` and `value` may have fewer heads.
-        mask: of `BlockMasks`.
-        scaling: of the logits; None: d ** -0.5.
-        softcap: the logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        sinks: (heads,), one more logit for each head that no value belongs to (GPT-OSS).
+    `key` and `value` may have fewer heads. `softcap`: the logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+    `sinks` (heads,): one more logit for each head that no value belongs to (GPT-OSS).
     """
     from transformers.integrations.flex_attention import get_flex_attention_lse_kwargs
 

@@ -34,15 +34,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--
 
 
 def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -> None:
-    """Refuse settings whose weights this project cannot read, and note those that it ignores.
+    """Refuse settings of `config.json` whose weights this project cannot read, and note those that it ignores.
 
-    Args:
-        settings: of `config.json`.
-        folder: of the model.
-        refused: beginning of the error message.
-
-    Raises:
-        UserError: the weights are quantised, or in a file of another name, or their dtype is none of PyTorch's.
+    `refused` begins the error message.
     """
     for name, value in _all_settings(settings):
         if name == "quantization_config" and value:

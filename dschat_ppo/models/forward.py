@@ -43,13 +43,8 @@ def response_scores(
 ) -> ResponseScores:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
 
-    Args:
-        engine: DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
-        rows: B rows with response length R.
-        temperature: of sampling.
-        entropy_grad: keep the gradient of the entropies.
-        distributions: return the whole distributions.
-        late_ends: tokens that could not be drawn at the beginning of an answer.
+    `engine` is a DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
+    `late_ends`: tokens that could not be drawn at the beginning of an answer.
     """
     policy = engine
     if not isinstance(unwrap(engine), PolicyModel):
@@ -71,12 +66,8 @@ def response_scores(
 def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
     """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
 
-    The sum is in fp64 because training uses small differences of such sums.
-
-    Args:
-        engine: DeepSpeed engine around a `PolicyModel`, or a `PolicyModel`.
-        input_ids: (B, T) int64, right-padded.
-        answer_mask: (B, T) bool, False in the first column; a row without a True token has the sum 0.
+    `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first column; a row without a True has the
+    sum 0. The sum is in fp64 because training uses small differences of such sums.
     """
     logprobs, _ = engine(input_ids, answer_mask)
     empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
@@ -93,17 +84,13 @@ def response_values(engine: Model, rows: Rollout) -> Tensor:
 
 
 def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """The reward model's score at each row's last real token, (B,) fp32.
-
-    Args:
-        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
-        input_ids: (B, T) int64, right-padded.
-        lengths: (B,) int64, above 0.
-    """
+    """The reward model's score at each row's last real token, (B,) fp32; ids (B, T) right-padded, lengths above 0."""
     return engine(input_ids, lengths, last_only=True)
 
 
 def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
-    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32; packed rows need no
-    memory for padding. Arguments as for `last_token_scores`."""
+    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32.
+
+    Packed rows need no memory for padding. Other arguments as for `last_token_scores`.
+    """
     return engine(input_ids, lengths, wanted=wanted)

@@ -59,14 +59,10 @@ def last_mlp(backbone: nn.Module) -> nn.Module | None:
 def read_tokens_only(
     backbone: nn.Module, enabled: bool, columns: Tensor, rows: Tensor | int = 0
 ) -> AbstractContextManager[None]:
-    """Make forward passes of `backbone` run the last MLP for some tokens only.
+    """Make forward passes of `backbone` run the last MLP for some tokens only, if `enabled` by `select_kernels`.
 
-    Args:
-        backbone: of a Hugging Face decoder.
-        enabled: `select_kernels` found that this gives the same numbers.
-        columns: (n,) int64, of the tokens in the backbone's input; no token twice, because its gradient would count
-            twice.
-        rows: (n,) int64, likewise, or one for all tokens.
+    `columns` (n,) int64 are the tokens' in the backbone's input, and `rows` likewise, or one for all. No token twice,
+    because its gradient would count twice.
     """
     mlp = last_mlp(backbone) if enabled else None
     return nullcontext() if mlp is None else _Read(mlp, columns, rows).entered()

@@ -42,11 +42,7 @@ MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained 
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
-    """The model's configuration, without its weights; of an adapter folder without `config.json`, that of its base.
-
-    Raises:
-        UserError: `config.json` cannot be read or describes no model.
-    """
+    """The model's configuration, without its weights; of an adapter folder without `config.json`, that of its base."""
     if not (Path(folder) / "config.json").exists():
         folder = base_folder(folder, flag)
     refused = f"{flag} {folder}: config.json cannot be used"
@@ -62,18 +58,13 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False,
     resize: bool = False,
 ) -> None:  # fmt: skip
-    """Check that the model at `folder` has an embedding for every id of `tokenizer`.
+    """Check that the model at `folder`, named by `flag`, has an embedding for every id of `tokenizer`.
 
     Args:
         tokenizer: of the ids that the model will read.
-        config: of the model.
-        flag: the flag that names the model.
-        folder: the model's folder.
+        config, flag, folder: of the model.
         other: the tokenizer is another model's (the actor's); the model's own tokenizer must then be equal to it.
         resize: missing embeddings will be added (`--resize_vocabulary`).
-
-    Raises:
-        UserError: embeddings are missing, or the tokenizers differ.
     """
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
@@ -94,9 +85,7 @@ def check_vocabulary(
 def require_length(folder: str, longest: int, flags: str) -> None:
     """Require that the model can read rows of `longest` tokens (set by `flags`).
 
-    Raises:
-        UserError: they go beyond the positions that it knows, and positions are learned; or beyond
-            `MAX_EXTRAPOLATION` times the known positions, and positions are rotary.
+    Learned positions must cover them; of rotary ones, `MAX_EXTRAPOLATION` times the known positions.
     """
     config = load_config(folder, "model").get_text_config()
     known = _known_positions(folder)
@@ -111,11 +100,8 @@ def require_length(folder: str, longest: int, flags: str) -> None:
 def report_length(folders: Iterable[str], longest: int, flags: str, is_default: bool) -> None:
     """Log one line if rows of `longest` tokens go beyond the rotary positions that a model was trained on.
 
-    Args:
-        folders: of the models that read the rows; the line names the one that knows the fewest positions.
-        longest: tokens.
-        flags: set the length.
-        is_default: whether the length is the default of the flags, which is then only a note; otherwise a warning.
+    It names the one of `folders` that knows the fewest positions, and the `flags`. A default length is a note, else it
+    is a warning.
     """
     found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
     known, folder = min(found, default=(longest, ""))
@@ -175,14 +161,8 @@ def _read_through(folder: str) -> None:
 def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the weights.
 
-    Args:
-        folder: model folder or adapter folder.
-        adapter: that will be added, see `load_causal_lm`.
-
-    Raises:
-        UserError: the model is not a causal language model, or has a score head; or its weights in the checkpoint, or
-            those of an adapter, are missing, unexpected or of another shape (the message lists them); or the adapter
-            cannot be added.
+    A model that is none, or has a score head, is refused too, and an `adapter` (see `load_causal_lm`) that cannot be
+    added.
     """
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
@@ -226,17 +206,7 @@ def load_causal_lm(
 def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
     """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
 
-    Args:
-        folder: model folder.
-        new_head: a base or causal model without a head is allowed (training a reward model).
-        adapter: see `check_causal_lm`.
-
-    Returns:
-        True if the checkpoint has no head, so that it will be new.
-
-    Raises:
-        UserError: see `check_classifier_config`; or weights are missing, unexpected or of another shape (the message
-            lists them), or there is no trained head and `new_head` is False.
+    Returns whether it has no head, which `new_head` (training a reward model) allows: it will be new.
     """
     config = load_config(folder, "model")
     check_classifier_config(config, folder)
@@ -263,15 +233,8 @@ def load_sequence_classifier(
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
 
-    Args:
-        folder: model folder. A base or causal model without a head gets a new one if `new_head` allows it.
-        dtype: "bf16", "fp16" or "fp32".
-        ds_config: the DeepSpeed config of the model's engine, or None.
-        new_head: True for training a reward model; False if a trained head is needed.
-        dropout: overrides every dropout of the config; no layer is then skipped in training.
-        resize: see `load_causal_lm`.
-        adapter: see `load_causal_lm`; the scalar head trains with it.
-        device: see `load_causal_lm`.
+    A base or causal model without a head gets a new one if `new_head`. The head trains with an adapter. The other
+    arguments are those of `load_causal_lm`.
     """
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")

@@ -28,18 +28,10 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool, dropout: float | None = 0.0) -> None:
-    """Check that the model at `folder`, which `flag` names, suits the flags, without reading its weights.
+    """Check that the model at `folder`, which `flag` names, suits the flags of memory, without reading its weights.
 
-    Args:
-        flags: of memory.
-        flag: names the folder.
-        folder: of a model that passed `check_causal_lm` or `check_sequence_classifier`.
-        scalar: whether it is used with a scalar head.
-        dropout: with which it trains; None: that of its config.
-
-    Raises:
-        UserError: its attention cannot be divided over `--sequence_parallel_size` ranks, or `--tiled_mlp` and it has no
-            MLP that can be run in pieces; or `--attn_implementation` cannot run on this machine or with the model.
+    The model passed `check_causal_lm` or `check_sequence_classifier`. `scalar`: it is used with a scalar head.
+    `dropout`: with which it trains; None: that of its config.
     """
     choice = flags.attn_implementation
     if flags.sequence_parallel_size == 1 and not flags.tiled_mlp and choice == "auto":

@@ -23,12 +23,7 @@ COPIED = 8
 
 @dataclass(frozen=True)
 class RowPrompts:
-    """The prompts of n rows, for models that share them.
-
-    Attributes:
-        groups: (n,) int64, equal for rows with the same prompt.
-        tokens: (n,) int64, of the prompt.
-    """
+    """The prompts of n rows, for models that share them: `groups` (n,) int64, equal for one prompt; `tokens` (n,)."""
 
     groups: Tensor
     tokens: Tensor
@@ -57,16 +52,9 @@ def share_prompts(*engines: Model | None) -> bool:
 def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:
     """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
 
-    A row longer than the budget is a micro-batch by itself. Rows that share their prompt come first, in micro-batches
-    without padding, which hold at most `budget` tokens and copies of prompts.
-
-    Args:
-        lengths: (n,) int64, tokens of each row.
-        budget: largest number of tokens of a micro-batch, padding included.
-        prompts: of the rows, if the models share them.
-
-    Returns:
-        Parts that together contain each of 0 .. n-1 once.
+    `lengths` (n,) int64 are the tokens of each row. A row longer than the budget is a micro-batch by itself. Rows that
+    share their prompt come first, in micro-batches without padding, which hold at most `budget` tokens and copies of
+    prompts. The parts together contain each of 0 .. n-1 once.
     """
     groups, rows = ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
     parts = []
@@ -85,8 +73,7 @@ def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = N
 def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> tuple[list[Tensor], int]:
     """`split_by_tokens`, with the last part repeated so that every rank has the same number of parts. Collective.
 
-    Returns:
-        (parts, number of them without the repetitions).
+    Returns (parts, number of them without the repetitions).
     """
     parts = split_by_tokens(lengths, budget, prompts)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
@@ -96,14 +83,9 @@ def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None)
 def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list[Tensor]:
     """Row numbers for each rank, with nearly the same number of tokens.
 
-    Rows are dealt from the longest to the shortest, alternately forwards and backwards over the ranks, the same number
-    to each. If rows share prompts, they are divided group after group instead, such that the rank with the most tokens
-    has as few as possible; then a rank may have no rows.
-
-    Args:
-        lengths: (n,) int64, tokens of each row; n a multiple of `ranks`.
-        ranks: number of ranks.
-        prompts: of the rows, if the models share them.
+    Rows, a multiple of `ranks`, are dealt from the longest to the shortest, alternately forwards and backwards over the
+    ranks, the same number to each. If rows share prompts, they are divided group after group instead, such that the
+    rank with the most tokens has as few as possible; then a rank may have no rows.
     """
     groups, rest = ([], torch.empty(0)) if prompts is None else _sharing(lengths, prompts)
     if not groups or prompts is None:
@@ -150,13 +132,10 @@ class _Filling:
         return self.own[row] + (self.prompt[row] if is_first else self.prompt[row] // COPIED)
 
     def parts(self, groups: list[list[int]], capacity: int, divide: bool = False) -> list[list[int]]:
-        """Rows of each part, none empty. A row above the capacity is a part by itself.
+        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by itself.
 
-        Args:
-            groups: rows with the same prompt.
-            capacity: of a part.
-            divide: divide every group that does not fit into what is left of a part; else only those that do not fit
-                into a part at all.
+        `divide` every group that does not fit into what is left of a part; else only those that do not fit into a part
+        at all.
         """
         parts: list[list[int]] = []
         room = 0

@@ -35,8 +35,11 @@ _SETTINGS_ONLY = [False]
 
 @contextmanager
 def settings_only() -> Iterator[None]:
-    """In the block, models are judged by their settings where their weights are not there: `download` fetches settings
-    and tokenizers, and the weights of a folder without any are not compared with its `config.json` (`--dry_run`)."""
+    """In the block, models without their weights are judged by their settings (`--dry_run`).
+
+    `download` fetches settings and tokenizers, and the weights of a folder without any are not compared with its
+    `config.json`.
+    """
     _SETTINGS_ONLY[0] = True
     try:
         yield
@@ -52,12 +55,7 @@ def wants_settings_only() -> bool:
 def check_settings(folder: str, refused: str) -> None:
     """Check `config.json` of a model folder before transformers builds a model from it, which may exhaust memory.
 
-    Args:
-        folder: of the model.
-        refused: beginning of the error message.
-
-    Raises:
-        UserError: it is not a JSON object, a number in it is too large for any model, or see `check_folder_settings`.
+    `refused` begins the error message.
     """
     with reading(refused):
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -89,9 +87,8 @@ def weight_files(folder: str) -> list[Path]:
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a checkpoint, without reading the weights.
 
-    Raises:
-        UserError: a file cannot be read, an index names a file outside the folder, or a weight is not a floating-point
-            number: its quantisation is not known.
+    An index may name no file outside the folder. A weight that is no floating-point number is refused: its quantisation
+    is not known.
     """
     for file in sorted(Path(folder).glob("*.index.json")):
         _check_index(file)
@@ -126,11 +123,7 @@ def _check_index(file: Path) -> None:
 
 
 def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` file, by torch's reader that runs no code.
-
-    Raises:
-        UserError: the file holds more than tensors and plain values, or what it holds is not named tensors.
-    """
+    """The tensors of a `.bin` file, by torch's reader that runs no code."""
     try:
         loaded = torch.load(file, map_location=device, weights_only=True, mmap=mmap)
     except UnpicklingError as problem:
@@ -147,8 +140,10 @@ def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch
 
 
 def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The first weight of a mixture of experts whose shape is not that of most experts of its layer, with both shapes;
-    None if there is none. transformers joins these weights to one tensor, and fails without a name."""
+    """The first weight of a mixture of experts whose shape is not that of most of its layer, with both shapes, or None.
+
+    transformers joins these weights to one tensor, and fails without a name.
+    """
     layers: dict[str, list[str]] = {}
     for name in sorted(shapes):
         layers.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), []).append(name)

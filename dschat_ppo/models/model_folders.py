@@ -37,12 +37,9 @@ _MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which
 
 
 def model_folder(name: str, flag: str, revision: str | None = None) -> str:
-    """The local folder of the model or adapter that `flag` names: the folder itself, or the files downloaded from the
-    hub, of that revision.
+    """The local folder of the model or adapter that `flag` names: itself, or the files of that revision from the hub.
 
-    Raises:
-        UserError: it is a file, or a folder with a pipe or a device in it, or there is no such folder, and the hub has
-            no such model or cannot be reached.
+    A file, and a folder with a pipe or a device in it, are refused.
     """
     name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
     if Path(name).is_file():
@@ -69,8 +66,7 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
 def base_name(folder: str) -> tuple[str, str | None]:
     """The name under which other programs find the model of a local folder, and its revision on the hub.
 
-    A folder of the hub's cache, `models--org--name/snapshots/revision`, is `org/name`; other folders are absolute
-    paths.
+    `models--org--name/snapshots/revision`, in the hub's cache, is `org/name`; other folders are absolute paths.
     """
     found = re.search(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$", folder)
     if found is not None:
@@ -86,12 +82,7 @@ def is_adapter_folder(folder: str) -> bool:
 def base_folder(folder: str, flag: str) -> str:
     """The local folder of the model that an adapter folder was trained on; `folder` itself if it is no adapter folder.
 
-    Args:
-        folder: a local folder.
-        flag: that names it, for messages.
-
-    Raises:
-        UserError: the adapter folder does not name its base, or the base is not there, or is an adapter too.
+    A base that is an adapter too is refused.
     """
     if not is_adapter_folder(folder):
         return folder
@@ -111,19 +102,14 @@ def base_folder(folder: str, flag: str) -> str:
 
 
 def with_bases(models: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
-    """(flag, local folder) of models, followed by those of the bases of adapter folders among them. Collective: a base
-    may have to be downloaded."""
+    """(flag, local folder) of models, and of bases of adapter folders. Collective: one may have to be downloaded."""
     bases = [(f"the base of {flag}", base_folder(folder, flag)) for flag, folder in models if folder is not None]
     own = {folder for _, folder in models}
     return [*models, *((flag, base) for flag, base in bases if base not in own)]
 
 
 def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
-    """The contents of `adapter_config.json`.
-
-    Raises:
-        UserError: it cannot be read, or describes something else than LoRA matrices of linear layers.
-    """
+    """The contents of `adapter_config.json`, which must describe LoRA matrices of linear layers."""
     file = Path(folder) / ADAPTER_CONFIG
     with reading(f"{flag} {file}: cannot be used"):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -152,11 +138,7 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
 
 
 def lora_settings(folder: str, flag: str) -> dict[str, Any]:
-    """The arguments of peft's `LoraConfig` for a saved adapter: a closed list, so that a folder names no code.
-
-    Raises:
-        UserError: see `read_adapter_config`.
-    """
+    """The arguments of peft's `LoraConfig` for a saved adapter: a closed list, so that a folder names no code."""
     return {name: value for name, value in read_adapter_config(folder, flag).items() if name in _USED}
 
 
@@ -166,11 +148,7 @@ def saves_head(folder: str) -> bool:
 
 
 def adapter_weights(folder: str, name: str) -> dict[str, Tensor]:
-    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter `name`.
-
-    Raises:
-        UserError: the file is missing or cannot be read.
-    """
+    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter `name`."""
     file = Path(folder) / ADAPTER_WEIGHTS
     with reading(f"{folder}: its adapter cannot be read, copy it again"):
         saved = load_file(file) if file.is_file() else load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")

@@ -105,7 +105,6 @@ def segments(
     """Make models of `config` treat a single row as segments of these lengths.
 
     Args:
-        config: of the model.
         lengths: of the segments; None: rows are not packed.
         divided: the model gets this rank's columns of rows that ranks share; lengths are those of whole rows.
         seen: for each segment, the columns (start, end) of the row that it attends to before its own.
@@ -117,11 +116,8 @@ def segments(
 def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
     """Make `model` compute right-padded rows with the attention that `--attn_implementation` names.
 
-    Args:
-        model: a Hugging Face decoder, with or without its head.
-        choice: the value of `--attn_implementation`; "auto": the attention in blocks where the model computes in bf16
-            on a CPU and its attention is replaceable, else the model's own.
-        is_replaceable: `select_kernels` found that this module's attention gives the numbers of the model's own.
+    "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found
+    that this module's attention gives the numbers of the model's own), else the model's own.
     """
     in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
     if choice == "auto" and not in_blocks:
@@ -143,12 +139,7 @@ def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d).
-
-    Raises:
-        UnsupportedAttentionError: see `check_attention_call`.
-        UserError: likewise, and `--attn_implementation` asks for this attention for padded rows too.
-    """
+    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). See `check_attention_call`."""
     try:
         check_attention_call(module, attention_mask, options)
     except UnsupportedAttentionError as problem:
@@ -198,14 +189,9 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
 
 
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: PackedRows, choice: str = "auto") -> Tensor:
-    """Last hidden states (N, H) of a packed row; the backbone must take `position_ids`.
+    """Last hidden states (N, H) of the packed row with layout `rows`; the backbone must take `position_ids`.
 
-    Args:
-        backbone: the base model of a Hugging Face decoder.
-        input_ids: (B, T) int64, right-padded.
-        lengths: (B,) int64, above 0.
-        rows: their layout.
-        choice: the value of `--attn_implementation`.
+    `input_ids` (B, T) int64, right-padded; `lengths` (B,) int64, above 0.
     """
     with segments(backbone.config, rows.lengths, seen=rows.seen, choice=choice):
         output = backbone(
@@ -223,11 +209,8 @@ def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: Packe
 class DividedRows:
     """Rows that ranks share, packed or not: how tensors (B, T) over their tokens are laid out, and their columns.
 
-    Attributes:
-        read: (B, T) bool, True on the tokens whose states are read.
-        real: the same if they are laid end to end as one row; None: rows are not packed.
-        lengths: of the segments of that row.
-        columns: of the rows as they are laid out.
+    `read` (B, T) bool: tokens whose states are read. `real`: the same if they are laid end to end as one row of
+    segments of `lengths`; None: rows are not packed. `columns`: of the rows as laid out.
     """
 
     read: Tensor
@@ -254,8 +237,7 @@ class DividedRows:
         return self.columns.own(self.laid_out(values))
 
     def run(self, model: Any, input_ids: Tensor, choice: str = "auto", **arguments: Any) -> Any:
-        """The model's output for this rank's columns, with the attention that `--attn_implementation` names; a
-        collective of the ranks that share the rows."""
+        """The model's output for this rank's columns. A collective of the ranks that share the rows."""
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
         with segments(model.config, self.lengths, divided=True, choice=choice), rotary_of_whole_rows(model, whole):
@@ -275,8 +257,7 @@ class DividedRows:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of `torch.utils.checkpoint`: the recomputation has the attention of the forward pass, and the tokens
-    of its last MLP."""
+    """For `torch.utils.checkpoint`: the recomputation has the forward pass's attention, and tokens of its last MLP."""
     return nullcontext(), _as_before(_entered(_RUNNING[-1]) if _RUNNING else nullcontext(), read_tokens_again())
 
 

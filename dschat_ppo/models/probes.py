@@ -28,11 +28,7 @@ class UnsupportedAttentionError(Exception):
 
 
 def check_attention_call(module: Any, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Check that a layer passes its attention function nothing that would be ignored; its numbers may be 0 today.
-
-    Raises:
-        UnsupportedAttentionError: a mask made by the model, a bias, or another argument that changes the result.
-    """
+    """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its numbers are 0."""
     given = {**options, "attention_mask": attention_mask}
     for name, what in _FOREIGN.items():
         if given.get(name) is not None:
@@ -42,8 +38,7 @@ def check_attention_call(module: Any, attention_mask: Tensor | None, options: di
 def unfit(problem: Exception) -> str:
     """Why a model does not fit a way that raised `problem`, in one line. Models raise almost anything there.
 
-    Raises:
-        Exception: `problem` itself, if no other way would help: memory, the device or another rank failed.
+    `problem` itself is raised if no other way would help: memory, the device or another rank failed.
     """
     if isinstance(problem, _OTHERS) or ran_out_of_memory(problem):
         raise problem
@@ -53,7 +48,6 @@ def unfit(problem: Exception) -> str:
 
 
 def of_any_rank(reason: str, device: torch.device) -> str:
-    """`reason` of this rank; if only others have one, that they do; "" if none has. Collective: so all ranks go on in
-    the same way, with the same passes."""
+    """`reason` of this rank; else that others have one; else "". Collective, so that all make the same passes."""
     found = all_reduce(torch.tensor(float(bool(reason)), device=device), "max") > 0
     return reason or ("another rank cannot run it" if found else "")

@@ -15,11 +15,7 @@ Bits = Literal[4, 8]
 
 
 def require_quantisation(bits: Bits) -> None:
-    """Check that this machine can run quantised weights.
-
-    Raises:
-        UserError: the run has no GPU, or the package bitsandbytes is missing.
-    """
+    """Check that this machine has a GPU and bitsandbytes."""
     flag = f"--load_in_{bits}bit"
     if not dist.on_gpu():
         raise UserError(f"{flag} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
@@ -29,20 +25,11 @@ def require_quantisation(bits: Bits) -> None:
 def quantised_loading(
     bits: Bits, dtype: torch.dtype, layers: list[str], skipped: list[str], ds_config: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise some linear layers on this rank's GPU while they are loaded.
+    """Arguments of `from_pretrained` that quantise the linear `layers` on this rank's GPU, and not the `skipped` ones.
 
     Quantised weights are integers, so DeepSpeed's cast to bf16 or fp16 leaves them alone; their products are computed
-    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8().
-
-    Args:
-        bits: of a weight.
-        dtype: of activations and of the weights that are not quantised.
-        layers: names of the layers to quantise; at least one.
-        skipped: names of all other linear layers.
-        ds_config: the DeepSpeed config of the model's engine, or None.
-
-    Raises:
-        UserError: the config partitions parameters (ZeRO-3), which `--deepspeed_config` may ask for.
+    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8(). Not under ZeRO-3, which `--deepspeed_config`
+    may ask for.
     """
     assert layers
     if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:

@@ -19,12 +19,7 @@ OTHER_BALANCE = {
 def router_top_k(config: PretrainedConfig, model: str) -> int:
     """Experts per token of an architecture with a load-balancing loss in transformers.
 
-    Args:
-        config: of the model; of a reward model, that of its language model.
-        model: flag and folder, for the message.
-
-    Raises:
-        UserError: it has none.
+    `config` of a reward model is that of its language model; `model` is flag and folder, for the message.
     """
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
     if config.model_type in OTHER_BALANCE:

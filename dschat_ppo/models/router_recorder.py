@@ -53,13 +53,10 @@ def router_arguments() -> dict[str, bool]:
 
 
 def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
-    """Record the load of a forward pass, if a recorder is active.
+    """Record the load of a forward pass with `router_arguments`, if a recorder is active.
 
-    Args:
-        output: of a model called with `router_arguments`.
-        read: (B, T) bool, True on the tokens whose states are read.
-        lay_out: a mask (B, T) -> how often each of the N tokens that this rank's model ran is in it, bool or int64, of
-            padded, packed or divided rows.
+    `read` (B, T) bool: tokens whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens that
+    this rank's model ran is in it, bool or int64, of padded, packed or divided rows.
     """
     recorder = _RECORDERS[-1]
     if recorder is None:

@@ -33,18 +33,11 @@ OF_WHOLE_MODELS = ("config.json", "generation_config.json", "model*.safetensors"
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
-    """Check all weights for NaN and infinity, on each rank those that it holds. Collective; call it between updates.
+    """Check the weights that each rank holds for NaN and infinity, between updates. Collective: all raise the error.
 
     Updates from gradients that are not finite are skipped, but an update from finite gradients can overflow. The check
     reads the weights in the number format of training: if an fp32 master weight is not finite, or is beyond the range
     of fp16, so is its copy.
-
-    Args:
-        role: of the model, for the message.
-        engine: DeepSpeed engine around it; its weights are whole or partitioned by ZeRO-3.
-
-    Raises:
-        NonFiniteError: a weight of some rank is NaN or infinite; the same text on every rank.
     """
     bad = []
     for name, weight in engine.module.named_parameters():
@@ -70,11 +63,7 @@ def require_finite_weights(role: str, engine: Engine) -> None:
 def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is gathered at a time.
 
-    Collective: every rank calls it.
-
-    Args:
-        model: whole, or partitioned by ZeRO-3.
-        wanted: name of a parameter -> whether to take it; None: all parameters, and the buffers.
+    Collective. `wanted`: name of a parameter -> whether to take it; None: all parameters, and the buffers.
     """
     import deepspeed
 
@@ -107,7 +96,8 @@ def save_model(
     A model with a LoRA adapter is written as the model with the adapter merged, or as an adapter folder, which peft
     loads: the adapter, a score head, and the name of the base model.
 
-    Collective: every rank calls it; rank 0 writes. Existing files are replaced only by complete ones.
+    Collective: every rank calls it; rank 0 writes, and all raise a `StorageError`. Existing files are replaced only by
+    complete ones.
 
     Args:
         engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
@@ -119,9 +109,6 @@ def save_model(
         merge: write a model with an adapter merged, in its whole, instead of an adapter folder. Nothing is merged into
             quantised weights: of a model with those, an adapter folder is written in any case.
         adapter: the name of the adapter to save or to merge.
-
-    Raises:
-        StorageError: the folder cannot be written; on every rank.
     """
     model = pretrained(engine.module)
     as_adapter = bool(adapter_layers(model)) and (not merge or is_quantised(model))
@@ -151,10 +138,10 @@ def write_model(
     merge: bool = True,
     adapter: str = "default",
 ) -> str | None:
-    """Write a model whose weights are `state`; those of `module`, a `PolicyModel` or a `ScalarModel`, are not read.
+    """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
 
-    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
-    and of a score head. The other arguments are those of `save_model`. Returns why it cannot be written, or None.
+    `state` has the names of the transformers model in `module`, a `PolicyModel` or a `ScalarModel`; for an adapter
+    folder only the weights of the adapter and of a score head. The other arguments are those of `save_model`.
     """
     model = pretrained(module)
     model.config.dtype = next(iter(state.values())).dtype
@@ -182,12 +169,8 @@ def is_saved_with(adapter: str, name: str) -> bool:
 def merged_state(model: nn.Module, state: Mapping[str, Tensor], adapter: str = "default") -> dict[str, Tensor]:
     """The weights of `model` under the names that they have without adapters, with one adapter merged.
 
-    The product is computed in fp32 and rounded to the number format of the weight. On ranks without weights: {}.
-
-    Args:
-        model: gives names and scales of its layers; its weights are not read.
-        state: all weights of the model, whole, by name.
-        adapter: the name of the adapter to merge; others are not merged.
+    `state` has all weights, whole; `model` only gives names and scales. The product is computed in fp32 and rounded to
+    the number format of the weight. On ranks without weights: {}.
     """
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
     for path, layer in adapter_layers(model).items() if state else ():

@@ -39,10 +39,8 @@ VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch
 class Segments:
     """The segments of a row, and what kernels need to know of them, made when it is first needed.
 
-    Attributes:
-        lengths: of the segments, none 0.
-        seen: for each segment, the columns (start, end) of the row that it attends to before its own; None: no segment
-            has any.
+    `lengths`: none 0. `seen`: for each segment, the columns (start, end) of the row that it attends to before its own;
+    None: no segment has any.
     """
 
     lengths: list[int]
@@ -75,11 +73,7 @@ WholeRowKernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, dict[st
 def whole_row_kernel(
     choice: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> WholeRowKernel | None:
-    """The kernel that computes all segments in one call; None: the choice has none that supports this layer.
-
-    Raises:
-        UserError: the layer needs what the kernel of the choice does not have.
-    """
+    """The kernel that computes all segments in one call; None: the choice has none that supports this layer."""
     if choice in ("flash_attention_2", "flex_attention"):
         has_sinks = choice == "flash_attention_2" and options.get("s_aux") is not None
         if has_sinks or options.get("is_causal") is False:

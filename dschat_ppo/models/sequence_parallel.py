@@ -47,10 +47,7 @@ class Columns:
         return _own_columns(self.padded(rows))
 
     def gather(self, part: Tensor) -> Tensor:
-        """(b, n, ...) -> (b, width, ...): the columns of all ranks. The backward pass keeps those of this rank.
-
-        Collective.
-        """
+        """(b, n, ...) -> (b, width, ...): the columns of all ranks; the backward pass keeps this rank's. Collective."""
         whole: Tensor = _GatherColumns.apply(part)
         return whole[:, : self.width]
 

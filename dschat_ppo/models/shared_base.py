@@ -22,11 +22,9 @@ from dschat_ppo.models.model_folders import is_adapter_folder
 
 
 def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
-    """A second model whose base parameters and buffers are those of `model`.
+    """A second model whose base parameters and buffers are those of `model`, which has no hooks, thus no engine, yet.
 
-    Args:
-        model: with or without adapters; without hooks, thus before it gets an engine.
-        copies_adapter: give the new model copies of the adapters as they are now; else it has none.
+    `copies_adapter`: with copies of the adapters as they are now; else it has none.
     """
     shared = {id(weight): weight for name, weight in model.named_parameters() if not is_adapter_parameter(name)}
     tree = copy.deepcopy(model, {**shared, **{id(buffer): buffer for buffer in model.buffers()}})
@@ -40,16 +38,11 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
 
 
 def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None) -> PreTrainedModel:
-    """A one-label classifier whose backbone has the parameters of a causal language model.
+    """A one-label classifier whose backbone has the parameters of a causal language model without adapters and hooks.
 
-    Args:
-        base: causal language model without adapters and hooks, such as `model_over_base` returns.
-        folder: adapter folder over this base, whose adapter and head the classifier gets; or the base's own folder:
-            then both are new.
-        adapter: of the classifier; None: as in `folder`.
-
-    Raises:
-        UserError: transformers' classifier has another backbone than its language model; or the adapter does not fit.
+    `folder`: adapter folder over this base, whose adapter and head the classifier gets; or the base's own folder: then
+    both are new. `adapter`: of the classifier; None: as in `folder`. Where transformers' classifier has another
+    backbone than its language model, this is a `UserError`.
     """
     tree = model_over_base(base)
     backbone = backbone_of(tree)

@@ -74,13 +74,8 @@ class VarlenSegments:
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
     """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None: rows stay padded.
 
-    The host computes it, so that it waits for a GPU only to read the rows, before the first layer.
-
-    Args:
-        input_ids: int64.
-        lengths: int64.
-        packs: pack rows that differ in length.
-        shares: pack rows that begin alike, if that saves enough.
+    `packs` rows that differ in length; `shares`: packs rows that begin alike, if that saves enough. The host computes
+    the layout, so that it waits for a GPU only to read the rows, before the first layer.
     """
     if not packs and not shares:
         return None
@@ -103,16 +98,7 @@ def are_uneven(lengths: Tensor) -> bool:
 def _packed(
     width: int, lengths: Tensor, order: list[int], shared: list[int], leaders: list[int], device: torch.device
 ) -> PackedRows:
-    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`.
-
-    Args:
-        width: of the padded rows.
-        lengths: (B,) int64, on the host.
-        order: of the rows.
-        shared: tokens.
-        leaders: rows.
-        device: of the layout.
-    """
+    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`."""
     ordered, led, left_out = torch.tensor(order), torch.tensor(leaders), torch.tensor(shared).unsqueeze(1)
     slots = torch.arange(width)
     kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
@@ -141,15 +127,10 @@ def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Groups of rows whose first tokens are equal, such that the fewest tokens are left.
+    """Groups of rows whose first tokens are equal, such that the fewest tokens are left: `(order, shared, leaders)`.
 
-    Args:
-        input_ids: (B, T) int64, right-padded.
-        lengths: (B,) int64, above 0.
-
-    Returns:
-        `(order, shared, leaders)`: all rows, group after group; for each row its tokens that its leader holds for it (0
-        for a leader); for each row the first row of its group.
+    All rows, group after group; for each row its tokens that its leader holds for it (0 for a leader); for each row the
+    first row of its group. `input_ids` (B, T) right-padded, `lengths` (B,) above 0.
     """
     ids, sizes = input_ids.cpu(), lengths.cpu()
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
@@ -165,11 +146,10 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], li
 
 
 def _groups(common: list[int]) -> list[tuple[int, int]]:
-    """Divide sorted rows into groups `[start, end)` that save the most tokens: each row of a group but the first saves
-    the beginning that all of them share. Of equal choices, the latest start of the last group counts.
+    """Divide sorted rows into groups `[start, end)` that save the most tokens.
 
-    Args:
-        common: how many first tokens each row and the next one share.
+    Each row of a group but the first saves the beginning that all of them share. `common`: how many first tokens each
+    row and the next one share. Of equal choices, the latest start of the last group counts.
     """
     saved, begin = [0, 0], [0, 0]  # of the first `end` rows: the most tokens saved, and the start of their last group
     # Where the last group can begin, by the tokens that it then shares: (tokens, starts), tokens rising. A start that

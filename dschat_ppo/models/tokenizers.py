@@ -21,9 +21,6 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, with an EOS token: its own, or the one that the model's settings name.
 
     An adapter folder without a tokenizer has that of its base.
-
-    Raises:
-        UserError: there is no usable tokenizer, or it has no words, or neither it nor the model has an EOS.
     """
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
@@ -83,9 +80,6 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
     """The EOS token that a model's settings name, and their file. The first one, if there are several.
 
     A word of the vocabulary is not taken: settings that were copied from another model name any id.
-
-    Raises:
-        UserError: the settings name no added or special token of the tokenizer.
     """
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     for file in ("generation_config.json", "config.json"):

@@ -10,22 +10,14 @@ from dschat_ppo.errors import UserError
 
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
-    """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens.
+    """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens; returns whether it did.
 
     A new row is the mean of the old ones: a new token is about as likely as an average one (Hewitt 2021), and all
-    ranks, and actor and reference, compute the same rows. Tied weights stay tied. Under ZeRO-3 the new parameters are
-    whole on every rank; `deepspeed.initialize` partitions them.
+    ranks, and actor and reference, compute the same rows. Tied weights stay tied; other weights with a row for each
+    token are refused. Under ZeRO-3 the new parameters are whole on every rank; `deepspeed.initialize` partitions them.
 
-    Args:
-        model: as loaded, before it gets an engine, and outside transformers' ZeRO-3 mode, in which the model without
-            weights that this function compares with cannot be built.
-        size: number of tokens. Nothing changes if there are enough rows.
-
-    Returns:
-        Whether rows were added; the model's config then has the new size.
-
-    Raises:
-        UserError: the model has other weights with a row for each token.
+    Call it before `model` gets an engine, and outside transformers' ZeRO-3 mode, in which the model without weights
+    that this function compares with cannot be built.
     """
     config = model.config.get_text_config()
     if size <= config.vocab_size:

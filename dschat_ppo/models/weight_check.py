@@ -39,16 +39,8 @@ def check_weights(
     A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
     kept for files that have not changed. With `settings_only`, a folder without weights is not compared.
 
-    Args:
-        kind: class of the model, or an auto class.
-        folder: of the checkpoint.
-        config: of the model.
-        key_mapping: patterns that rename weights of the checkpoint.
-        allowed_missing: names that the checkpoint may lack.
-        allowed_unexpected: names that it may have and the model has not.
-
-    Raises:
-        UserError: weights are missing, unexpected or of another shape; the message lists them.
+    `kind` is the class of the model, or an auto class; `key_mapping` has patterns that rename weights of the
+    checkpoint.
     """
     if wants_settings_only() and not weight_files(folder):
         _note_lack_of_weights(folder)
