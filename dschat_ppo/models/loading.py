@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 
 import deepspeed
 import torch
+import transformers
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,19 +27,35 @@ from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapted_base import adapted, check_adapter, quantised_base
-from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.adapter_weights import LM_HEADS
+from dschat_ppo.models.adapters import (
+    AdapterSettings,
+    adapter_layers,
+    add_adapter,
+    ignored_flags,
+    is_linear,
+    load_merged,
+    lora_targets,
+)
 from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.folder_settings import without_code
-from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, weight_files
-from dschat_ppo.models.model_folders import base_folder, saves_head
+from dschat_ppo.models.model_files import (
+    check_settings,
+    checkpoint_shapes,
+    is_old_buffer,
+    odd_expert,
+    wants_settings_only,
+    weight_files,
+)
+from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, saves_head
+from dschat_ppo.models.quantisation import quantised_loading
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
-from dschat_ppo.models.vocabulary import grow_vocabulary
-from dschat_ppo.models.weight_check import check_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD = f"{SCORE}.weight", "v_head.weight"
+MAX_NAMES = 6  # of weights, in a message
+_COMPARED: dict[tuple[Any, ...], Set[str]] = {}  # models that fit -> the allowed names that are missing
 MAX_EXTRAPOLATION = 4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
 
 
@@ -271,3 +289,181 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
+
+
+def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> PreTrainedModel:
+    """`model`, loaded from the base of `folder`, with its adapter, in place.
+
+    `adapter`: add such an adapter, or train that of an adapter folder further; None: merge that of the folder.
+    """
+    _adapt(model, folder, adapter)
+    if is_adapter_folder(folder):
+        ignored = [] if adapter is None else ignored_flags(folder, adapter)
+        done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"
+        note = f"; {', '.join(ignored)} without effect" if ignored else ""
+        logger().info(f"model: the adapter in {folder} {done}{note}")
+    if adapter is not None:
+        sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
+        trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
+        layers = len(adapter_layers(model))
+        logger().info(f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are trained")
+    return model
+
+
+def check_adapter(build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None) -> None:
+    """Do what `adapted` does to the model that `build` makes, without weights."""
+    if adapter is not None or is_adapter_folder(folder):
+        _adapt(_without_weights(build), folder, adapter)
+
+
+def quantised_base(
+    build: Callable[[], PreTrainedModel],
+    adapter: AdapterSettings | None,
+    dtype: torch.dtype,
+    ds_config: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that quantise the linear layers of the blocks; {} if the adapter does not ask."""
+    if adapter is None or adapter.quantise is None:
+        return {}
+    model = _without_weights(build)
+    layers = lora_targets(model, None)
+    skipped = [name for name, layer in model.named_modules() if is_linear(layer) and name not in layers]
+    return quantised_loading(adapter.quantise, dtype, layers, skipped, ds_config)
+
+
+def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
+    is_adapter = is_adapter_folder(folder)
+    if adapter is not None:
+        add_adapter(model, adapter, folder=folder if is_adapter else None)
+    elif is_adapter:
+        load_merged(model, folder)
+
+
+def _without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build()
+
+
+def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
+    """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens; returns whether it did.
+
+    A new row is the mean of the old ones: a new token is about as likely as an average one (Hewitt 2021), and all
+    ranks, and actor and reference, compute the same rows. Tied weights stay tied; other weights with a row for each
+    token are refused. Under ZeRO-3 the new parameters are whole on every rank; `deepspeed.initialize` partitions them.
+
+    Call it before `model` gets an engine, and outside transformers' ZeRO-3 mode, in which the model without weights
+    that this function compares with cannot be built.
+    """
+    config = model.config.get_text_config()
+    if size <= config.vocab_size:
+        return False
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    grown: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter
+    for module in modules:
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old not in grown:
+                grown[old] = nn.Parameter(_with_mean_rows(old, size), requires_grad=old.requires_grad)
+            setattr(module, name, grown[old])
+        for count in ("num_embeddings", "out_features"):
+            if hasattr(module, count):
+                setattr(module, count, size)
+    config.vocab_size = size
+    with torch.device("meta"):
+        wanted = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
+    others = [
+        name
+        for name, weight in model.named_parameters()
+        if tuple(getattr(weight, "ds_shape", weight.shape)) != wanted[name].shape
+    ]
+    if others:
+        raise UserError(
+            f"--resize_vocabulary: {type(model).__name__} keeps a row for each token in {others[0]} too; take a model "
+            "that has only an embedding and a head, or a tokenizer without added tokens"
+        )
+    if hasattr(model, "vocab_size"):
+        model.vocab_size = size
+    return True
+
+
+def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
+    """A whole copy of `weight` (rows, ...), followed by rows of its mean: (size, ...)."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")), torch.no_grad():
+        mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
+        return torch.cat([weight, mean.expand(size - weight.shape[0], *mean.shape[1:])])
+
+
+def check_weights(
+    kind: Any,
+    folder: str,
+    config: PretrainedConfig,
+    key_mapping: Mapping[str, str] | None = None,
+    allowed_missing: Set[str] = frozenset(),
+    allowed_unexpected: Set[str] = frozenset(),
+) -> Set[str]:
+    """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing.
+
+    A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
+    kept for files that have not changed. With `settings_only`, a folder without weights is not compared.
+
+    `kind` is the class of the model, or an auto class; `key_mapping` has patterns that rename weights of the
+    checkpoint.
+    """
+    if wants_settings_only() and not weight_files(folder):
+        _note_lack_of_weights(folder)
+        return frozenset()
+    files = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    key = (
+        kind.__module__, kind.__name__, folder, config.to_json_string(use_diff=False),
+        *((name, found.st_size, found.st_mtime_ns) for name, found in files.items()),
+        *sorted((key_mapping or {}).items()), frozenset(allowed_missing), frozenset(allowed_unexpected),
+    )  # fmt: skip
+    if key not in _COMPARED:
+        _COMPARED[key] = _compare(kind, folder, config, key_mapping, allowed_missing, allowed_unexpected)
+    return _COMPARED[key]
+
+
+@cache
+def _note_lack_of_weights(folder: str) -> None:
+    logger().info(f"note: {folder} holds no weights, so they are not compared with its config.json")
+
+
+def _compare(
+    kind: Any,
+    folder: str,
+    config: PretrainedConfig,
+    key_mapping: Mapping[str, str] | None,
+    allowed_missing: Set[str],
+    allowed_unexpected: Set[str],
+) -> Set[str]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # it reports the same facts on a page
+    try:
+        with watchdog_paused(), reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"):
+            _, info = kind.from_pretrained(
+                folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except UserError as problem:
+        odd = odd_expert(checkpoint_shapes(folder))
+        if odd is None:
+            raise
+        fault = f"{folder}: the checkpoint does not fit {type(config).__name__}: wrong shape: {odd}"
+        raise UserError(fault) from problem.__cause__
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    missing = set(info["missing_keys"])
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)} - allowed_unexpected
+    if unexpected:
+        unexpected -= {name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)}
+    wrong_shape = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
+    faults = []
+    for fault, names in (
+        ("missing", missing - allowed_missing), ("unexpected", unexpected), ("wrong shape", wrong_shape)
+    ):  # fmt: skip
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
+    if faults:
+        raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}")
+    return missing & allowed_missing

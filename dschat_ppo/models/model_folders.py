@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.paths import is_pipe_or_device
-from dschat_ppo.errors import UserError, nearest_path, reading
+from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 from dschat_ppo.models.adapter_checks import check_adapter_values
 from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.download import download
-from dschat_ppo.models.model_files import load_pickled
+from dschat_ppo.models.model_files import load_pickled, wants_settings_only
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
@@ -34,6 +37,19 @@ _NO_EFFECT = {
 }  # fmt: skip
 _PREFIX = "base_model.model."  # of peft's names of weights: a model inside two wrappers
 _MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which the file leaves out
+ANSWER_SECONDS = 5.0  # how long the hub may take
+# Files of a repository on the hub:
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEMPLATES = "additional_chat_templates/*.jinja"  # besides the default one, such as `tool_use`
+# In order of preference. Repositories hold weights twice: as safetensors and pickled, or in the layout of their authors
+# (`consolidated.safetensors`, `original/`).
+WEIGHTS = (
+    ("model.safetensors", "model-*.safetensors", "model.safetensors-*"),
+    ("adapter_model.safetensors",),
+    ("pytorch_model.bin", "pytorch_model-*.bin"),
+    ("adapter_model.bin",),
+    ("*.safetensors",),
+)
 
 
 def model_folder(name: str, flag: str, revision: str | None = None) -> str:
@@ -165,3 +181,49 @@ def _with_name(saved: str, name: str) -> str:
     if saved.endswith(_MAGNITUDE):
         return f"{saved}.{name}.weight"
     return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{name}.weight", saved)
+
+
+def wanted_files(files: list[str], weights: bool = True) -> list[str]:
+    """A repository's files that a model needs: top-level settings, chat templates, and weights of one format.
+
+    Without `weights`, only those of an adapter, which are small and say what it adds.
+    """
+    top = [name for name in files if "/" not in name]
+    settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
+    settings += fnmatch.filter(files, TEMPLATES)
+    for patterns in WEIGHTS if weights or "adapter_config.json" in top else ():
+        found = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+        if found:
+            return settings + found
+    return settings
+
+
+def download(name: str, revision: str | None = None) -> str:
+    """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
+
+    With `settings_only`, the weights of a model are not downloaded, but those of an adapter are. Raises
+    `FileNotFoundError` if the hub cannot be reached and there is no earlier download, else almost any exception.
+    """
+    try:
+        with reading("no answer"):  # the errors of its HTTP library are not part of its interface
+            found = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)
+    except UserError as problem:
+        if isinstance(problem.__cause__, (HfHubHTTPError, ValueError)):  # the hub answered, or the name is malformed
+            raise problem.__cause__ from None
+        return _earlier_download(name, revision, problem)
+    files = [entry.rfilename for entry in found.siblings or []]
+    wanted = wanted_files(files, weights=not wants_settings_only())
+    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+
+
+def _earlier_download(name: str, revision: str | None, problem: UserError) -> str:
+    """The folder of an earlier download, which holds the weights of one format only, or with `settings_only` none."""
+    for patterns in (*WEIGHTS, ("config.json",)) if wants_settings_only() else WEIGHTS:
+        with suppress(LocalEntryNotFoundError):  # not downloaded, or a file of this format is missing
+            folder = huggingface_hub.snapshot_download(
+                name, revision=revision, local_files_only=True, allow_patterns=[*SETTINGS, *patterns]
+            )
+            if any(next(Path(folder).glob(pattern), None) for pattern in patterns):
+                return str(folder)
+    reason = in_one_line(problem.__cause__ or problem)
+    raise FileNotFoundError(f"it was not downloaded before, and the hub cannot be reached ({reason})") from None

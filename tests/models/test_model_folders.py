@@ -1,12 +1,22 @@
-"""What a folder must be to be taken for a model."""
+"""What a folder must be to be taken for a model, and downloads from a local server that speaks the hub's protocol."""
 
+import json
 import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models import model_folders
+from dschat_ppo.models.model_files import settings_only
+from dschat_ppo.models.model_folders import model_folder, wanted_files
 
 
 def test_the_output_folder_of_step_3_names_the_models_inside(tmp_path):
@@ -54,3 +64,151 @@ def test_a_pipe_or_a_device_in_a_model_folder_is_refused_before_anything_waits_f
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is not a regular file"):
         model_folder(str(tmp_path), "--model")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER_FORMATS = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
+                 "training_args.bin", "README.md", "tf_model.h5")  # fmt: skip
+
+
+def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter():
+    model = ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors"]
+    assert model_folders.wanted_files(model, weights=False) == ["config.json", "tokenizer.json"]
+    for weights in ("adapter_model.safetensors", "adapter_model.bin"):
+        assert model_folders.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [weights]
+
+
+@pytest.mark.parametrize(
+    ("weights", "others"),
+    [
+        (["model.safetensors"], OTHER_FORMATS),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], OTHER_FORMATS),
+        (["adapter_model.safetensors"], ("adapter_model.bin", "training_args.bin")),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], ("flax.msgpack",)),
+        (["pytorch_model.bin"], ("optimizer.bin", "README.md")),
+        (["weights.safetensors"], ("training_args.bin",)),
+    ],
+    ids=lambda value: value[0],
+)  # fmt: skip
+def test_weights_are_wanted_in_one_format(weights, others):
+    settings = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+    assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(settings + weights)
+
+
+def test_chat_templates_beside_the_default_one_are_wanted():
+    templates = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    assert wanted_files([*templates, "examples/other.jinja", "additional_chat_templates/README.md"]) == templates
+
+
+def test_a_repository_without_weights_still_has_its_settings():
+    assert wanted_files(["config.json", "README.md"]) == ["config.json"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The three requests of a download."""
+
+    files: dict[str, bytes]
+    fetched: list[str]
+
+    def log_message(self, *words):
+        """No log."""
+
+    def answer(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = self.path.split("?")[0].strip("/")
+        if path.startswith("api/models/some/model/tree/"):
+            entries = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in self.files.items()]
+            self.answer(json.dumps(entries).encode(), Content_Type="application/json")
+        elif path.startswith("api/models/some/model"):
+            about = {"id": "some/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            self.answer(json.dumps(about).encode(), Content_Type="application/json")
+        elif path.startswith(f"some/model/resolve/{COMMIT}/"):
+            name = path.removeprefix(f"some/model/resolve/{COMMIT}/")
+            if self.command == "GET":
+                self.fetched.append(name)
+            self.answer(self.files[name], ETag=f'"{name}"', X_Repo_Commit=COMMIT)
+        else:
+            self.send_error(404)
+
+    do_HEAD = do_GET  # noqa: N815  the name that http.server calls
+
+
+@pytest.fixture
+def hub():
+    kind = type("ThisHub", (Hub,), {"files": {"config.json": b"{}", "model.safetensors": b"safe"}, "fetched": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield kind, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def download(address: str, home, name: str = "some/model") -> str:
+    """The folder, or the message, of `model_folder` in a process with this hub."""
+    code = (
+        "import sys\nfrom dschat_ppo.errors import UserError\n"
+        "from dschat_ppo.models.model_folders import model_folder\n"
+        "try: print(model_folder(sys.argv[1], '--model_name_or_path'))\n"
+        "except UserError as problem: print(problem)\n"
+    )
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    ran = subprocess.run([sys.executable, "-c", code, name], env=os.environ | settings, capture_output=True, text=True)
+    return ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr
+
+
+@pytest.mark.slow
+def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path):
+    kind, address = hub
+    kind.files |= dict.fromkeys(OTHER_FORMATS, b"unwanted")
+    folder = download(address, tmp_path)
+    assert sorted(kind.fetched) == ["config.json", "model.safetensors"], folder
+    with open(f"{folder}/model.safetensors", "rb") as file:
+        assert file.read() == b"safe"
+    kind.fetched.clear()
+    assert download("http://127.0.0.1:9", tmp_path) == folder  # no server there
+    assert download(address, tmp_path) == folder and not kind.fetched
+    missing = download(address, tmp_path, "some/other")
+    assert missing.startswith("--model_name_or_path some/other: neither a local folder nor") and "404" in missing
+    unreachable = download("http://127.0.0.1:9", tmp_path, "some/third")
+    assert "was not downloaded before, and the hub cannot be reached" in unreachable
+
+
+def test_a_malformed_name_is_explained():
+    with pytest.raises(UserError, match=r"--critic some/mo\^del: neither .* Repo id must use alphanumeric"):
+        model_folder("some/mo^del", "--critic")
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_dry_run_downloads_settings_and_no_weights(monkeypatch, tmp_path, reachable):
+    files = ["config.json", "model.safetensors", "sub/config.json", "tokenizer.json", "pytorch_model.bin"]
+    asked = []
+
+    def model_info(self, name, **settings):
+        if not reachable:
+            raise ConnectionError("no network")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+
+    def snapshot_download(name, **settings):
+        asked.append(settings)
+        if settings.get("local_files_only") and "config.json" not in settings["allow_patterns"]:
+            raise LocalEntryNotFoundError("weights are not there")
+        return str(tmp_path)
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with settings_only():
+        assert model_folders.download("org/model") == str(tmp_path)
+    if reachable:
+        assert asked == [{"revision": None, "allow_patterns": ["config.json", "tokenizer.json"]}]
+        return
+    assert "config.json" in asked[-1]["allow_patterns"] and asked[-1]["local_files_only"]
+    with pytest.raises(FileNotFoundError):  # a run needs the weights
+        model_folders.download("org/model")

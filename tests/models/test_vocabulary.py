@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.vocabulary import grow_vocabulary
+from dschat_ppo.models.loading import grow_vocabulary, load_causal_lm, load_sequence_classifier
 
 IDS = torch.tensor([[5, 9, 2, 4]])
 
