@@ -14,7 +14,7 @@ from models import SHAPES, Workload, config_of, language_model, workload
 from rollout import by_transformers, by_us, limits
 from transformers import PreTrainedModel
 
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import repeat_rows

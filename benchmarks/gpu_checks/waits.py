@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.runtime.process_group import init_process_group
 from gpu_checks.run_part import Findings
 from gpu_checks.steps import PassCounter

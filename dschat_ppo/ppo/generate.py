@@ -19,9 +19,9 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rollout.continuous_batching import never
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
 from dschat_ppo.rollout.memory import rows_for_memory
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria

@@ -65,10 +65,8 @@ class RolloutAttention:
     """The attention function of one generation.
 
     `metadata` describes the next forward pass: `PrefillMetadata`, or the metadata of each decode batch. `windows`
-    records the sliding window that each layer asks for.
-
-    Args:
-        kernel: one kernel for decode steps, used in the layers that it supports; None: products and a softmax.
+    records the sliding window that each layer asks for. `kernel` is used for decode steps in the layers that it
+    supports; None: products and a softmax.
     """
 
     def __init__(self, kernel: DecodeKernel | None = None) -> None:
@@ -107,11 +105,7 @@ class RolloutAttention:
     ) -> tuple[Tensor, None]:
         """Write `key` and `value` (n, kv_heads, L, head_dim) to the cache; attend with `query` (n, heads, L, head_dim).
 
-        Returns:
-            ((n, L, heads, head_dim), None).
-
-        Raises:
-            UnsupportedAttentionError: sinks, or attention that is not causal; see `check_attention_call`.
+        Returns ((n, L, heads, head_dim), None). For errors see `check_attention_call`.
         """
         check_attention_call(module, attention_mask, {**others, "sinks": others.get("s_aux", others.get("sinks"))})
         causal = others.get("is_causal")  # which counts before the attribute
@@ -148,16 +142,11 @@ class RolloutAttention:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Causal attention of right-padded rows. Padding comes after all real tokens, so it needs no mask.
+    """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no mask.
 
-    Args:
-        query: (n, heads, L, d); key and value: (n, kv_heads, L, d).
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it; None: all before it.
-        softcap: scores become `softcap * tanh(scores / softcap)`. (Gemma 2)
-
-    Returns:
-        (n, heads, L, d).
+    `query` (n, heads, L, d), `key` and `value` (n, kv_heads, L, d) -> (n, heads, L, d). `window`: a token sees itself
+    and the `window - 1` tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)`
+    (Gemma 2).
     """
     length = query.shape[2]
     if not softcap and can_run(query, key, value) and not query.requires_grad:
@@ -197,8 +186,8 @@ AttentionInterface.register(NAME, _dispatch)
 def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of `model` call `attention`; restore the previous attention on exit.
 
-    Linear layers call PyTorch's own product: ZeRO-3 replaces it by one that a backward needs, with a separate addition
-    of the bias and a Python function for each call.
+    Linear layers call PyTorch's own product: ZeRO-3's, which a backward pass needs, adds the bias separately and costs
+    a Python function for each call.
     """
     config: Any = model.config
     parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name) is not None)]

@@ -44,7 +44,7 @@ class ContinuousBatching:
         scheduler: decides which sequences are running.
         sampling: how tokens are drawn.
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
-            collective: every rank then makes as many passes as the busiest one. None: ranks are not synchronised.
+            collective: every rank then makes as many passes as the busiest one.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
         memory: with a `PoolScheduler`, that of its decode steps, which have fixed addresses.
         recorder: records these steps as CUDA graphs; None: they run without graphs.

@@ -1,22 +1,26 @@
-"""Decode steps at fixed addresses: on a GPU, one CUDA graph for each bucket of rows and length."""
+"""Decode steps at fixed addresses: on a GPU, a CUDA graph for each bucket of rows and length, kept between rollouts."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dschat_ppo.common.phases import largest_peak
 from dschat_ppo.rollout.attention_metadata import PooledMetadata
 from dschat_ppo.rollout.decode_batch import DecodeInputs
-from dschat_ppo.rollout.kv_pool import KVPool
-from dschat_ppo.rollout.memory import release_if_short
+from dschat_ppo.rollout.kv_pool import SPARE, KVPool
+from dschat_ppo.rollout.memory import LOGITS_BYTES, release_if_short
 from dschat_ppo.rollout.pool_scheduler import PooledRows
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 _log = logging.getLogger(__name__)
@@ -24,6 +28,10 @@ _log = logging.getLogger(__name__)
 LENGTH_STEP = 256  # slots between two length buckets
 SMALL_ROWS = (4, 16)  # buckets below 32 rows: with fewer rows a step on a GPU takes as long
 OVERFLOWS = 2  # polls that needed the whole vocabulary, after which the rest of the rollout searches it at once
+# Shares of a GPU's memory.
+KEPT_SHARE = 0.02  # is kept in any case; more would be missing in training,
+MOST_KEPT_SHARE = 0.05  # which is kept if it and the largest update
+LEFT_SHARE = 0.1  # leave this free, for fragments and libraries
 _SYNC = "called a synchronizing CUDA operation"  # PyTorch's message in the sync debug mode "error"
 
 # (inputs, metadata, overflow (n,) bool, search the whole vocabulary for the nucleus) -> finished (n,) bool
@@ -31,10 +39,9 @@ Step = Callable[[DecodeInputs, PooledMetadata, Tensor, bool], Tensor]
 
 
 class Bucket(NamedTuple):
-    """What a recorded step is made for.
+    """What a recorded step is made for: at most `rows` rows of at most `length` tokens.
 
-    `rows`: at most so many rows; `length`: of at most so many tokens; `shares`: whether some share their prompt;
-    `whole`: whether the nucleus is searched in the whole vocabulary.
+    `shares`: whether some share their prompt; `whole`: whether the nucleus is searched in the whole vocabulary.
     """
 
     rows: int
@@ -56,7 +63,7 @@ def length_bucket(length: int, capacity: int) -> int:
 class GraphRecorder:
     """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run.
 
-    `refusal` is the reason why nothing is recorded any more, "" as long as graphs are recorded; `captures` counts them.
+    `refusal` is the reason why nothing is recorded any more, or ""; `captures` counts graphs.
     """
 
     def __init__(self) -> None:
@@ -68,9 +75,9 @@ class GraphRecorder:
     def warm_up(self, step: Callable[[], None], pool: Any) -> None:
         """Run `step` on the recording stream, with memory of `pool`, so that its capture needs hardly any other.
 
-        The first time, `step` runs twice more before: libraries choose kernels and allocate memory that they keep, and
-        it must not wait for the GPU. A capture that fails half-way may leave the allocator in a state in which it no
-        longer releases memory. (Before PyTorch 2.12; pytorch issue 180395)
+        The first time, `step` runs twice more before: libraries choose kernels and allocate memory that they keep. A
+        capture that fails half-way may leave the allocator in a state in which it no longer releases memory. (Before
+        PyTorch 2.12; pytorch issue 180395)
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -102,18 +109,11 @@ class GraphRecorder:
             torch.cuda.set_sync_debug_mode(before)
 
     def record(self, step: Callable[[], None], pool: Any) -> Any:
-        """Record `step` as a graph.
+        """Record `step`, which `warm_up` ran with the same `pool`, as a graph.
 
         Unlike the context manager `torch.cuda.graph`, this leaves the recording stream whatever fails, and keeps the
-        memory that the allocator has cached.
-
-        Args:
-            step: was run by `warm_up`.
-            pool: as in `warm_up`.
-
-        Raises:
-            RuntimeError: the capture failed. Unless memory ran out and the capture ended in order, nothing is recorded
-                any more.
+        memory that the allocator has cached. If the capture fails, this raises a `RuntimeError`; unless memory ran out
+        and the capture ended in order, nothing is recorded any more.
         """
         graph, ended, collects = torch.cuda.CUDAGraph(), False, gc.isenabled()
         gc.disable()  # it might free memory of older graphs, which CUDA does not allow during a capture
@@ -211,14 +211,9 @@ class GraphedDecoder:
         self._overflows = 0
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
-        """Generate `poll` tokens for every row.
+        """Generate `poll` tokens for every running row; (n,) bool, True for rows that are finished then or were before.
 
-        Args:
-            rows: running sequences.
-            most_rows: no step has more entries.
-
-        Returns:
-            (n,) bool, True for finished rows; some may have finished before the last token.
+        No step has more than `most_rows` entries.
         """
         whole = self._overflows >= OVERFLOWS
         finished, overflow = self._generate(rows, most_rows, whole)
@@ -292,3 +287,66 @@ class GraphedDecoder:
                 raise
             return eager
         return graph.replay
+
+
+@dataclass(frozen=True)
+class _Kept:
+    key: Hashable
+    addresses: tuple[int, ...]
+    buffers: SequenceBuffers
+    memory: StaticMemory
+
+
+class RolloutGraphs:
+    """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid.
+
+    They do where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's
+    memory, because it stays allocated while the model trains. A pool that is not kept begins with the capacity that the
+    last rollout of the kind needed: graphs are recorded once, and not again after each growth.
+    """
+
+    def __init__(self) -> None:
+        self.recorder = GraphRecorder()
+        self._kept: _Kept | None = None
+        self._weights_move = False
+        self._capacities: dict[Hashable, int] = {}
+        self._is_beside_training = False  # what is kept was counted in the peaks of updates, if they are the largest
+
+    def capacity(self, key: Hashable, most: int) -> int:
+        """The first capacity of a pool: what the last rollout with this key needed, at most `most` slots."""
+        return max(SPARE + 1, min(self._capacities.get(key, 0), most))
+
+    def take(self, key: Hashable, width: int, model: nn.Module) -> tuple[SequenceBuffers, StaticMemory] | None:
+        """The buffers and the static memory of the last rollout, or None, after which they are released.
+
+        `key`: all that is part of a recorded step of `model`, and the number of sequences. `width`: of the prompts.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or kept.key != key or kept.buffers.prompt_width < width:
+            return None
+        if kept.addresses != _addresses(model):
+            self._weights_move = True
+            return None
+        return kept.buffers, kept.memory
+
+    def keep(self, key: Hashable, model: nn.Module, buffers: SequenceBuffers, memory: StaticMemory) -> None:
+        """Keep what a rollout used for the next one, if it is small and its graphs will be valid."""
+        self._capacities[key] = memory.pool.capacity
+        if not memory.graphs or self._weights_move:
+            return
+        logits = memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
+        if self._fits(memory.pool.nbytes + buffers.nbytes + logits, buffers.token_ids.device):
+            self._kept = _Kept(key, _addresses(model), buffers, memory)
+
+    def _fits(self, size: int, device: torch.device) -> bool:
+        """Whether updates leave `size` bytes for what is kept. The largest one is known after the first PPO step."""
+        total, peak = torch.cuda.mem_get_info(device)[1], largest_peak("train")
+        is_small = size <= KEPT_SHARE * total
+        beside = 0 if self._is_beside_training else size
+        fits = peak is not None and size <= MOST_KEPT_SHARE * total and peak + beside <= (1 - LEFT_SHARE) * total
+        self._is_beside_training = fits and not is_small
+        return is_small or fits
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers()))

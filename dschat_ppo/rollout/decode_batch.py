@@ -27,8 +27,7 @@ class DecodeBatch:
 
     `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. Sequences
     of one prompt may share its keys: `prefix` then holds one row per prompt, `prefix_rows` the row that each sequence
-    reads, and `prefix_lengths` the number of its tokens that are in `prefix` and not in `cache`. Without a prefix both
-    are 0.
+    reads, and `prefix_lengths` the number of its tokens that are only there. Without a prefix both are 0.
     """
 
     cache: KVCache

@@ -1,13 +1,16 @@
 """Decoder layers of Llama's form by four packed products and few operations, while generating: CPU, bfloat16.
 
 Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
-matrix for queries, keys and values and one for gate and up, and rotates queries and keys together.
+matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. Weights are laid out
+for oneDNN once, instead of in every product.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,12 +39,10 @@ Pack = Callable[[list[nn.Linear]], Product]  # (rows, in) -> (rows, out of all):
 
 
 class FusedLayer:
-    """The forward function of a decoder layer.
+    """The forward function of a decoder `layer` of Llama's form.
 
-    Args:
-        layer: of Llama's form.
-        pack: makes one product of several linear layers with the same input.
-        settings: keyword arguments that the layer gives to its attention function.
+    `pack` makes one product of several linear layers with the same input. `settings`: keyword arguments that the layer
+    gives to its attention function.
     """
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
@@ -108,10 +109,6 @@ def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, Fu
 
     Each is compared once with the layer's own forward function on random states: a layer may have Llama's form and
     compute something else (a factor of the residual connection, no rotation).
-
-    Args:
-        model: whole weights.
-        pack: see `FusedLayer`.
     """
     found = []
     for layer in model.modules():
@@ -180,3 +177,51 @@ def _close(found: Tensor, expected: Tensor) -> bool:
         return False
     difference, size = (found.float() - expected.float()).abs().mean(), expected.float().abs().mean()
     return bool(difference <= torch.finfo(found.dtype).eps / 2 * size)
+
+
+def can_prepack(model: nn.Module) -> bool:
+    """Whether PyTorch has the (private) operators, the processor supports them, and the weights are bf16 on the CPU."""
+    weight = next(model.parameters())
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(supported and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
+
+
+def packed_product(layers: list[nn.Linear], rows: int) -> Product:
+    """A product with a packed copy of the weights of `layers`, whose outputs come one after another."""
+    weights, biases = zip(*((layer.weight.detach(), layer.bias) for layer in layers), strict=True)
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    bias = None
+    if any(part is not None for part in biases):
+        parts = [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+        bias = torch.cat(parts)
+    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, rows), bias)
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    """`nn.functional.linear` with a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@contextmanager
+def prepacked(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """Make every plain `nn.Linear` multiply with a packed copy of its weight, which takes the weights' memory again.
+
+    Decoder layers of Llama's form run as `FusedLayer`. `model` has whole bfloat16 weights on the CPU, which must not
+    change inside the context. `rows`: typical rows of a product, a hint for the layout.
+    """
+    replaced: list[Any] = []
+    try:
+        for layer, forward in fused_layers(model, partial(packed_product, rows=rows)):
+            replaced.append(layer)
+            replaced[-1].forward = forward
+        inside = {id(module) for layer in replaced for module in layer.modules()}
+        for module in model.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
+                replaced.append(module)
+                replaced[-1].forward = packed_product([module], rows)
+        yield
+    finally:
+        for layer in replaced:
+            vars(layer).pop("forward", None)  # packing may have failed half-way

@@ -14,16 +14,14 @@ from transformers import PreTrainedModel
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
-from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.fused_norms import fused_norms
-from dschat_ppo.rollout.fused_rotary import fused_rotary
+from dschat_ppo.rollout.fused_layers import can_prepack, prepacked
+from dschat_ppo.rollout.fused_operations import fused_norms, fused_rotary
 from dschat_ppo.rollout.kv_pool import SPARE, KVPool
 from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.pool_scheduler import PoolScheduler
-from dschat_ppo.rollout.prepack import can_prepack, prepacked
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -65,7 +63,9 @@ def generate(
     max_over_ranks: MaxOverRanks | None = None, limits: Tensor | None = None,
     cancelled: Callable[[], bool] = never, graphs: RolloutGraphs | None = None,
 ) -> Rollout:  # fmt: skip
-    """Sample responses.
+    """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the longest.
+
+    After a cancellation unfinished responses have no token. Arguments that do not match raise a `ValueError`.
 
     Args:
         model: in eval mode, as lent by `HybridEngine.generating`.
@@ -74,19 +74,12 @@ def generate(
             on the other rows (up to rounding, which can differ with the shapes of matrix products).
         config: everything else.
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where forward passes are
-            collective (ZeRO-3 weights gathered layer by layer): every rank then makes the same number of passes.
+            collective (ZeRO-3 weights gathered layer by layer), and not with static steps: every rank then makes the
+            same number of passes.
         limits: (B * samples,) int64, most tokens of each response, from 1 to `max_new_tokens`; None: `max_new_tokens`.
         cancelled: called before each token (static steps: each poll); once it returns True, this rank generates no more
             tokens.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
-
-    Returns:
-        B * samples rows, the responses to one prompt one after another, padded to the longest response. After a
-        cancellation unfinished responses have no token.
-
-    Raises:
-        ValueError: no prompts; an empty prompt; a number of seeds or limits that does not match; a limit out of range;
-            an end that is no token of the model; or static steps with `max_over_ranks`.
     """
     _validate(model, prompts, seeds, config, max_over_ranks, limits)
     on_gpu = prompts.prompt_ids.is_cuda

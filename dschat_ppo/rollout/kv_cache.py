@@ -34,13 +34,9 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
     def write_prefill(self, layer: int, rows: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens 0 .. L-1 of some rows.
+        """Write tokens 0 .. L-1 of `rows` (m,) int64.
 
-        Args:
-            layer: layer number.
-            rows: (m,) int64, rows to write.
-            source: (m,) int64, the row of `keys` and `values` that each of them gets.
-            keys, values: (n, kv_heads, L, head_dim).
+        `source` (m,) int64 is the row of `keys` and `values` (n, kv_heads, L, head_dim) that each of them gets.
         """
         length = keys.shape[2]
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
@@ -51,12 +47,9 @@ class KVCache:
         return torch.arange(len(slots) * heads, device=slots.device) * self.capacity + slots.repeat_interleave(heads)
 
     def write_decode(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one token of each of the first n rows.
+        """Write one token, `keys` and `values` (n, kv_heads, 1, head_dim), of each of the first n rows.
 
-        Args:
-            layer: layer number.
-            slot_mapping: (n * kv_heads,) int64, from the method `slot_mapping`.
-            keys, values: (n, kv_heads, 1, head_dim).
+        `slot_mapping`: (n * kv_heads,) int64, from the method of that name.
         """
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.view(-1, cached.shape[3]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
@@ -93,13 +86,9 @@ def repack(parts: Sequence[tuple[KVCache, int]], capacity: int) -> KVCache:
 def copy_shared_prefix(
     cache: KVCache, prefix: KVCache, prefix_rows: Sequence[int], prefix_lengths: Sequence[int]
 ) -> KVCache:
-    """Copy shared prefixes into a new cache: each of n rows holds its prefix, then its own tokens.
+    """Copy shared prefixes into a new cache: each of the n first rows of `cache` follows its prefix.
 
-    Args:
-        cache: the rows' own tokens, in its first n rows.
-        prefix: one row per prompt.
-        prefix_rows: for each of the n rows, the row of `prefix` that it reads.
-        prefix_lengths: for each of the n rows, the number of prefix tokens.
+    `prefix` has one row per prompt; each row reads `prefix_lengths` tokens of row `prefix_rows`.
     """
     whole = KVCache(len(prefix_rows), max(prefix_lengths) + cache.capacity)
     for name in ("keys", "values"):

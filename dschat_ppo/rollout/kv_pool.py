@@ -42,13 +42,10 @@ class KVPool:
         return self.keys[layer], self.values[layer]
 
     def write_prefill(self, layer: int, targets: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of prompts.
+        """Write tokens of prompts to the slots `targets` (T,) int64.
 
-        Args:
-            layer: layer number.
-            targets: (T,) int64, slots to write.
-            source: (T,) int64, the token that each of them gets; token t of row i of `keys` has number i * L + t.
-            keys, values: (n, kv_heads, L, head_dim).
+        `source` (T,) int64 is the token that each of them gets; token t of row i of `keys` (n, kv_heads, L, head_dim)
+        has number i * L + t.
         """
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.index_copy_(1, targets, new.transpose(0, 1).flatten(1, 2)[:, source])
@@ -58,13 +55,7 @@ class KVPool:
         return (slots.unsqueeze(1) + torch.arange(heads, device=slots.device) * self.capacity).flatten()
 
     def write_decode(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one token of each of n rows.
-
-        Args:
-            layer: layer number.
-            slot_mapping: (n * kv_heads,) int64, from the method `slot_mapping`.
-            keys, values: (n, kv_heads, 1, head_dim).
-        """
+        """Write one token of each of n rows; arguments as in `KVCache.write_decode`."""
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.view(-1, cached.shape[2]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 

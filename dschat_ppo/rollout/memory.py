@@ -51,8 +51,8 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
 def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
     """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV pool.
 
-    Sequences of `length` tokens at most. On a GPU the rows do not depend on `length`, because a row takes slots as it
-    grows; the scheduler starts as many as have room.
+    On a GPU the rows do not depend on `length`, the most tokens of a sequence, because a row takes slots as it grows;
+    the scheduler starts as many as have room.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

@@ -63,9 +63,9 @@ def new_cache(model: PreTrainedModel) -> Cache:
 class PaddedBatches:
     """Generates all sequences of `buffers` in batches of at most `rows`, each until its last sequence is finished.
 
-    Args: see `ContinuousBatching`; and
-        cached: use the model's cache. Without, each token is a forward pass of whole right-padded rows, as in training:
-            some models have no cache under transformers' usual name, or padding on the left changes their numbers.
+    Arguments as in `ContinuousBatching`. Without `cached`, the model's cache is not used, and each token is a forward
+    pass of whole right-padded rows, as in training: some models have no cache under transformers' usual name, or
+    padding on the left changes their numbers.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class PoolScheduler:
         prompts: (A,) int64, prompt number of each sequence; sequences of one prompt are consecutive.
         limits: (A,) int64, most response tokens of each sequence.
         rows: the largest number of running sequences.
-        pool: its contents are lost. If it has the capacity that another rollout needed, it grows only once that is
-            used up.
+        pool: its contents are lost. If it has the capacity that another rollout needed, it grows only once that is used
+            up.
         most_slots: the largest capacity of the pool; raised to what a single sequence needs.
         poll: tokens of a decode step.
         samples: sequences per prompt.

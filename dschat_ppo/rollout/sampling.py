@@ -32,16 +32,9 @@ class SamplingParameters:
 
 
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
-    """Uniform numbers, one stream per row: the t-th number depends only on the row's seed and on t.
+    """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its seed and on t.
 
-    The streams are SplitMix64: the state is the seed plus t times an odd constant.
-
-    Args:
-        seeds: (B,) int64, any values.
-        count: numbers per row.
-
-    Returns:
-        (B, count) fp32 on the device of `seeds`, in [0, 1), multiples of 2**-24.
+    The streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t times an odd constant.
     """
     steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
     z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
@@ -51,26 +44,18 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of tokens already in the row by `penalty` if they are positive, else multiply them by it.
 
-    Args:
-        logits: (B, V) fp32.
-        seen: (B, V) bool, True for tokens of the prompt and of the response so far.
-        penalty: above 1 discourages, below 1 encourages. (Keskar et al. 2019, section 4.1)
+    `logits` (B, V) fp32; `seen` (B, V) bool, True for tokens of prompt and response so far. A penalty above 1
+    discourages, one below 1 encourages. (Keskar et al. 2019, section 4.1)
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index per row, with probability proportional to its weight, by inverting the cumulative distribution.
+    """Draw one index per row, (B,) int64, with probability proportional to its weight, by inverting the distribution.
 
     The search has two levels: the block of `BLOCK` weights in which the cumulative weight passes `uniform * total`,
-    then the index inside it. An index of weight 0 is never drawn.
-
-    Args:
-        weights: (B, V) fp32, at least 0, at least one above 0 in each row.
-        uniforms: (B,) fp32 in [0, 1).
-
-    Returns:
-        (B,) int64.
+    then the index inside it. An index of weight 0 is never drawn. `weights` (B, V) fp32, at least 0, one above 0 in
+    each row; `uniforms` (B,) fp32 in [0, 1).
     """
     spare = -weights.shape[1] % BLOCK
     if spare:
@@ -110,11 +95,10 @@ def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NucleusSearch:
-    """Where a step looks for the nucleus of `top_p`.
+    """Where a step looks for the nucleus of `top_p`: among the likeliest `tokens`; None: among all.
 
-    `tokens`: among how many of the likeliest tokens; None: all. `overflow` (B,) bool is set for rows whose nucleus is
-    larger, and their result is then wrong. Without `overflow`, such rows are searched again among all tokens, which
-    needs an answer from the device.
+    `overflow` (B,) bool is set for rows whose nucleus is larger, and their result is then wrong. Without `overflow`,
+    such rows are searched again among all tokens, which needs an answer from the device.
     """
 
     tokens: int | None = NUCLEUS_GUESS
@@ -175,8 +159,8 @@ def sample(
 
     Returns:
         (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)` without the
-        forbidden ones). That is the policy's distribution before penalty and truncation, the one that training
-        differentiates.
+            forbidden ones). That is the policy's distribution before penalty and truncation, the one that training
+            differentiates.
     """
     plain = logits.float() if forbidden is None else logits.float().masked_fill(forbidden, float("-inf"))
     scaled = plain / sampling.temperature if sampling.temperature != 1 else plain

@@ -48,15 +48,7 @@ def prefill_passes(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
 
 
 class Scheduler:
-    """Starts waiting sequences in waves, whenever enough rows are free.
-
-    Args:
-        prompt_lengths: (A,) int64, prompt length of each sequence.
-        prompts: (A,) int64, prompt number of each sequence; sequences of one prompt are consecutive.
-        rows: the largest number of running sequences.
-        samples: sequences per prompt.
-        share_from: prompts of at least this length are stored once for the sequences that start together; 0: never.
-    """
+    """Starts waiting sequences in waves, whenever enough rows are free. Arguments as in `PoolScheduler`."""
 
     def __init__(
         self, prompt_lengths: np.ndarray, prompts: np.ndarray, rows: int, samples: int = 1, share_from: int = 0
@@ -140,12 +132,7 @@ class Scheduler:
             batch.reserve_slots()
 
     def advance(self, finished: np.ndarray, tokens: int = 1) -> None:
-        """Record that every running sequence got `tokens` tokens; drop the finished ones.
-
-        Args:
-            finished: (n,) bool over the rows of all batches in order.
-            tokens: tokens per sequence.
-        """
+        """Record `tokens` new tokens of every running sequence; drop the `finished` ones, (n,) bool of all batches."""
         first = 0
         for batch in self.batches:
             done = finished[first : first + len(batch)]

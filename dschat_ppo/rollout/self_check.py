@@ -19,9 +19,9 @@ from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.attention_metadata import PrefillMetadata
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import ENGINES, EngineName, GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
@@ -40,7 +40,7 @@ class CheckResult:
 
     `logprob_difference` is the largest difference between the engine's log-probs of its greedy tokens and those of a
     plain forward pass; `greedy_shortfall` the largest amount by which the log-prob of a greedy token is below the
-    likeliest token's. `unsupported` is the reason why the engine does not support the model, if it does not.
+    likeliest token's. `unsupported` is the reason why the engine does not support the model, or "".
     """
 
     logprob_difference: float
@@ -63,18 +63,9 @@ def choose_engine(
     model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None,
     graphs: RolloutGraphs | None = None,
 ) -> GenerationConfig:  # fmt: skip
-    """Return `config` with an engine that passes the self-check on `model`.
+    """Return `config` with the first of `ENGINES`, from its own on, that passes the self-check on `model`. Collective.
 
-    That is the first of `ENGINES` that passes, with a warning for each that does not. Collective.
-
-    Args:
-        model: as lent for generation.
-        config: of the rollouts; engines before its `engine` are not tried.
-        max_over_ranks, graphs: see `generate`.
-
-    Raises:
-        NonFiniteError: the model's log-probs are not finite.
-        UserError: no engine agrees with the plain forward pass.
+    A warning names each that does not. If none agrees with the plain forward pass, the error is a `UserError`.
     """
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     name = type(model).__name__
@@ -152,8 +143,7 @@ def reason_unsupported(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, rollout: Rollout) -> Tensor:
-    """Logits before each response token by the model's own forward pass of right-padded rows, as in training,
-    (B, R, V)."""
+    """Logits (B, R, V) before each response token by the model's own pass of right-padded rows, as in training."""
     input_ids, _ = full_sequences(rollout)
     logits = model(input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(model, input_ids)).logits
     before = response_slots(rollout) - 1  # (B, R)

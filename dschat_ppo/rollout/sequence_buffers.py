@@ -91,15 +91,10 @@ class SequenceBuffers:
         return (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
 
     def append(self, sequences: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Append one token to each of n sequences and record which of them it finishes.
+        """Append one token to each of n sequences; (n,) bool, True where that finishes the sequence.
 
-        Args:
-            sequences: (n,) int64, rows of the buffers.
-            counts: (n,) int64, response tokens of each so far.
-            tokens: (n,) int64. logprobs: (n,) fp32.
-
-        Returns:
-            (n,) bool, True where the sequence is finished.
+        `sequences` (n,) int64 are rows of the buffers, `counts` (n,) int64 the response tokens of each so far; `tokens`
+        (n,) int64, `logprobs` (n,) fp32.
         """
         columns = self.prompt_lengths[sequences] + counts
         self.token_ids.view(-1).index_copy_(0, sequences * self.width + columns, tokens)
@@ -116,17 +111,10 @@ class SequenceBuffers:
         return finished
 
     def find_stop_strings(self, sequences: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
-        """Cut the sequences in which one of the last tokens completed a stop string after the first such token.
+        """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,) bool, True for these.
 
-        An EOS or stop token that ended a sequence has precedence over a stop string that it completes.
-
-        Args:
-            sequences: (n,) int64.
-            counts: (n,) int64, response tokens of each before the last `new` ones.
-            new: tokens to check.
-
-        Returns:
-            (n,) bool, True where a stop string is found.
+        An EOS or stop token that ended a sequence has precedence over a stop string that it completes. `counts`:
+        response tokens of each before the new ones.
         """
         device = self.token_ids.device
         rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)

@@ -47,11 +47,7 @@ class StoppingCriteria:
         return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
 
     def found_in_text(self, tails: list[list[int]]) -> list[bool]:
-        """Whether the newest token of each response completed a stop string.
-
-        Args:
-            tails: the last `reach` ids of each response, or all ids of a shorter one.
-        """
+        """Whether the newest token of each response completed a stop string; `tails`: its last `reach` ids, or all."""
         if self.decode is None or not tails:
             return [False] * len(tails)
         return [any(stop in text for stop in self.stop_strings) for text in self.decode(tails)]

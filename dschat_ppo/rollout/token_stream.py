@@ -21,21 +21,10 @@ def stream_tokens(
     model: PreTrainedModel, prompt: Sequence[int], seed: int, sampling: SamplingParameters, ends: Collection[int],
     max_new_tokens: int,
 ) -> Iterator[int]:  # fmt: skip
-    """Draw one answer. Its tokens are those of `generate` for the same prompt and seed, up to rounding.
+    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it.
 
     The forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
     architecture is supported. To stop early, abandon the iterator.
-
-    Args:
-        model: in eval mode.
-        prompt: token ids, at least one.
-        seed: as in the `seeds` of `generate`.
-        sampling: how tokens are drawn.
-        ends: ids that end the answer.
-        max_new_tokens: at least 1.
-
-    Yields:
-        The ids of the answer, the one that ends it included.
     """
     device = next(model.parameters()).device
     uniforms = row_uniforms(torch.tensor([seed]), max_new_tokens).to(device)
@@ -68,12 +57,8 @@ class TextStream:
 
     A token's text can depend on the tokens before it (spaces of SentencePiece), and a character can span tokens. So
     each piece is the difference of two decodings that begin at the same earlier token, and it waits until its last
-    character is complete.
-
-    Args:
-        tokenizer: of the model; special tokens give no text.
-        before: tokens before the answer, if it continues their text: tokenizers such as Llama's drop the space with
-            which a text begins.
+    character is complete. `before`: tokens before the answer, if it continues their text: tokenizers such as Llama's
+    drop the space with which a text begins.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):

@@ -15,8 +15,8 @@ from launch import ROOT, environment
 from tiny_models import model_of
 
 from dschat_ppo.planner.plan_step import GIB, plan_step
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_checks.__main__ as runner  # noqa: E402

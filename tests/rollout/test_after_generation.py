@@ -8,7 +8,7 @@ import torch
 import transformers
 from tiny_models import new_model, prompts_of
 
-from dschat_ppo.rollout import attention, continuous_batching, kv_cache, kv_pool, padded_batches, prepack
+from dschat_ppo.rollout import attention, continuous_batching, fused_layers, kv_cache, kv_pool, padded_batches
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
@@ -83,12 +83,12 @@ def test_the_model_is_left_as_it_was_after_an_error_inside(engine, dtype, monkey
 
 
 @pytest.mark.skipif(
-    not prepack.can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
+    not fused_layers.can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
 )
 @pytest.mark.parametrize(("name", "most"), [("llama", 6), ("llama", 9), ("phi", 4)])
 def test_an_error_while_packing_leaves_no_layer_packed(name, most, monkeypatch):
     """In the second fused layer, after both of them, and without fused layers."""
-    model, original, calls = new_model(name).bfloat16(), prepack.packed_product, []
+    model, original, calls = new_model(name).bfloat16(), fused_layers.packed_product, []
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -97,7 +97,7 @@ def test_an_error_while_packing_leaves_no_layer_packed(name, most, monkeypatch):
         return original(*args, **kwargs)
 
     state = State(model)
-    monkeypatch.setattr(prepack, "packed_product", failing)
+    monkeypatch.setattr(fused_layers, "packed_product", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         run(model)
     state.assert_unchanged()

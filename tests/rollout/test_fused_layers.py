@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from tiny_models import CONTINUOUS, new_model
+from tiny_models import CONTINUOUS, new_model, plain_logprobs, prompts_of
 from transformers.models.llama import modeling_llama
 
-from dschat_ppo.rollout import fused_layers as fused_layers_module
+from dschat_ppo.rollout import fused_layers as module
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PrefillMetadata
-from dschat_ppo.rollout.fused_layers import fused_layers
+from dschat_ppo.rollout.fused_layers import can_prepack, fused_layers
+from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
 OF_LLAMAS_FORM = ["llama", "mistral", "mistral-window", "qwen2", "qwen2-window", "gemma"]
 LENGTHS = torch.tensor([11, 3, 7])  # of prompts; windows of the models are shorter than the longest
@@ -102,12 +105,12 @@ def test_a_layer_that_computes_something_else_is_not_fused(dtype, monkeypatch):
     for product in (second.self_attn.o_proj, second.mlp.down_proj):
         product.weight.data /= 64  # beside states of size 1, rounding would hide the factor
     second.__class__ = WithFactor
-    monkeypatch.setattr(fused_layers_module, "_AGREED", {})
+    monkeypatch.setattr(module, "_AGREED", {})
     assert [layer for layer, _ in fused_layers(model, plain)] == [first]
     first.self_attn.q_proj.forward = first.self_attn.q_proj.forward  # somebody else's function
     assert fused_layers(model, plain) == []
     del first.self_attn.q_proj.forward
-    fused_layers_module._AGREED.clear()
+    module._AGREED.clear()
     with monkeypatch.context() as patch:  # no rotation
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
         assert fused_layers(model, plain) == []
@@ -117,9 +120,9 @@ def test_a_layer_that_computes_something_else_is_not_fused(dtype, monkeypatch):
 
 def test_a_layer_is_compared_once(monkeypatch):
     model, compared = new_model("llama"), []
-    agreeing = fused_layers_module._agreeing
+    agreeing = module._agreeing
     monkeypatch.setattr(
-        fused_layers_module, "_agreeing", lambda *a: compared.append(a[1]) or agreeing(*a)
+        module, "_agreeing", lambda *a: compared.append(a[1]) or agreeing(*a)
     )  # fmt: skip
     first, second = fused_layers(model, plain), fused_layers(model, plain)
     assert compared == list(model.model.layers) and [a for a, _ in first] == [a for a, _ in second]
@@ -137,6 +140,83 @@ def test_rounding_is_told_from_another_number():
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(1000, generator=generator, dtype=torch.float64)
     exact = numbers.bfloat16()
-    assert fused_layers_module._close((numbers * (1 + 2**-10)).bfloat16(), exact)
-    assert not fused_layers_module._close((numbers * (1 + 2**-7)).bfloat16(), exact)
-    assert not fused_layers_module._close(exact[:10], exact)
+    assert module._close((numbers * (1 + 2**-10)).bfloat16(), exact)
+    assert not module._close((numbers * (1 + 2**-7)).bfloat16(), exact)
+    assert not module._close(exact[:10], exact)
+
+
+ENGINES = {"continuous": {}, "static": {"static": True}, "padded": {"engine": "padded"}}
+
+
+def run(model, **how):
+    prompts = prompts_of((40, 9, 1, 33, 2, 17, 36, 5))
+    return generate(
+        model, prompts, torch.arange(8), GenerationConfig(SamplingParameters(), StoppingCriteria(8), rows=8, **how)
+    )
+
+
+needs_prepack = pytest.mark.skipif(
+    not can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
+)
+
+
+@needs_prepack
+@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("name", ["phi", "llama", "qwen2"])
+def test_packed_weights_give_nearly_the_same_logprobs(name, engine, monkeypatch):
+    """Up to bf16 rounding, which is 2^-8 of a number; log-probs of these models go to -10."""
+    model, products = new_model(name).bfloat16(), []
+    original = module.packed_linear
+    monkeypatch.setattr(module, "packed_linear", lambda *args: products.append(1) or original(*args))
+    packed = run(model, **ENGINES[engine])
+    assert products
+    products.clear()
+    plain = run(model, prepack=False, **ENGINES[engine])
+    assert not products
+    for rollout in (packed, plain):
+        difference = (rollout.rollout_logprobs - plain_logprobs(model, rollout)).abs()
+        assert difference.max() < 0.2
+        assert difference.mean() < 0.03
+
+
+@needs_prepack
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_computes_the_plain_product(bias):
+    layer = torch.nn.Linear(33, 17, bias=bias).bfloat16()
+    for shape in ((5, 33), (2, 3, 33), (1, 1, 33)):
+        inputs = torch.randn(shape).bfloat16()
+        plain = layer(inputs)
+        with module.prepacked(torch.nn.Sequential(layer), 4), torch.no_grad():
+            torch.testing.assert_close(layer(inputs), plain, atol=2e-2, rtol=2e-2)
+            assert "forward" in vars(layer)
+        assert torch.equal(layer(inputs), plain)
+
+
+@needs_prepack
+def test_a_weight_is_packed_once(monkeypatch):
+    """Two layers of seven weights, and the head."""
+    packed, original = [], module.packed_product
+
+    def counted(layers, rows):
+        packed.extend(layers)
+        return original(layers, rows)
+
+    monkeypatch.setattr(module, "packed_product", counted)
+    model = new_model("llama").bfloat16()
+    with module.prepacked(model, 4):
+        assert len(packed) == len(set(packed)) == 2 * 7 + 1
+        assert set(packed) == {module for module in model.modules() if type(module) is torch.nn.Linear}
+
+
+@needs_prepack
+@pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
+def test_a_packed_product_of_several_layers_has_their_outputs_one_after_another(biases):
+    layers = [torch.nn.Linear(33, 17 - n, bias=bias).bfloat16() for n, bias in enumerate(biases)]
+    inputs = torch.randn(5, 33).bfloat16()
+    with torch.no_grad():
+        expected = torch.cat([layer(inputs) for layer in layers], dim=1)
+        torch.testing.assert_close(module.packed_product(layers, 4)(inputs), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_full_precision_is_not_packed():
+    assert not can_prepack(torch.nn.Linear(2, 2))

@@ -8,10 +8,10 @@ from tiny_models import model_of, new_model, prompts_of
 from torch import Tensor
 
 from dschat_ppo.rollout import continuous_batching, flash_decode, generator, pool_scheduler
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_pool import KVPool
 from dschat_ppo.rollout.pool_scheduler import PoolScheduler
-from dschat_ppo.rollout.rollout_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 
