@@ -31,7 +31,7 @@ from memory_phases import Workload, config_of_setting, measure_ppo, measure_supe
 from models import classifier, config_of, language_model, save_reward_adapter
 from planned_memory import CASES, comparison, planned_peaks
 
-from dschat_ppo.common import dist, heap
+from dschat_ppo.common import dist, host_memory
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.runtime.launch import leave
@@ -106,7 +106,7 @@ def measure_here(name: str, work: Path, out: Path) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         hybrid_engine.on_device = lambda tensor: True  # as on a GPU, so that `held` sees what leaves
-        heap.LARGEST = THRESHOLD  # else loading a model ends with a higher threshold
+        host_memory.LARGEST = THRESHOLD  # else loading a model ends with a higher threshold
     config = config_of_setting(step, work, words, load)
     found = measure_ppo(config, load) if step == "ppo" else measure_supervised(step, config, load)
     ranks = dist.gather_objects(found)
