@@ -36,7 +36,7 @@ def read_ranked(row: Row, reading: Reading, use: Use) -> list[Draft]:
     if use == "prompt":
         return [Draft(prompt)]
     column = dict(reading.columns)["response"]
-    values = value_at(row, column)
+    values = reading.listed(row, "response")
     if not isinstance(values, list) or not values:
         raise UserError(f"'{column}' is {kind_of(values)}; expected a list of answers")
     texts = [_text(value, f"answer {number} of '{column}'") for number, value in enumerate(values, start=1)]
@@ -71,7 +71,7 @@ def _worths(row: Row, reading: Reading, values: list[Any], column: str) -> list[
     role = "ranks" if reading.column("ranks") else "scores"
     given = reading.column(role)
     if given is not None:
-        numbers, sign, name = value_at(row, given), -1 if role == "ranks" else 1, f"'{given}'"
+        numbers, sign, name = reading.listed(row, role), -1 if role == "ranks" else 1, f"'{given}'"
         if not isinstance(numbers, list) or len(numbers) != len(values):
             raise UserError(f"{name} is {kind_of(numbers)}; expected a list of {len(values)} numbers, one per answer")
     else:
@@ -101,7 +101,7 @@ def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """
     if reading.column("messages"):
         column = dict(reading.columns)["messages"]
-        asked, said = split_answer(reading.messages(value_at(row, column), "messages"), column)
+        asked, said = split_answer(reading.messages(value_at(row, column), "messages"), column, use != "prompt")
         if not asked:
             raise UserError(f"'{column}' has nothing before the assistant's answer")
         label = _is_good(value_at(row, dict(reading.columns)["label"]))

@@ -11,7 +11,15 @@ from typing import Any
 
 from dschat_ppo.data.examples import Row, Use, has_value, value_at
 from dschat_ppo.data.form_rows import Draft, Reading
-from dschat_ppo.data.messages import Message, Messages, kind_of, looks_like_messages, split_answer, up_to_last_target
+from dschat_ppo.data.messages import (
+    Message,
+    Messages,
+    kind_of,
+    looks_like_messages,
+    split_answer,
+    up_to_last_target,
+    without_context,
+)
 from dschat_ppo.errors import UserError
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -27,7 +35,7 @@ def read_prompt_response(row: Row, reading: Reading, use: Use) -> list[Draft]:
     columns = dict(reading.columns)
     if use == "prompt" and not _holds_messages(row, reading, "response"):
         return [Draft(_closed(prompt, columns["prompt"]))]
-    prefix, answer, is_chat = _answer(row, reading, "response")
+    prefix, answer, is_chat = _answer(row, reading, "response", use)
     prompt = _closed(_joined(prompt, prefix, is_chat, columns["response"]), columns["prompt"])
     return [Draft(prompt, [] if use == "prompt" else [answer])]
 
@@ -36,18 +44,18 @@ def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
     """Messages whose last one is the answer, perhaps beside a rejected one; or messages up to the answer, which is in
     the columns chosen and rejected."""
     column = dict(reading.columns)["messages"]
-    messages = up_to_last_target(reading.messages(value_at(row, column), "messages"), column)
+    messages = up_to_last_target(reading.messages(value_at(row, column), "messages"), column, use != "prompt")
     if reading.column("chosen"):
         return _pair(messages, row, reading, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":
         return [Draft(messages)]
-    prompt, answer = split_answer(messages, column)
+    prompt, answer = split_answer(messages, column, use != "prompt")
     if not prompt:
         raise UserError(f"'{column}' has nothing before the assistant's answer")
     answers = [answer]
     if use == "preference":
-        prefix, rejected, _ = _answer(row, reading, "rejected")
-        if prefix and prefix != prompt:
+        prefix, rejected, _ = _answer(row, reading, "rejected", use)
+        if prefix and not _same(prefix, prompt):
             raise UserError(f"'{reading.column('rejected')}' answers another prompt than '{column}'")
         answers.append(rejected)
     return [_of_use(_closed(prompt, column), answers, use)]
@@ -64,16 +72,16 @@ def _pair(prompt: str | Messages, row: Row, reading: Reading, use: Use) -> list[
     if use == "prompt" and not _holds_messages(row, reading, "chosen"):
         return [Draft(_closed(prompt, asked))]
     if use == "sft" and reading.column("response") and not _holds_messages(row, reading, "chosen"):
-        return [Draft(_closed(prompt, asked), [_answer(row, reading, "response")[1]])]
-    prefix, chosen, is_chat = _answer(row, reading, "chosen")
+        return [Draft(_closed(prompt, asked), [_answer(row, reading, "response", use)[1]])]
+    prefix, chosen, is_chat = _answer(row, reading, "chosen", use)
     joined = _closed(_joined(prompt, prefix, is_chat, columns["chosen"]), asked)
     if use == "prompt":
         return [Draft(joined)]
     if use == "sft":
-        return [Draft(joined, [_answer(row, reading, "response")[1] if reading.column("response") else chosen])]
-    prefix, rejected, is_chat = _answer(row, reading, "rejected")
+        return [Draft(joined, [_answer(row, reading, "response", use)[1] if reading.column("response") else chosen])]
+    prefix, rejected, is_chat = _answer(row, reading, "rejected", use)
     other = _joined(prompt, prefix, is_chat, columns["rejected"])
-    if is_chat and other != joined:
+    if is_chat and not _same(other, joined):
         raise UserError("chosen and rejected answer different prompts")
     return [Draft(joined, [chosen, rejected])]
 
@@ -86,9 +94,9 @@ def read_implicit_preference(row: Row, reading: Reading, use: Use) -> list[Draft
         whole = [reading.messages(chosen, "chosen"), reading.messages(rejected, "rejected")]
         if whole[0] == whole[1]:
             raise UserError("chosen and rejected are equal")
-        prompt, answer = split_answer(whole[0], columns["chosen"])
-        other, worse = split_answer(whole[1], columns["rejected"])
-        if prompt != other:
+        prompt, answer = split_answer(whole[0], columns["chosen"], use != "prompt")
+        other, worse = split_answer(whole[1], columns["rejected"], use == "preference")
+        if not _same(prompt, other):
             raise UserError("chosen and rejected answer different prompts: they differ before the last message")
         if not prompt:
             raise UserError(f"'{columns['chosen']}' has nothing before the assistant's answer")
@@ -179,9 +187,11 @@ def read_alpaca(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 def _history(row: Row, reading: Reading) -> Messages:
     """The earlier turns of a row: pairs of question and answer, or messages; [] without any."""
-    history = reading.value(row, "history") if reading.column("history") else None
+    history = reading.listed(row, "history") if reading.column("history") else None
     if looks_like_messages(history):
         return reading.messages(history, "history")
+    if isinstance(history, str) and history.strip():
+        raise UserError(f"'history' is {kind_of(history)}; expected pairs of question and answer")
     turns: Messages = []
     for pair in history or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
@@ -199,7 +209,7 @@ def read_better(row: Row, reading: Reading, use: Use) -> list[Draft]:
     known = {**dict(zip(("0", "1"), (0, 1), strict=True)), **dict(zip(ends, (0, 1), strict=True)),
              **dict(zip(names, (0, 1), strict=True))}  # fmt: skip
     if given not in known:
-        raise UserError(f"'{columns['better']}' is {given!r}; expected one of {', '.join(known)}")
+        raise UserError(f"'{columns['better']}' is {given!r}; expected one of {', '.join(known)} (places count from 0)")
     better = known[given]
     return [_of_use(_closed(prompt_value(row, reading), columns["prompt"]), [texts[better], texts[1 - better]], use)]
 
@@ -231,15 +241,21 @@ def prompt_value(row: Row, reading: Reading) -> str | Messages:
     raise UserError(f"'{column}' is {kind_of(value)}; expected text or a list of role/content messages")
 
 
-def _answer(row: Row, reading: Reading, role: str) -> tuple[Messages, str | Message, bool]:
+def _answer(row: Row, reading: Reading, role: str, use: Use) -> tuple[Messages, str | Message, bool]:
     """(messages before the answer, the answer, whether it is given as messages)."""
     column = dict(reading.columns)[role]
     value = reading.value(row, role)
     if isinstance(value, str | bool | int | float):
         return [], reading.text(row, role), False
     if looks_like_messages(value):
-        return *split_answer(reading.messages(value, role), column), True
+        return *split_answer(reading.messages(value, role), column, use != "prompt"), True
     raise UserError(f"'{column}' is {kind_of(value)}; expected text (or messages that end with the assistant's)")
+
+
+def _same(one: str | Messages, other: str | Messages) -> bool:
+    """Whether prompts are equal, whatever turns of messages are excluded from training."""
+    bare = [prompt if isinstance(prompt, str) else without_context(prompt) for prompt in (one, other)]
+    return bare[0] == bare[1]
 
 
 def _holds_messages(row: Row, reading: Reading, role: str) -> bool:
@@ -259,7 +275,7 @@ def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, column: str
         return prefix
     if not prefix or prefix[0]["role"] == "assistant":
         return prompt + prefix
-    if prefix[: len(prompt)] == prompt or prefix[-len(prompt) :] == prompt:
+    if _same(prefix[: len(prompt)], prompt) or _same(prefix[-len(prompt) :], prompt):
         return prefix
     raise UserError(f"the messages of '{column}' do not start with those of the prompt")
 

@@ -13,14 +13,17 @@ from dschat_ppo.data.messages import (
     Message,
     Messages,
     from_json,
+    parse_json,
     read_messages,
     read_tools,
     tools_beside,
+    without_context,
     without_pictures,
 )
 from dschat_ppo.errors import UserError
 
 Rendering = Literal["chat", "text"]
+_SYSTEM = ("system", "developer")  # roles of a system message
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Reading:
         truth: column of the correct answer, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: `--role_names`.
-        placeholders: texts that stand for ignored pictures, to be removed; picture parts of messages are removed too.
+        pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
+            parts of messages.
         unused: columns that the reading does not use, although their names are those of content.
     """
 
@@ -64,7 +68,7 @@ class Reading:
     truth_pattern: str | None = None
     system_message: str | None = None
     role_names: tuple[tuple[str, str], ...] = ()
-    placeholders: tuple[str, ...] = ()
+    pictures: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     def column(self, role: str) -> str | None:
@@ -82,9 +86,16 @@ class Reading:
     def messages(self, value: Any, role: str) -> Messages:
         """`read_messages` of a value in the column of a role."""
         value = from_json(value)
-        if self.placeholders and isinstance(value, list):
+        if self.pictures and isinstance(value, list):
             value = [without_pictures(message) for message in value]
         return read_messages(value, dict(self.columns)[role], dict(self.role_names))
+
+    def listed(self, row: Row, role: str) -> Any:
+        """The value in the column of a role; a list that is stored as JSON text, as in CSV files, is parsed."""
+        column = dict(self.columns)[role]
+        value = value_at(row, column)
+        is_json = isinstance(value, str) and value.lstrip()[:1] == "["
+        return parse_json(value, f"'{column}'") if is_json else value
 
     def text(self, row: Row, role: str) -> str:
         """The text in the column of a role.
@@ -115,6 +126,8 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
     try:
         splits = use == "unpaired" and reading.form not in LABELLED
         drafts = read(row, reading, "preference" if splits else use)
+        if any(row.get(column) not in (None, "", [], {}) for column in reading.pictures):
+            drafts = [replace(one, prompt=_without(one.prompt), answers=_without(one.answers)) for one in drafts]
         drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
         margin = margin_of(row) if reading.column("rejected") else 0.0
         truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
@@ -131,10 +144,7 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
             context: tuple[int, ...] = ()
             if isinstance(prompt, list):
                 context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
-                prompt = [{key: value for key, value in message.items() if key != CONTEXT} for message in prompt]
-            if reading.placeholders:
-                prompt, *answers = (_without(part, reading.placeholders) for part in (prompt, *draft.answers))
-                draft = replace(draft, answers=answers)
+                prompt = without_context(prompt)
             examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels, context))
     except UserError as problem:
         raise UserError(f"{where}: {problem}") from None
@@ -156,13 +166,13 @@ def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
     return tools
 
 
-def _without(part: Any, placeholders: tuple[str, ...]) -> Any:
-    """A text, a message or messages without these texts."""
+def _without(part: Any) -> Any:
+    """A text, a message, or a list of them without the placeholders of pictures."""
     if isinstance(part, list):
-        return [_without(message, placeholders) for message in part]
+        return [_without(one) for one in part]
     if isinstance(part, dict):
-        return {**part, "content": _without(part["content"], placeholders)}
-    return re.sub("|".join(map(re.escape, placeholders)), "", part)
+        return {**part, "content": _without(part["content"])}
+    return re.sub(r"<(image|video|audio)>\n?", "", part)
 
 
 def split_pair(draft: Draft) -> list[Draft]:
@@ -201,7 +211,7 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
     system = value_at(row, reading.system) if reading.system else None
     if system is None or system == "":
         system = reading.system_message
-        if not system or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
+        if not system or (isinstance(prompt, list) and prompt[0]["role"] in _SYSTEM):
             return prompt
     if not isinstance(system, str):
         raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
@@ -210,7 +220,7 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
             f"'{reading.system}' holds a system message, which needs the chat template; {_choose_chat(reading)}, "
             "--system_column '' ignores the column"
         )
-    if prompt[0]["role"] != "system":
+    if prompt[0]["role"] not in _SYSTEM:
         return [{"role": "system", "content": system}, *prompt]
     if prompt[0]["content"] != system:
         raise UserError(f"'{reading.system}' and the first message are two different system messages")

@@ -26,7 +26,7 @@ def read_stepwise(row: Row, reading: Reading, use: Use) -> list[Draft]:
     if use == "prompt":
         return [Draft(prompt)]
     columns = dict(reading.columns)
-    steps, labels = value_at(row, columns["response"]), value_at(row, columns["label"])
+    steps, labels = reading.listed(row, "response"), reading.listed(row, "label")
     for column, values in ((columns["response"], steps), (columns["label"], labels)):
         if not isinstance(values, list):
             raise UserError(f"'{column}' is {kind_of(values)}; expected a list with an entry for each step")

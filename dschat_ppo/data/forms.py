@@ -28,7 +28,6 @@ FIRST_ROWS = 20
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
 _CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-_PLACEHOLDERS = ("<image>\n", "<image>", "<video>\n", "<video>", "<audio>\n", "<audio>")
 # Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
 _ALWAYS_CONTENT = (*_PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages")
 # Those among them whose values may stand in the texts by chance: a weight of 0 in "10".
@@ -185,7 +184,7 @@ def _reading(
         flags.input_template if not kind.inside and not chosen.is_chat else None,
         None if is_named else system, None if is_named else tools, *truth,
         flags.system_message if rendering == "chat" else None, tuple(flags.roles.items()),
-        _PLACEHOLDERS if set(_PICTURES) & set(flags.ignore_columns) else (),
+        tuple(column for column in _PICTURES if column in flags.ignore_columns),
     )  # fmt: skip
     unused = _known_content(_unused(columns, reading, flags), chosen, rows, is_chosen)
     return replace(reading, unused=tuple(unused))

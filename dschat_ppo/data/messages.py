@@ -33,7 +33,8 @@ CONTEXT = "_context"  # a key of messages that their data set excludes from trai
 
 
 def from_json(value: Any) -> Any:
-    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is."""
+    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
+    such as an answer that is JSON with a `role` of its own."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
@@ -42,7 +43,10 @@ def from_json(value: Any) -> Any:
         return value
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
         found = found["messages"]
-    return found if looks_like_messages(found) else value
+    parts = found if isinstance(found, list) else [found]
+    is_whole = all(looks_like_messages(part) and {"content", "value", "tool_calls"} & set(part) for part in parts)
+    is_known = isinstance(found, list) or str(found.get("role", found.get("from"))).strip().lower() in ROLES
+    return found if parts and is_whole and is_known else value
 
 
 def tools_beside(value: Any) -> Any:
@@ -149,15 +153,22 @@ def _read_message(message: Any, name: str, roles: dict[str, str]) -> Message:
     return {"role": known, "content": _text_of(content, name), **given}
 
 
-def up_to_last_target(messages: Messages, column: str) -> Messages:
+def without_context(messages: Messages) -> Messages:
+    """Messages without the marks of those that are excluded from training."""
+    return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
+
+
+def up_to_last_target(messages: Messages, column: str, is_trained: bool) -> Messages:
     """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all.
 
     Raises:
-        UserError: every turn is excluded.
+        UserError: every turn is excluded, and the row `is_trained`; otherwise what precedes the last one is a prompt.
     """
     if CONTEXT not in messages[-1]:
         return messages
     targets = [n for n, message in enumerate(messages) if message["role"] == "assistant" and CONTEXT not in message]
+    if not targets and not is_trained and len(messages) > 1:
+        return messages[:-1]
     if not targets:
         raise UserError(f"'{column}' excludes every turn of the assistant from training")
     return messages[: targets[-1] + 1]
@@ -238,18 +249,18 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"
 
 
-def split_answer(messages: Messages, column: str) -> tuple[Messages, str | Message]:
+def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
     """Split messages before the answer, which is the last one.
 
     Returns:
         (messages before the answer, its text; or the message if it has more than text, such as tool calls).
 
     Raises:
-        UserError: the last message is not the assistant's.
+        UserError: the last message is not the assistant's; or it is excluded from training, and the row `is_trained`.
     """
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
     answer = messages[-1]
-    if CONTEXT in answer:
+    if CONTEXT in answer and is_trained:
         raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
     return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer

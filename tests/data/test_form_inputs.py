@@ -96,6 +96,9 @@ def test_a_conversation_ends_with_its_last_trained_turn():
         assert (found.prompt, list(found.answers)) == ([ASK], answers)
     with pytest.raises(UserError, match="row 1: 'messages' excludes every turn"):
         read([{"messages": [ASK, assistant("No.", loss=0)]}], "sft")
+    assert read([{"messages": [ASK, assistant("No.", loss=0)]}], "prompt")[0].prompt == [ASK], "nothing is trained"
+    answer = [{"prompt": [ASK], "completion": [assistant("No.", loss=0)]}]
+    assert read(answer, "prompt")[0].prompt == [ASK]
     with pytest.raises(UserError, match="'weight' of message 2 of 'messages' is float .'0.5'.; expected 0 or 1"):
         read([{"messages": [ASK, assistant("No.", weight=0.5)]}], "sft")
     found = read([{"messages": [ASK, assistant("Yes.", weight=1), user("b"), assistant("c", weight="1.0")]}], "sft")
@@ -248,6 +251,77 @@ def test_an_excluded_answer_of_a_pair_is_refused():
                         for text, key in (("Here.", {"weight": 0}), ("No.", {})))  # fmt: skip
     with pytest.raises(UserError, match="row 1: the answer of 'chosen' is excluded"):
         read([{"chosen": chosen, "rejected": rejected}], "preference")
+
+
+@pytest.mark.parametrize("asked", [{}, {"prompt": [ASK, assistant("Hm."), user("So?")]}])
+def test_a_pair_may_exclude_a_turn_of_one_answer_alone(asked):
+    turns = [ASK, assistant("Hm.", weight=0), user("So?")]
+    row = {
+        **asked,
+        "chosen": [*turns, assistant("Here.")],
+        "rejected": [ASK, assistant("Hm."), *turns[2:], assistant("No.")],
+    }
+    [pair] = read([row], "preference")
+    assert pair.prompt == [ASK, assistant("Hm."), user("So?")] and pair.answers == ["Here.", "No."]
+    assert read([row], "sft")[0].context == (1,)
+
+
+def test_placeholders_go_from_rows_with_pictures_before_the_texts_are_judged():
+    rows = [
+        {"prompt": "What is <image>:", "response": "a", "images": ["a.png"]},
+        {"prompt": "What is <image> in HTML?", "response": "A tag.", "images": []},
+    ]
+    first, second = read(rows, "sft", ignore_columns=["images"])
+    assert (first.prompt, second.prompt) == ("What is :", "What is <image> in HTML?")
+    form = form_of(rows, ignore_columns=["images"])
+    for row, words in (
+        ({"response": "<image>\n"}, "the answer is empty"),
+        ({"prompt": "<image>"}, "the prompt is empty"),
+    ):
+        with pytest.raises(UserError, match=f"row 9: {words}"):
+            form.read({**rows[0], **row}, "sft", "row 9")
+    pair = {"prompt": "Where:", "chosen": "<image>a", "rejected": "a", "image": "a.png"}
+    with pytest.raises(UserError, match="chosen and rejected are equal"):
+        read([pair], "unpaired", ignore_columns=["image"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['{"role": "admin", "name": "Ann"}', '[{"role": "admin"}, {"role": "user"}]', '{"from": "Rome", "value": 3}'],
+)
+def test_an_answer_that_is_json_with_a_role_is_an_answer(answer):
+    assert read([{"prompt": "Give JSON:", "response": answer}], "sft")[0].answers == [answer]
+    assert read([{"prompt": "Give JSON:", "chosen": answer, "rejected": "x"}], "preference")[0].answers == [answer, "x"]
+
+
+def test_lists_that_are_stored_as_json_text_are_read():
+    """As in CSV files."""
+    for history in ([["Where is the lamp?", "In the hall."]], [ASK, assistant("In the hall.")]):
+        [example] = read([{"prompt": "And its colour?", "response": "red.", "history": json.dumps(history)}], "sft")
+        assert [turn["content"] for turn in example.prompt] == ["Where is the lamp?", "In the hall.", "And its colour?"]
+    empty = {"prompt": "Q:", "response": "a", "history": ""}
+    assert [turn["content"] for turn in read([empty], "sft", apply_chat_template=True)[0].prompt] == ["Q:"]
+    with pytest.raises(UserError, match="'history' is str .'once'.; expected pairs"):
+        read([{**empty, "history": "once"}], "sft")
+    ranked = {"prompt": "Q:", "responses": '["a", "b"]', "scores": "[1, 2]"}
+    assert [one.answers for one in read([ranked], "preference")] == [["b", "a"]]
+    steps = {"prompt": "Q:", "completions": '["a", "b"]', "labels": "[true, null]"}
+    assert [list(one.answers) for one in read([steps], "steps")] == [["a", "b"]]
+
+
+def test_the_place_of_the_better_answer_may_be_a_float():
+    rows = [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": place} for place in (0.0, 1.0, 1)]
+    assert [one.answers[0] for one in read(rows, "preference")] == ["Here.", "No.", "No."]
+    with pytest.raises(UserError, match="'better' is '2'; expected one of 0, 1, .*places count from 0"):
+        read([*rows, {**rows[0], "better": 2}], "preference")
+
+
+def test_a_message_of_the_developer_is_a_system_message():
+    turns = [{"role": "developer", "content": "Be long."}, ASK, assistant("In the hall.")]
+    [example] = read([{"messages": turns}], "sft", system_message="Be brief.")
+    assert example.prompt == turns[:2]
+    with pytest.raises(UserError, match="two different system messages"):
+        read([{"messages": turns, "system": "Be brief."}], "sft")
 
 
 def test_picture_parts_of_messages_go_with_the_ignored_column():
