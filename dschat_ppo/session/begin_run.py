@@ -24,9 +24,9 @@ from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
-from dschat_ppo.session.machine_folders import check_machine_folders
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
+    check_machine_folders,
     prepare_output_folder,
     refuse_model_folders,
     refuse_pipes,
@@ -64,10 +64,6 @@ def begin_run(
         This rank's device and the output folder; with `validate_only`, the folder inside it.
 
     Raises:
-        UserError: another run writes to the folder; the folder holds a model that the run reads, a pipe, or outputs of
-            an earlier run with other settings; the machines do not share the folder, or share it with
-            `--local_checkpoints`; the device does not support the dtype; `--sequence_parallel_size` does not divide the
-            number of ranks; or DeepSpeed cannot compile an operator that the run needs.
         StopRequested: the same run has finished in the folder; nothing is left to do.
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
@@ -118,17 +114,7 @@ def _log_notes(step: str, config: Any) -> None:
 
 
 def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
-    """End a run with `--dry_run`, after its last checks and the table of batches.
-
-    Args:
-        run: flags of the run.
-        resume: `--resume`.
-        steps: planned steps; None: nothing is trained.
-
-    Raises:
-        UserError: `--profile` is beyond the end of the run, or in a dry run `--resume` names no folder.
-        StopRequested: with `--dry_run`.
-    """
+    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is trained."""
     if steps is not None and run.profile is not None and run.profile > steps:
         raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
     if run.dry_run:
@@ -200,9 +186,7 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
 def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
     """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well.
 
-    Args:
-        steps: optimizer steps; None: a flag ends the run early, as in a trial.
-        eval_rows: rows of the evaluation; None: there is none, or a flag takes a few of them.
+    None: a flag ends the run early, as in a trial; there is no evaluation, or a flag takes a few of its rows.
     """
     few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
     if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:

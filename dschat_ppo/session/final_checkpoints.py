@@ -18,12 +18,8 @@ def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags)
     """Remove the checkpoints of a run whose `result.json` is written. Collective.
 
     They stay if a saved model cannot be read, or with `--keep_final_checkpoint`. If the run ends in between, the same
-    command removes the rest (`check_earlier_outputs`).
-
-    Args:
-        output: the output folder; with `--local_checkpoints` one on each machine.
-        models: folders of the saved models and adapters, on the machine of rank 0.
-        flags: `--keep_final_checkpoint` and `--local_checkpoints`.
+    command removes the rest (`check_earlier_outputs`). With `--local_checkpoints`, each machine has an `output` folder;
+    the `models` are on that of rank 0.
     """
     if flags.keep_final_checkpoint:
         return

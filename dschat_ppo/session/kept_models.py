@@ -18,19 +18,12 @@ BEST, HF = "best", "hf"
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Writes the models of a run, whole or not at all.
+    """Writes the models of a run, whole or not at all; `StorageError` on every rank if they cannot be written."""
 
-    Attributes:
-        output: `--output_dir`.
-        every: `--save_hf_steps`; 0 = never.
-        keeps_best: whether `best/` is wanted.
-        save: writes the models as they are now to a new folder. Collective.
-    """
-
-    output: Path
-    every: int
-    keeps_best: bool
-    save: Callable[[Path], object]
+    output: Path  # `--output_dir`
+    every: int  # `--save_hf_steps`; 0 = never
+    keeps_best: bool  # whether `best/` is wanted
+    save: Callable[[Path], object]  # writes the models as they are now to a new folder. Collective
 
     @property
     def best(self) -> Path:
@@ -42,21 +35,13 @@ class KeptModels:
         return self.every > 0 and step % self.every == 0
 
     def save_step(self, step: int) -> None:
-        """Keep the models after `step` steps; a folder that an interrupted run left is replaced. Collective.
-
-        Raises:
-            StorageError: they cannot be written; on every rank.
-        """
+        """Keep the models after `step` steps; a folder that an interrupted run left is replaced. Collective."""
         folder = self.output / HF / checkpoint_name(step)
         self._replace(folder)
         logger().info(f"models of step {step}: saved to {shown_path(folder)}")
 
     def save_best(self) -> None:
-        """Keep the models as the best ones, in place of those before. Collective.
-
-        Raises:
-            StorageError: they cannot be written; on every rank.
-        """
+        """Keep the models as the best ones, in place of those before. Collective."""
         self._replace(self.best)
 
     def _replace(self, folder: Path) -> None:
@@ -82,9 +67,6 @@ def clear_partials(output: Path) -> None:
     """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced gets its name back.
 
     Once at the start, on rank 0, with the lock held.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     for left in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
         if left.suffix == OLD and not left.with_suffix("").exists():

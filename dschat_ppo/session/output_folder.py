@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from dschat_ppo.checkpoint.config_diff import LENGTH, compare_configs, format_di
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder
+from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
@@ -27,13 +30,12 @@ from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
 from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
+_SECONDS = 10.0  # for a file on a network file system to appear on another machine
+_POLL_SECONDS = 0.2
+
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
-    """Refuse an output folder to which the run would write over a model that it reads, or over an adapter's base.
-
-    Raises:
-        UserError: a model lies where the run writes.
-    """
+    """Refuse an output folder to which the run would write over a model that it reads, or over an adapter's base."""
     local = [os.path.expanduser(model) for model in models]
     adapters = [model for model in local if is_adapter_folder(model)]
     bases = [read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters]
@@ -45,14 +47,55 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse an output folder with a pipe or a device where a run has files; it is not read.
-
-    Raises:
-        UserError: naming the first one.
-    """
+    """Refuse an output folder with a pipe or a device where a run has files; it is not read."""
     for path in (*folder.glob("*"), *folder.glob("*/*")):
         if is_pipe_or_device(path):
             raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
+
+
+def check_machine_folders(folder: Path, local_checkpoints: bool) -> None:
+    """Check that the machines share the output folder, which they must, or with `--local_checkpoints` must not.
+
+    Rank 0 writes a file in it, and the other machines look for it. Collective; nothing on one machine.
+    """
+    if dist.machines() == 1:
+        return
+    name = dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # a new name: no machine has looked for it before
+    is_written = False
+    if dist.is_main():
+        with suppress(OSError):  # the lock, which is taken next, reports what is wrong with the folder
+            make_folder(folder)
+            (folder / name).touch()
+            is_written = True
+    if not dist.broadcast_object(is_written):
+        return
+    mine = None
+    if dist.local_rank() == 0 and not dist.is_main():
+        mine = (os.uname().nodename, _appears(folder / name, 0.0 if local_checkpoints else _SECONDS))
+    others = [found for found in dist.gather_objects(mine) if found is not None]
+    if dist.is_main():
+        (folder / name).unlink(missing_ok=True)
+    first = dist.broadcast_object(os.uname().nodename)
+    for host, is_shared in others:
+        if not is_shared and not local_checkpoints:
+            raise UserError(
+                f"--output_dir {folder}: machine {host} does not see what machine {first} writes there: name a folder "
+                "that all machines share, or add --local_checkpoints to keep each machine's files on its own disk"
+            )
+        if is_shared and local_checkpoints:
+            raise UserError(
+                f"--output_dir {folder}: machines {first} and {host} share it: leave out --local_checkpoints, or "
+                "name a folder on the machine's own disk"
+            )
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def check_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
@@ -98,11 +141,7 @@ def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
 
 
 def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
-    """See `_check_on_main`.
-
-    Raises:
-        OSError: a file cannot be written or renamed.
-    """
+    """See `_check_on_main`. Raises `OSError` where a file cannot be written or renamed."""
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
     if run.overwrite_output_dir or not outputs:

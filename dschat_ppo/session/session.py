@@ -100,20 +100,9 @@ def open_session(
     kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, derived: dict[str, int],
     steps: int,
 ) -> Session:  # fmt: skip
-    """Find the checkpoint to resume from, and prepare the output folder. Collective; before any model is loaded.
+    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
 
-    Args:
-        kind: the step.
-        output: the output folder, locked by this run.
-        config: the configuration of the step.
-        inputs: what the run reads; rank 0 computes their fingerprints.
-        derived: derived batch sizes, see `checkpoint.config_diff.PRODUCTS`.
-        steps: planned steps of the run; in step 3 PPO steps.
-
-    Raises:
-        StopRequested: a stop was requested; nothing is changed.
-        UserError: the machines differ in flags, inputs or packages; the checkpoint to resume from is beyond the end of
-            the run; or see `find_checkpoint` and `prepare_output_folder`.
+    `derived`: batch sizes, see `checkpoint.config_diff.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps.
     """
     _raise_if_stop_requested()
     identity = identify_run(kind, config, inputs, derived)

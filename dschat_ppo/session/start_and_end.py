@@ -24,17 +24,11 @@ CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model, those of all ranks together.
-
-    Attributes:
-        total: all of them.
-        trained: those that train.
-        shared: those that an earlier model of the list holds.
-    """
+    """Parameters of a model, those of all ranks together."""
 
     total: int
     trained: int
-    shared: int
+    shared: int  # those that an earlier model of the list holds
 
     def __str__(self) -> str:
         text = f"{short_count(self.total)} parameters"
@@ -113,14 +107,8 @@ def show_end(
 ) -> None:  # fmt: skip
     """Log what the run has reached, where its models are, and what to run next.
 
-    Args:
-        title: of the step.
-        steps: such as "250 optimizer steps".
-        seconds: of this start of the run.
-        changes: name -> (value before training, value after it).
-        saved: folders of the models.
-        command: the next command, for a shell; `DSCHAT_PPO_NO_NEXT=1` omits it.
-        resumed: whether this start of the run resumed, and did only the last of the steps.
+    `steps`: such as "250 optimizer steps"; `seconds` are of this start of the run, which did only the last of them if
+    it `resumed`. `changes`: name -> (value before training, value after it). `DSCHAT_PPO_NO_NEXT=1` omits the command.
     """
     spent = duration(seconds)
     rows = [("trained", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
@@ -132,12 +120,7 @@ def show_end(
 
 
 def changes_of(result: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, tuple[float, float]]:
-    """The numbers of `result.json` before and after training.
-
-    Args:
-        result: with `NAME_before` and `NAME_after`.
-        names: NAME -> what to call it.
-    """
+    """The numbers `NAME_before` and `NAME_after` of `result.json`; `names`: NAME -> what to call it."""
     return {
         label: (result[f"{name}_before"], result[f"{name}_after"])
         for name, label in names.items()

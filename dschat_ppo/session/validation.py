@@ -15,19 +15,7 @@ VALIDATION = "validation"  # inside --output_dir, where no run of training looks
 
 
 def write_validation(folder: Path, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Write the metrics as step 0 of `metrics.jsonl`, `result.json` and the report. Collective.
-
-    Args:
-        folder: the folder of the validation.
-        metrics: of the evaluation.
-        seconds: that it took.
-
-    Returns:
-        The contents of `result.json`.
-
-    Raises:
-        StorageError: a file cannot be written.
-    """
+    """Write the metrics as step 0 of `metrics.jsonl`, `result.json` (returned) and the report. Collective."""
     with MetricsWriter(folder, None) as writer:
         writer.write(0, metrics)
     result = {**metrics, "world_size": dist.world_size(), "seconds": round(seconds, 2)}

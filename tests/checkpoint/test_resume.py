@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from checkpoints import flip, identity_of, save_checkpoint
 
+from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.checkpoint.resume import find_checkpoint
+from dschat_ppo.config.retired_flags import RETIRED
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import UserError
 
@@ -50,6 +52,16 @@ def test_overwrite_restarts_a_finished_run_and_resumes_an_interrupted_one(tmp_pa
         find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path, "--seed", "5"), overwrite=True)
     flip(saved / "shared.pt")
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path), overwrite=True) is None
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_one_note(tmp_path, monkeypatch, capsys):
+    saved = save_checkpoint(tmp_path, 1)
+    manifest = Manifest.read(saved)
+    monkeypatch.setitem(RETIRED, "gone", "left")
+    monkeypatch.setattr(Manifest, "read", lambda folder: replace(manifest, config={"gone": 3, **manifest.config}))
+    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
+    said = capsys.readouterr().out
+    assert said.count("--gone") == len(said.splitlines()) == 1 and "flags that this version does not have" in said
 
 
 def test_resume_never_does_not_check_the_folder(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
-from dschat_ppo.session import machine_folders
-from dschat_ppo.session.machine_folders import check_machine_folders
+from dschat_ppo.session import output_folder
+from dschat_ppo.session.output_folder import check_machine_folders
 
 
 @pytest.fixture
@@ -48,15 +48,15 @@ def test_one_machine_writes_nothing(tmp_path):
 
 def test_a_file_may_take_a_moment_to_appear(tmp_path, monkeypatch):
     (tmp_path / "there").touch()
-    assert machine_folders._appears(tmp_path / "there", 0.0)
-    assert not machine_folders._appears(tmp_path / "nowhere", 0.3)
+    assert output_folder._appears(tmp_path / "there", 0.0)
+    assert not output_folder._appears(tmp_path / "nowhere", 0.3)
 
 
 @pytest.mark.parametrize(("local_checkpoints", "waits"), [(False, True), (True, False)])
 def test_another_machine_waits_for_the_file_only_where_it_must_appear(monkeypatch, tmp_path, local_checkpoints, waits):
     for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(machine_folders, "_SECONDS", 5.0)
+    monkeypatch.setattr(output_folder, "_SECONDS", 5.0)
     answers, told = iter([".shared_1", True, "alpha"]), []
     monkeypatch.setattr(dist, "broadcast_object", lambda mine: next(answers))
     monkeypatch.setattr(dist, "gather_objects", lambda mine: told.append(mine) or [None, None, mine, None])
