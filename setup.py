@@ -6,7 +6,8 @@ the newest minor version that the tests ran with; before 2.8 it refuses memory p
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
 transformers asks for: it needs a GPU, and the tests run without. flash-attn starts at the version with soft caps; it
 needs a GPU too, and builds against the installed torch (pip's --no-build-isolation). mlflow-skinny is MLflow's client;
-with sqlalchemy and alembic it also writes MLflow's default, a local database. Libraries without a bound are imported by
+with sqlalchemy and alembic it also writes MLflow's default, a local database. gradio brings FastAPI and
+uvicorn; FastAPI starts at its last version for Python 3.10. Libraries without a bound are imported by
 the package and required, with bounds, by those above them.
 """
 
@@ -69,6 +70,8 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "chat": ["gradio>=6.31.0,<7"],
+        "serve": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1"],
         "flash": ["flash-attn>=2.6.0,<3"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
@@ -101,6 +104,9 @@ setup(
             "wandb>=0.30.0,<1",
             "mlflow-skinny>=3.1.0,<4",
             "trackio>=0.40.0,<1",
+            "gradio>=6.31.0,<7",
+            "fastapi>=0.162.5,<1",
+            "uvicorn>=0.54.0,<1",
         ],
     },
 )

@@ -44,9 +44,9 @@ REPORTED_CODES = (2, 3, 4, 6)  # of docs/reliability.md; 1 is a failure with a t
 _IMPORTED = (
     "datasets", "deepspeed", "peft", "pyarrow.parquet", "transformers.models.llama.modeling_llama",
     "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference",
-    "dschat_ppo.tools.chat_model", "dschat_ppo.tools.chat_server", "dschat_ppo.tools.chat_terminal",
+    "dschat_ppo.tools.chat_model", "fastapi", "uvicorn",
     "dschat_ppo.tools.data_report", "dschat_ppo.tools.evaluate_run", "dschat_ppo.tools.export",
-    "dschat_ppo.tools.replay", "dschat_ppo.tools.serve_reward",
+    "dschat_ppo.tools.replay", "dschat_ppo.tools.text_scorer",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import yaml
 from fuzz_flags import flags_of, random_flag
 from fuzz_material import SCRIPTS, note, run_script, step_words
 from fuzz_mutations import STRANGE_WORDS, copy_of, json_bytes, mutate_bytes, mutate_file, mutate_json, mutate_some
-from fuzz_requests import ask_chat, ask_reward_server, score_remotely
+from fuzz_requests import ask_reward_server, score_remotely
 from fuzz_tools import evaluate, replay
 
 Case = Callable[[random.Random, Path, Path], int]
@@ -253,8 +253,7 @@ KINDS: dict[str, tuple[Case, int]] = {
     "output folder in the report": (report, 2),
     "evaluation": (evaluate, 3),
     "repro bundle in the replay": (replay, 2),
-    "request to the reward server": (ask_reward_server, 1),
-    "request to the chat server": (ask_chat, 1),
+    "request to the reward server": (ask_reward_server, 2),
     "reply to the remote reward": (score_remotely, 1),
 }
 

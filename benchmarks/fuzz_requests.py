@@ -1,4 +1,4 @@
-"""Requests and replies of `fuzz.py`: bytes to the servers of this package, and to the client of a reward service.
+"""Requests and replies of `fuzz.py`: bytes to the reward server, and to the client of a reward service.
 
 The exit code is 0 for a reply with status 200 and 2 for a refusal, which is printed as `error: ...`.
 """
@@ -51,83 +51,49 @@ def _request(rng: random.Random, path: str, content: Any) -> bytes:
     return whole
 
 
-def _exchange(server: Any, request: bytes) -> int:
-    """Let the server's handler read the request from a socket, and judge its reply."""
-    near, far = socket.socketpair()
-    near.settimeout(30)
-    received: list[bytes] = []
-
-    def client() -> None:
+def _reply(port: int, request: bytes) -> bytes:
+    """The reply to bytes; the client closes its side of the connection after 5 s."""
+    received = []
+    with socket.create_connection(("127.0.0.1", port), 5) as client:
         try:
-            near.sendall(request)
-            near.shutdown(socket.SHUT_WR)
-        except OSError:  # the server has replied before it read everything
-            pass
-        try:
-            while chunk := near.recv(2**16):
+            client.sendall(request)
+            while chunk := client.recv(2**16):
                 received.append(chunk)
-        except OSError:
+        except OSError:  # the server waits for more, or has replied before it read everything
             pass
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    try:
-        server.RequestHandlerClass(far, ("fuzz", 0), server)
-    except ConnectionError:
-        note("the connection broke")
-    far.close()
-    thread.join()
-    reply = b"".join(received)
-    head, _, body = reply.partition(b"\r\n\r\n")
-    status = head.split(b" ", 2)[1:2]
-    if status == [b"200"] or not reply:
-        return 0
-    if status[:1] and status[0].startswith(b"4"):
-        print(f"error: {status[0].decode()} {body[:300]!r}", file=sys.stderr)
-        return 2
-    if not head.startswith(b"HTTP/1") and b"Error response" in reply:  # http.server's own refusal of HTTP/0.9
-        print("error: the request is not HTTP", file=sys.stderr)
-        return 2
-    if status[:1] and status[0] in (b"501", b"505"):  # a method or a version that http.server does not know
-        print(f"error: {status[0].decode()}", file=sys.stderr)
-        return 2
-    raise AssertionError(f"the server replied {reply[:500]!r}")
+    return b"".join(received)
 
 
 def ask_reward_server(rng: random.Random, material: Path, own: Path) -> int:
     """A mutated request to `serve_reward`, with the tiny reward model."""
+    import uvicorn
+
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.tools.serve_reward import RewardServer, Scorer
+    from dschat_ppo.tools.serve_reward import reward_app
+    from dschat_ppo.tools.text_scorer import TextScorer
+    from dschat_ppo.tools.web_server import listen, server_options
 
     quiet_libraries()
-    server = RewardServer(("127.0.0.1", 0), Scorer(str(material / "reward"), "fp32", 256), 2**20, 16)
+    scorer = TextScorer(str(material / "reward"), "fp32", 256)
+    app = reward_app(scorer, max_rows=16, max_request_bytes=2**20, max_request_seconds=2.0)
+    server, listening = uvicorn.Server(server_options(app, timeout_keep_alive=1)), listen("127.0.0.1", 0, "--port")
     path = rng.choice(("/get_reward", "/get_reward", "/get_reward", "/health", "/", "//x", "http://[::1"))
     query = {"query": ["a word", "", "<|end|>"], "prompts": ["a", "", "b"], "labels": [None, 1, "x"]}
+    request = _request(rng, path, query)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
     try:
-        return _exchange(server, _request(rng, path, query))
+        reply = _reply(listening.getsockname()[1], request)
     finally:
-        server.server_close()
-
-
-def ask_chat(rng: random.Random, material: Path, own: Path) -> int:
-    """A mutated request to the chat's page server, with the tiny model."""
-    from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.config.data_flags import DataFlags
-    from dschat_ppo.tools.chat_model import load_models
-    from dschat_ppo.tools.chat_server import ChatServer
-    from dschat_ppo.tools.sampling_settings import SamplingSettings
-
-    quiet_libraries()
-    models = load_models([("--model", str(material / "model"))], DataFlags(["unused"]), "fp32")
-    server = ChatServer(0, models, SamplingSettings(), "")
-    path = rng.choice(("/answer", "/answer", "/answer", "/answer", "/info", "/", "/chat.js", "/../x", "//["))
-    turns = [{"role": role, "content": text} for role, text in (("user", "a word"), ("assistant", "b"), ("user", "c"))]
-    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 3}
-    question = {"model": 0, "messages": turns, "settings": settings, "number": 1}
-    try:
-        return _exchange(server, _request(rng, path, question))
-    finally:
-        server.server_close()
+        server.should_exit = True
+        thread.join()
+    status = reply.split(b" ", 2)[1:2]
+    if status == [b"200"] or not reply:
+        return 0
+    if status[:1] and status[0].startswith(b"4"):
+        print(f"error: {reply[:300]!r}", file=sys.stderr)
+        return 2
+    raise AssertionError(f"the server replied {reply[:500]!r}")
 
 
 def score_remotely(rng: random.Random, material: Path, own: Path) -> int:

@@ -16,7 +16,7 @@ NAMES = {  # import -> package
     "mlflow": "mlflow-skinny",
 }  # fmt: skip
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"flash_attn", "math_verify", "mlflow", "peft", "trackio", "wandb"}
+OPTIONAL = {"fastapi", "flash_attn", "gradio", "math_verify", "mlflow", "peft", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:

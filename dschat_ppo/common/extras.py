@@ -9,13 +9,16 @@ from dschat_ppo.errors import UserError
 
 EXTRAS = {  # module -> (package, the extra that installs it)
     "bitsandbytes": ("bitsandbytes", "qlora"),
+    "fastapi": ("fastapi", "serve"),
     "flash_attn": ("flash-attn", "flash"),
+    "gradio": ("gradio", "chat"),
     "math_verify": ("math-verify", "math"),
     "mlflow": ("mlflow-skinny", "mlflow"),
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     "tensorboard": ("tensorboard", ""),  # required by setup.py, and checked as the other trackers are
     "trackio": ("trackio", "trackio"),
+    "uvicorn": ("uvicorn", "serve"),
     "wandb": ("wandb", "wandb"),
 }
 CHECKOUT = Path(__file__).parents[2]  # of the sources, unless the package is installed from a wheel

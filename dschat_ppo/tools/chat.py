@@ -14,13 +14,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
+from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.runtime.exit_codes import DONE, NOT_FINITE, USER_ERROR
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
+from dschat_ppo.tools.web_server import listen
 
 PORT = 8765
 
@@ -46,14 +47,14 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
         help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",
     )  # fmt: skip
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
-    parser.add_argument("--web", action="store_true", help="serve the chat as a page, to this machine only")
+    parser.add_argument(
+        "--web", action="store_true", help="serve the chat as a page, to this machine only; needs the extra chat"
+    )
     parser.add_argument("--port", type=int, help=f"port of --web; 0 selects a free one (default: {PORT})")
     add_sampling_flags(parser)
     words = parser.parse_args(argv)
     if words.port is not None and not words.web:
         raise UserError("--port has no effect without --web")
-    if words.port is not None and not 0 <= words.port < 2**16:
-        raise UserError(f"--port must be from 0 to 65535, got {words.port}")
     words.port = PORT if words.port is None else words.port
     data = DataFlags(
         ["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs
@@ -65,8 +66,12 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     """Load the models and chat until the user ends it.
 
     Raises:
-        UserError: a model cannot be loaded, or the port cannot be used.
+        UserError: a model cannot be loaded, the page's library is missing, or its port cannot be used.
     """
+    listening = None
+    if words.web:
+        require_extra("gradio", "--web")
+        listening = listen("127.0.0.1", words.port, f"--port {words.port}")
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -74,26 +79,23 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.chat_model import load_models
-    from dschat_ppo.tools.chat_server import serve
     from dschat_ppo.tools.chat_terminal import Terminal
-    from dschat_ppo.tools.encoding_process import EncodingProcess
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
     models = load_models(names, data, words.dtype)
     if words.system and not all(model.has_template for model in models):
         raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
-    if words.web:
-        with EncodingProcess([model.prompt_ids for model in models]) as encode:
-            for number, model in enumerate(models):
-                model.encode = partial(encode, number)
-            serve(models, settings, words.system, words.port)
+    if listening is not None:
+        from dschat_ppo.tools.chat_page import serve
+
+        serve(models, settings, words.system, listening)
         return
-    styled = sys.stdin.isatty() and sys.stdout.isatty()
-    if styled:
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
-    Terminal(models, settings, words.system, styled and not os.environ.get("NO_COLOR"), styled).run()
+    Terminal(models, settings, words.system, interactive).run()
 
 
 def main(argv: Sequence[str]) -> int:

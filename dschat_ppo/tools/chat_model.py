@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,6 @@ from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.rollout.token_stream import TextStream, stream_tokens
-from dschat_ppo.tools.encoding_process import Encoder
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
@@ -80,18 +77,12 @@ class Token:
 
     Attributes:
         text: that it completes, perhaps "".
-        end: "" until the last token; then "eos" (the model ended the answer) or "length" (`max_tokens`, or the
-            positions of the model, cut it).
-        tokens: of the answer so far.
-        seconds: since the start, that of the prompt included.
-        dropped: number of oldest exchanges removed from the prompt because the conversation exceeds the positions.
+        note: "" until the last token; then what the reader should know: whether a limit cut the answer, and whether the
+            oldest exchanges were not read.
     """
 
     text: str
-    end: str
-    tokens: int
-    seconds: float
-    dropped: int
+    note: str
 
 
 class ChatModel:
@@ -110,9 +101,9 @@ class ChatModel:
         self.name = checked.label
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
-        device = dist.device()
+        self.has_template = checked.tokenizer.chat_template is not None  # otherwise texts are joined as they are
         model: Any = load_causal_lm(checked.folder, dtype, None)
-        self.model: PreTrainedModel = model.to(device).eval()
+        self.model: PreTrainedModel = model.to(dist.device()).eval()
         config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
         try:
             engine = choose_engine(self.model, config).engine
@@ -123,13 +114,6 @@ class ChatModel:
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.positions = None if known is None else int(known) - first_position(self.model.config)
         self.ends = end_ids(self.tokenizer, self.model)
-        self.lock = threading.Lock()  # whoever holds it may call `answer`
-        self.encode: Encoder = self.prompt_ids  # a server replaces it by an `EncodingProcess`
-
-    @property
-    def has_template(self) -> bool:
-        """Whether messages are rendered with a chat template; otherwise their texts are joined as they are."""
-        return self.tokenizer.chat_template is not None
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Token ids of a conversation.
@@ -158,12 +142,10 @@ class ChatModel:
         system = [message for message in messages[:1] if message["role"] == "system"]
         turns, dropped = messages[len(system) :], 0
         while True:
-            ids = self.encode(system + turns)
+            ids = self.prompt_ids(system + turns)
             if not ids:
                 raise UserError(f"{self.name}: the message has no tokens; write something")
-            if self.positions is None:
-                return ids, max_tokens, dropped
-            room = self.positions - len(ids)
+            room = max_tokens if self.positions is None else self.positions - len(ids)
             if room >= min(max_tokens, ROOM):
                 return ids, min(max_tokens, room), dropped
             if len(turns) < 3:
@@ -184,37 +166,29 @@ class ChatModel:
         Raises:
             UserError: see `fitted`; before the first token.
         """
-        started = time.perf_counter()
         ids, most, dropped = self.fitted(messages, settings.max_tokens)
         seed = int(row_seeds(number, 1, settings.seed))
         stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
         drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
+        unread = f"the conversation exceeds the model's positions: its {dropped} oldest exchanges were not read"
+        notes = [unread] if dropped else []
         for tokens, token in enumerate(drawn, 1):
-            end = "eos" if token in self.ends else "length" if tokens == most else ""
-            text = "" if end == "eos" else stream.add(token)  # a text end need not be a special token
-            text += stream.rest() if end else ""
-            yield Token(text, end, tokens, time.perf_counter() - started, dropped)
+            if token in self.ends:  # a text end need not be a special token
+                yield Token(stream.rest(), "; ".join(notes))
+            elif tokens == most:
+                yield Token(stream.add(token) + stream.rest(), "; ".join([*notes, f"cut after {tokens} tokens"]))
+            else:
+                yield Token(stream.add(token), "")
 
 
-@dataclass
-class Conversation:
-    """What one model has been asked, and its answers."""
-
-    system: str
-    turns: list[tuple[str, str]]
-
-    def messages(self, question: str) -> Messages:
-        """The conversation with a new question."""
-        found: Messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*found, {"role": "user", "content": question}]
+def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:
+    """A conversation, (message, answer) each, with a new message of the user."""
+    found: Messages = [{"role": "system", "content": system}] if system else []
+    for asked, answered in turns:
+        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return [*found, {"role": "user", "content": message}]
 
 
 def load_models(names: Sequence[tuple[str, str]], data: DataFlags, dtype: str) -> list[ChatModel]:
-    """Load models, (flag, name) each, after all of them are checked.
-
-    Raises:
-        UserError: see `check_models`.
-    """
+    """Load models, (flag, name) each, after all of them are checked."""
     return [ChatModel(model, dtype) for model in check_models(names, data)]

@@ -1,4 +1,4 @@
-"""How chats and evaluations sample: one table for their flags, for commands in a chat, and for requests of its page."""
+"""How chats and evaluations sample: one table for their flags, for commands in a chat, and for its page."""
 
 from __future__ import annotations
 
@@ -13,28 +13,17 @@ from dschat_ppo.errors import UserError
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
     from dschat_ppo.rollout.sampling import SamplingParameters
 
-
-@dataclass(frozen=True)
-class Range:
-    """What a setting accepts, and what it does."""
-
-    kind: type[int] | type[float]
-    least: float
-    most: float
-    help: str
-
-
-RANGES = {
-    "temperature": Range(float, 0.01, 100, "sampling temperature; for greedy decoding use top_k 1"),
-    "top_p": Range(float, 0.001, 1, "sample from the smallest set of tokens with this probability; 1 = off"),
-    "top_k": Range(int, 0, 10**6, "sample from the k most likely tokens; 0 = off, 1 = greedy"),
-    "min_p": Range(float, 0, 1, "drop tokens less likely than this fraction of the most likely token; 0 = off"),
-    "repetition_penalty": Range(
+RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {  # name -> (type, least, most, help)
+    "temperature": (float, 0.01, 100, "sampling temperature; for greedy decoding use top_k 1"),
+    "top_p": (float, 0.001, 1, "sample from the smallest set of tokens with this probability; 1 = off"),
+    "top_k": (int, 0, 10**6, "sample from the k most likely tokens; 0 = off, 1 = greedy"),
+    "min_p": (float, 0, 1, "drop tokens less likely than this fraction of the most likely token; 0 = off"),
+    "repetition_penalty": (
         float, 0.01, 100, "above 1, tokens of the prompt and the answer so far become less likely; 1 = off"
     ),
-    "max_tokens": Range(int, 1, 10**6, "maximum tokens of an answer"),
-    "seed": Range(int, 0, 2**53 - 1, "sampling seed"),  # a browser's numbers hold 53 bits
-}
+    "max_tokens": (int, 1, 10**6, "maximum tokens of an answer"),
+    "seed": (int, 0, 2**53 - 1, "sampling seed"),  # a browser's numbers hold 53 bits
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,51 +46,38 @@ class SamplingSettings:
         return SamplingParameters(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
 
     def with_values(self, values: Mapping[str, Any], prefix: str = "") -> SamplingSettings:
-        """The settings with other values, as numbers or as text.
-
-        Args:
-            values: name -> value.
-            prefix: of the names in messages, such as "--".
+        """The settings with other values, name -> number or text; `prefix` stands before names in messages.
 
         Raises:
             UserError: there is no such setting, or it does not accept the value.
         """
-        checked: dict[str, Any] = {name: _checked(name, value, prefix) for name, value in values.items()}
+        checked: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in RANGES:
+                raise UserError(f"there is no setting '{name}'; the settings are {', '.join(RANGES)}")
+            kind, least, most, _ = RANGES[name]
+            try:
+                number = math.nan if isinstance(value, bool) else float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if not least <= number <= most or (kind is int and not number.is_integer()):
+                wanted = "an integer" if kind is int else "a number"
+                raise UserError(f"{prefix}{name} must be {wanted} from {least:g} to {most:g}, got {value}")
+            checked[name] = kind(number)
         return replace(self, **checked)
-
-
-def _checked(name: str, value: Any, prefix: str) -> float:
-    known = RANGES.get(name)
-    if known is None:
-        raise UserError(f"there is no setting '{name}'; the settings are {', '.join(RANGES)}")
-    wanted = "an integer" if known.kind is int else "a number"
-    refused = UserError(f"{prefix}{name} must be {wanted} from {known.least:g} to {known.most:g}, got {value}")
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise refused
-    try:
-        number = known.kind(value)
-    except (ValueError, OverflowError):
-        raise refused from None
-    if not math.isfinite(number) or not known.least <= number <= known.most or number != float(value):
-        raise refused
-    return number
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting."""
     group = parser.add_argument_group("sampling")
     for field in fields(SamplingSettings):
-        known = RANGES[field.name]
+        kind, _, _, what = RANGES[field.name]
         group.add_argument(
-            f"--{field.name}", default=field.default, metavar="N" if known.kind is int else "X",
-            help=f"{known.help} (default: {field.default})",
+            f"--{field.name}", default=field.default, metavar="N" if kind is int else "X",
+            help=f"{what} (default: {field.default})",
         )  # fmt: skip
 
 
 def settings_of(words: argparse.Namespace) -> SamplingSettings:
-    """The settings that the flags give.
-
-    Raises:
-        UserError: a flag does not accept its value.
-    """
+    """The settings that the flags give; raises `UserError` for a value that a flag does not accept."""
     return SamplingSettings().with_values({name: getattr(words, name) for name in RANGES}, "--")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 from dschat_ppo.models.loading import load_sequence_classifier
-from dschat_ppo.tools.serve_reward import Scorer
+from dschat_ppo.tools.text_scorer import TextScorer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_at_the_same_weights(out):
 @torch.no_grad()
 def test_reward_model_and_best_critic_serve_scores(out):
     for folder in (out / "reward", out / "ppo/best/critic"):
-        scorer = Scorer(str(folder), "fp32", 60)
+        scorer = TextScorer(str(folder), "fp32", 60)
         scores = scorer(["a lamp in the hall", "red"])
         model = load_sequence_classifier(str(folder), "fp32", None, new_head=False).eval()
         for text, score in zip(["a lamp in the hall", "red"], scores, strict=True):

@@ -1,15 +1,16 @@
-"""The command of the chat: its flags, and a whole chat through pipes."""
+"""The chat in a terminal: its flags, a whole chat through pipes, and models that answer by rule."""
 
+import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from dschat_ppo.data import template_limits
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools import chat_server
 from dschat_ppo.tools.chat import PORT, main, read_arguments
+from dschat_ppo.tools.chat_model import Token, conversation
+from dschat_ppo.tools.chat_terminal import HELP, Terminal, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -23,7 +24,6 @@ def test_flags():
     ("words", "message"),
     [
         (["--port", "80"], "--port has no effect without --web"),
-        (["--web", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
         (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
         (["--dtype", "int8"], "--dtype int8: expected one of "),
         (["--temprature", "1"], "unrecognized arguments"),
@@ -38,6 +38,27 @@ def test_bad_flags(words, message):
 def test_a_missing_model_is_one_line(capsys):
     assert main(["--model", "./nothing"]) == 2
     assert capsys.readouterr().err == "error: --model ./nothing: no such folder\n"
+
+
+def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, reason in ((port, "use another one, or --port 0"), ("70000", "must be 0-65535")):
+            assert main(["--model", "./nothing", "--web", "--port", words]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"error: --port {words}: cannot listen on it (") and reason in said
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert main(["--model", "./nothing", "--web"]) == 2
+    assert capsys.readouterr().err == 'error: --web needs the package gradio: pip install -e ".[chat]"\n'
+
+
+def test_a_page_with_an_endless_chat_template_does_not_start(assets, tmp_path, monkeypatch, capsys):
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+    (tmp_path / "endless.jinja").write_text(template)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    words = ["--model", str(assets / "lm"), "--dtype", "fp32", "--web", "--port", "0"]
+    assert main([*words, "--chat_template", str(tmp_path / "endless.jinja")]) == 2
+    assert "the chat template needs more than 0.5 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--model", "reward"], ["--model", "lm", "--compare", "reward"]])
@@ -57,28 +78,134 @@ def test_a_chat_through_pipes(assets):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == "lm:" and "uniform_lm:" in lines and lines[-1] == "forgotten: Where is"
-    assert done.stdout.count("[cut after 4 tokens (/set max_tokens N)]") == 2
+    assert done.stdout.count("[cut after 4 tokens]") == 2
 
 
-def test_the_page_limits_the_chat_template(assets, tmp_path, monkeypatch):
-    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
-    (tmp_path / "endless.jinja").write_text(template)
-    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
-    found = []
+class Echo:
+    """Answers "NAME heard N: TEXT" word by word; records what it was asked."""
 
-    def serve(models, settings, system, port):
-        """Ask as a thread of the server does."""
+    def __init__(self, name="A", has_template=True, stop_after=None, note=""):
+        self.name, self.path, self.has_template, self.stop_after, self.note = (
+            name, f"out/{name}", has_template, stop_after, note
+        )  # fmt: skip
+        self.asked = []
 
-        def ask():
-            with pytest.raises(UserError, match="the chat template needs more than 0.5 s") as problem:
-                next(models[0].answer([{"role": "user", "content": "Hello"}], settings, 0))
-            found.append(problem.value)
+    def answer(self, messages, settings, number):
+        self.asked.append(([message["content"] for message in messages], settings, number))
+        if "refuse" in messages[-1]["content"]:
+            raise UserError(f"{self.name} refuses")
+        words = f"{self.name} heard {len(messages)}: {messages[-1]['content']}".split(" ")
+        for count, word in enumerate(words, 1):
+            if self.stop_after == count - 1:
+                raise KeyboardInterrupt
+            yield Token(word if count == 1 else f" {word}", self.note if count == len(words) else "")
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(60)
 
-    monkeypatch.setattr(chat_server, "serve", serve)
-    words = ["--model", str(assets / "lm"), "--dtype", "fp32", "--web"]
-    assert main([*words, "--chat_template", str(tmp_path / "endless.jinja")]) == 0
-    assert len(found) == 1
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """A function: lines of input -> the output of a chat over them, and the chat."""
+
+    def run(lines, *models, system="", interactive=False) -> tuple[str, Terminal]:
+        left = iter(lines)
+
+        def read(prompt):
+            print(prompt, end="")
+            for line in left:
+                return line
+            raise EOFError
+
+        monkeypatch.setattr("builtins.input", read)
+        terminal = Terminal(models or [Echo()], SamplingSettings(), system, interactive)
+        terminal.run()
+        return capsys.readouterr().out, terminal
+
+    return run
+
+
+def test_plain_lines(chat):
+    model = Echo()
+    assert chat(["hello", "", "again"], model)[0] == "A heard 1: hello\nA heard 3: again\n"
+    assert [asked for asked, _, _ in model.asked] == [["hello"], ["hello", "A heard 1: hello", "again"]]
+    assert [number for _, _, number in model.asked] == [0, 1]
+
+
+def test_two_models_keep_their_own_conversations(chat):
+    first, second = Echo("A"), Echo("B", note="cut after 4 tokens")
+    output, _ = chat(["x", "y"], first, second)
+    assert output.startswith("A:\nA heard 1: x\nB:\nB heard 1: x\n[cut after 4 tokens]\nA:\n")
+    assert second.asked[1][0] == ["x", "B heard 1: x", "y"]
+
+
+def test_undo_retry_and_reset(chat):
+    model = Echo()
+    output, _ = chat(["a", "b", "/undo", "c", "/retry", "/reset", "d", "/undo", "/undo"], model)
+    assert [(asked[-1], len(asked), number) for asked, _, number in model.asked] == [
+        ("a", 1, 0), ("b", 3, 1), ("c", 3, 2), ("c", 3, 3), ("d", 1, 0),
+    ]  # fmt: skip
+    assert "forgotten: b\n" in output and output.endswith("forgotten: d\nthere is no message yet\n")
+
+
+def test_system_message(chat):
+    model = Echo()
+    output, _ = chat(["a", "/system be kind", "b", "/system", "c"], model, system="be short")
+    assert [asked[0] for asked, _, _ in model.asked] == ["be short", "be kind", "a"]
+    assert "system message: be kind\n" in output and "no system message\n" in output
+    assert "a tokenizer has no chat template" in chat(["/system x"], Echo(), Echo("B", False))[0]
+
+
+def test_set(chat):
+    model = Echo()
+    output, _ = chat(["/set temperature 0.5", "a", "/set", "/set top_p 7", "/set top_p", "/set heat 1"], model)
+    assert model.asked[0][1] == SamplingSettings(temperature=0.5)
+    assert "temperature 0.5  top_p 1.0" in output and "top_p must be a number from 0.001 to 1, got 7\n" in output
+    assert "/set needs a name and a value" in output and "there is no setting 'heat'" in output
+
+
+def test_help_quit_and_unknown_commands(chat):
+    output, _ = chat(["/help", "/nothing", "/help me", "/quit", "not read"])
+    assert output == (
+        f"{HELP}\nthere is no command /nothing; /help lists them, and //nothing is a message\n/help takes no argument\n"
+    )
+
+
+def test_a_message_of_several_lines_and_one_with_a_slash(chat):
+    model = Echo()
+    chat(["one\\", "two", "//etc"], model)
+    assert [asked[-1] for asked, _, _ in model.asked] == ["one\ntwo", "/etc"]
+
+
+def test_a_refused_message_is_in_no_conversation(chat):
+    first, second = Echo("A"), Echo("B")
+    second.answer = lambda *_: (_ for _ in ()).throw(UserError("B refuses"))
+    output, terminal = chat(["x"], first, second)
+    assert output.endswith("B refuses\n") and terminal.turns == [[], []]
+
+
+def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
+    output, terminal = chat(["x"], Echo(stop_after=2), interactive=True)
+    assert "A heard\n[stopped]\n" in output and terminal.turns[0] == [("x", "A heard")]
+    output, terminal = chat(["x"], Echo(stop_after=0), interactive=True)
+    assert "not part of the conversation" in output and terminal.turns[0] == []
+
+
+def test_interactive(chat):
+    output, _ = chat(["a"], Echo("A", has_template=False, note="a remark"), interactive=True)
+    assert "A  out/A  (no chat template: the model continues the text)\n" in output
+    assert output.endswith("> A heard 1: a\n[a remark]\n> \n")
+
+
+def test_a_conversation_becomes_messages():
+    messages = [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    expected = [{"role": role, "content": content} for role, content in messages]
+    assert conversation("be kind", [("a", "b")], "c") == expected
+    assert conversation("", [], "c") == expected[-1:]
+
+
+@pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb\x07", "a[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m\x7f\r", "1m")])
+def test_answers_cannot_steer_the_terminal(chat, text, shown):
+    assert printable(text) == shown
+    model = Echo()
+    model.answer = lambda *_: iter([Token(text, "")])
+    for interactive in (False, True):
+        assert shown in chat(["x"], model, interactive=interactive)[0]
+        assert "\x1b" not in chat(["x"], model, interactive=interactive)[0]

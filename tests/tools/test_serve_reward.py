@@ -1,6 +1,6 @@
 """The reward model server: its scores, its error replies, and concurrent clients."""
 
-import gc
+import asyncio
 import json
 import os
 import shutil
@@ -13,18 +13,22 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.data import template_limits
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
-from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import Batcher, RejectedError, RewardServer, Scorer, read_arguments, read_request
+from dschat_ppo.tools import serve_reward, text_scorer
+from dschat_ppo.tools.serve_reward import Batcher, read_arguments, reward_app
+from dschat_ppo.tools.text_scorer import TextScorer
+from dschat_ppo.tools.web_server import RefusedError, listen, server_options
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 MOST_BYTES, MOST_ROWS = 20_000, 12
@@ -42,15 +46,26 @@ def direct(folder: Path, texts: list[str], most: int = 128) -> list[float]:
 
 @pytest.fixture(scope="module")
 def scorer(assets):
-    return Scorer(str(assets / "reward"), "fp32", 60)
+    return TextScorer(str(assets / "reward"), "fp32", 60)
+
+
+@contextmanager
+def served(score, **options):
+    """The address of a server."""
+    listening = listen("127.0.0.1", 0, "--port")
+    config = server_options(reward_app(score, **{"max_request_bytes": MOST_BYTES, "max_rows": MOST_ROWS, **options}))
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(60)
 
 
 @pytest.fixture(scope="module")
 def address(scorer):
-    with RewardServer(("127.0.0.1", 0), scorer, MOST_BYTES, MOST_ROWS) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with served(scorer) as found:
+        yield found
 
 
 def test_a_process_reward_model_is_refused(assets, tmp_path, capsys):
@@ -68,14 +83,13 @@ def test_a_hostile_template_of_the_model_does_not_hold_the_server(assets, tmp_pa
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
     (folder / "chat_template.jinja").write_text(endless)
     monkeypatch.setattr(template_limits, "SECONDS", 0.5)
-    hostile, plain = (Scorer(str(place), "fp32", 60) for place in (folder, assets / "reward"))
-    with RewardServer(("127.0.0.1", 0), hostile, MOST_BYTES, MOST_ROWS) as server:
-        assert server.batcher(["a text"]) == plain(["a text"])  # in the thread of the model
+    hostile, plain = (TextScorer(str(place), "fp32", 60) for place in (folder, assets / "reward"))
+    assert asyncio.run(Batcher(hostile, 8)(["a text"])) == plain(["a text"])  # in another thread
 
 
 @torch.no_grad()
 def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
-    scorer = Scorer(str(assets / "reward"), "fp32", 60)
+    scorer = TextScorer(str(assets / "reward"), "fp32", 60)
     scorer.tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|system|>{% endfor %}"
     rows = [[*scorer.tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
     hidden = [scorer.model.classifier.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
@@ -111,38 +125,11 @@ def test_a_long_text_loses_its_start(assets, address):
 
 def test_a_huge_text_is_cut_before_it_is_encoded(scorer, monkeypatch):
     """The tokenizer sees 32 characters for each token that the model reads; the score is that of the end."""
-    seen, encode = [], serve_reward.encode_finished
-    monkeypatch.setattr(serve_reward, "encode_finished", lambda *words: seen.append(len(words[1])) or encode(*words))
+    seen, encode = [], text_scorer.encode_finished
+    monkeypatch.setattr(text_scorer, "encode_finished", lambda *words: seen.append(len(words[1])) or encode(*words))
     end = "red blue here yes " * 60
     assert scorer(["x" * 10_000_000 + end, end]) == pytest.approx([scorer([end])[0]] * 2, abs=1e-5)
     assert seen == [32 * scorer.max_length, len(end), len(end)]
-
-
-def test_one_body_is_parsed_at_a_time_and_a_refusal_holds_none(monkeypatch):
-    """Parsed JSON can need 30 times the memory of its text."""
-    at_once, most, read = [0], [], serve_reward.read_request
-
-    def slowly(body, max_rows):
-        at_once[0] += 1
-        most.append((at_once[0], gc.isenabled()))
-        time.sleep(0.05)
-        at_once[0] -= 1
-        return read(body, max_rows)
-
-    monkeypatch.setattr(serve_reward, "read_request", slowly)
-    with RewardServer(("127.0.0.1", 0), lambda texts: [0.0], 2000, 10) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/get_reward"
-        with ThreadPoolExecutor(6) as threads:
-            statuses = [
-                reply[0] for reply in threads.map(lambda body: send(url, body), [b"[", b'{"query": ["a"]}'] * 3)
-            ]
-        with pytest.raises(RejectedError) as refusal:
-            server.parse(b"[[]]")
-        server.shutdown()
-    assert statuses == [400, 200] * 3 and most == [(1, False)] * 7 and gc.isenabled()
-    assert refusal.value.__context__ is None and refusal.value.__cause__ is None
-    assert not any("request" in frame.frame.f_locals for frame in refusal.traceback)
 
 
 def test_an_empty_list_of_texts(address):
@@ -178,35 +165,23 @@ def test_web_sites_are_refused(address, headers, path, body):
     assert send(address + path, body)[0] == 200
 
 
-def test_a_server_for_other_machines_takes_any_name():
-    """Clients choose the name by which they reach it; a web site is still refused."""
-    with RewardServer(("0.0.0.0", 0), lambda texts: [0.0], 2000, 10) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/health"
-        assert urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "reward.example"})).status == 200
-        with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(
-                urllib.request.Request(url, headers={"Host": "reward.example", "Origin": "http://evil.example"})
-            )
-        server.shutdown()
-
-
 @pytest.mark.parametrize(("path", "body"), [("/", None), ("/get_reward", None), ("/other", b'{"query": []}')])
 def test_other_paths_are_rejected(address, path, body):
-    assert send(address + path, body)[0] == 404
+    status, answer = send(address + path, body)
+    assert status in (404, 405) and answer == {"error": "GET /health or POST /get_reward"}
 
 
 BAD = {
-    b"": "not JSON", b"hello": "not JSON", b"\xff": "not JSON", b"[" * 9000: "not JSON", b"[]": "must be an object",
-    b"{}": '"query" must be', b'{"query": "a"}': '"query" must be', b'{"query": [1]}': '"query" must be',
-    b'{"query": ["a", null]}': '"query" must be', b'{"query": {"a": 1}}': '"query" must be',
-    b'{"query": ["a"], "prompts": []}': '"prompts" must be', b'{"query": ["a"], "labels": "b"}': '"labels" must be',
-    b'{"query": ["a"], "labels": [1, 2]}': '"labels" must be', b'{"query": ["\\ud800"]}': "surrogate",
-    b"\x80\x04\x95\x0b.": "not JSON",
+    b"": '"query": ', b"hello": "JSON decode error", b"\xff": "parsing the body", b"[" * 9000: "parsing the body",
+    b"[]": '"query": ', b"{}": '"query": ', b'{"query": "a"}': '"query": ', b'{"query": [1]}': '"query.0": ',
+    b'{"query": ["a", null]}': '"query.1": ', b'{"query": {"a": 1}}': '"query": ',
+    b'{"query": ["a"], "prompts": []}': '"prompts" must be', b'{"query": ["a"], "labels": "b"}': '"labels": ',
+    b'{"query": ["a"], "labels": [1, 2]}': '"labels" must be', b'{"query": ["\\ud800"]}': '"query" holds half',
+    b"\x80\x04\x95\x0b.": "parsing the body", b'{"query": ["a"], "labels": [' + b"1" * 9000 + b"]}": "parsing",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=[str(n) for n in range(len(BAD))])
+@pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=range(len(BAD)))
 def test_invalid_requests_are_rejected(address, body, reason):
     status, answer = send(f"{address}/get_reward", body)
     assert status == 400
@@ -223,43 +198,47 @@ def test_requests_over_the_limits_are_rejected(address):
     assert send(f"{address}/get_reward", b" " * (10 * MOST_BYTES))[0] == 413
 
 
-def test_a_client_receives_the_reply_to_a_large_body():
-    with RewardServer(("127.0.0.1", 0), lambda texts: [], 2_000_000, 10) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        assert send(f"http://127.0.0.1:{server.server_port}/get_reward", b" " * 25_000_000)[0] == 413
-        server.shutdown()
+def test_a_client_receives_the_reply_to_a_large_body(address):
+    assert send(f"{address}/get_reward", b" " * 25_000_000)[0] == 413
 
 
 def raw(address: str, data: bytes) -> bytes:
-    """The reply to bytes after which the client closes its side of the connection."""
+    """The reply to bytes."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+JSON = b"Content-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        (b"", b" 411 "),
-        (b"Content-Length: -1\r\n", b" 411 "),
-        (b"Content-Length: +5\r\n", b" 411 "),
-        (b"Transfer-Encoding: chunked\r\n", b" 411 "),
-        (b"Content-Length: 50\r\n", b" 400 "),
-        (b"Content-Length: 99999999999999\r\n", b" 413 "),
-        (b"Content-Length: " + b"9" * 5000 + b"\r\n", b" 413 "),
+        (JSON, b" 411 "), (JSON + b"Content-Length: -1\r\n", b" 400 "), (JSON + b"Content-Length: +5\r\n", b" 400 "),
+        (JSON + b"Transfer-Encoding: chunked\r\n", b" 411 "),
+        (JSON + b"Content-Length: 13\r\nContent-Length: 5\r\n", b" 400 "),
+        (JSON + b"Content-Length: 13\r\nContent-Encoding: gzip\r\n", b" 415 "),
+        (JSON + b"Content-Length: 13\r\n", b" 200 "), (b"Content-Length: 13\r\n", b" 415 "),
+        (b"Content-Type: text/plain\r\nContent-Length: 13\r\n", b" 415 "),
+        (b"Content-Type: Application/JSON; charset=utf-8\r\nContent-Length: 13\r\n", b" 200 "),
     ],
-)
-def test_wrong_content_lengths_are_rejected(address, headers, status):
-    answer = raw(
-        address,
-        b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        + headers
-        + b'\r\n{"query": []}',
-    )
-    assert status in answer.split(b"\r\n")[0]
+)  # fmt: skip
+def test_lengths_types_and_encodings(address, headers, status):
+    start = b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    assert status in raw(address, start + headers + b'\r\n{"query": []}').split(b"\r\n")[0]
     assert send(f"{address}/health")[0] == 200
+
+
+@pytest.mark.parametrize("length", [b"50", b"99999999999999"])
+def test_a_slow_body_is_dropped(length):
+    with served(lambda texts: [], max_request_seconds=0.4) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + JSON + b"Content-Length: %s\r\n\r\n{" % length)
+            started = time.monotonic()
+            assert b" 408 " in client.recv(4096) and 0.2 < time.monotonic() - started < 5
 
 
 def test_concurrent_clients_get_their_own_scores(assets, address):
@@ -286,17 +265,15 @@ class Slow:
 
 def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
     """Results or exceptions of several requests that wait while the first is scored."""
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        futures = []
-        for number, job in enumerate(jobs):
-            futures.append(threads.submit(batcher, job))
-            deadline = time.monotonic() + 60
-            while len(batcher.waiting) <= number and not futures[-1].done() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            while not score.batches and time.monotonic() < deadline:
-                time.sleep(0.005)
+
+    async def ask_all():
+        waiting = [asyncio.ensure_future(batcher(job)) for job in jobs]
+        while not score.batches:
+            await asyncio.sleep(0.005)
         score.leave.set()
-        return [future.exception() or future.result() for future in futures]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    return asyncio.run(ask_all())
 
 
 def test_waiting_requests_are_scored_together():
@@ -305,7 +282,6 @@ def test_waiting_requests_are_scored_together():
     assert several(batcher, score, [["a"], ["bb", ""], ["ccc"], ["d", "ee"], ["f"]]) == [[1], [2, 0], [3], [1, 2], [1]]
     assert score.batches == [["a"], ["bb", "", "ccc", "f"], ["d", "ee"]]
     assert batcher.waiting == []
-    batcher.close()
 
 
 def test_a_failed_batch_fails_for_one_request():
@@ -316,7 +292,6 @@ def test_a_failed_batch_fails_for_one_request():
     assert [type(result) for result in results] == [list, RuntimeError, RuntimeError, list]
     assert results[3] == [3]
     assert batcher.waiting == []
-    batcher.close()
 
 
 def test_after_a_failure_the_other_requests_share_a_batch():
@@ -324,7 +299,6 @@ def test_after_a_failure_the_other_requests_share_a_batch():
     batcher = Batcher(score, 4)
     assert several(batcher, score, [["a"], ["bad"], ["bb"], ["ccc"]])[2:] == [[2], [3]]
     assert score.batches == [["a"], ["bad", "bb", "ccc"], ["bb", "ccc"]]
-    batcher.close()
 
 
 def test_too_many_waiting_texts_are_rejected():
@@ -332,9 +306,8 @@ def test_too_many_waiting_texts_are_rejected():
     batcher = Batcher(score, 2)
     results = several(batcher, score, [["a"], *[["b", "c"]] * 7, ["d"], ["e"]])
     assert [result for result in results if not isinstance(result, list)] == [results[-1]]
-    assert isinstance(results[-1], RejectedError) and results[-1].status == 503
-    assert batcher(["later"]) == [5]
-    batcher.close()
+    assert isinstance(results[-1], RefusedError) and results[-1].status == 503
+    assert asyncio.run(batcher(["later"])) == [5]
 
 
 def test_a_failing_model_and_a_score_that_is_not_finite():
@@ -343,13 +316,10 @@ def test_a_failing_model_and_a_score_that_is_not_finite():
             return [float("nan")]
         raise RuntimeError("no memory")
 
-    with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with served(score) as address:
         assert ask(address, ["a"]) == (500, {"error": "the model failed: RuntimeError"})
         assert ask(address, ["nan"]) == (500, {"error": "a score is not finite"})
         assert send(f"{address}/health")[0] == 200
-        server.shutdown()
 
 
 def test_the_default_host_is_this_machine():
@@ -374,7 +344,7 @@ def test_invalid_arguments_are_rejected(assets, words, problem, capsys):
 
 def test_a_model_without_a_classifier_is_rejected(assets):
     with pytest.raises(UserError):
-        Scorer(str(assets / "lm"), "fp32", 60)
+        TextScorer(str(assets / "lm"), "fp32", 60)
 
 
 def test_a_server_process_stops_cleanly(assets):
@@ -392,28 +362,18 @@ def test_a_server_process_stops_cleanly(assets):
     assert "all requests answered" in rest
 
 
-def test_a_request_in_progress_is_answered_before_the_stop(monkeypatch):
-    score, sent, answer_now = Slow(), [], serve_reward.Handler._reply
-
-    def answer_late(handler, status, content):
-        time.sleep(0.3)
-        answer_now(handler, status, content)
-        sent.append(status)
-
-    monkeypatch.setattr(serve_reward.Handler, "_reply", answer_late)
+def test_a_request_in_progress_is_answered_before_the_stop():
+    score = Slow()
     with ThreadPoolExecutor(1) as threads:
-        with RewardServer(("127.0.0.1", 0), score, 1000, 10) as server:
-            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-            answer = threads.submit(ask, f"http://127.0.0.1:{server.server_port}", ["four"])
+        with served(score) as address:
+            answer = threads.submit(ask, address, ["four"])
             while not score.batches:
                 time.sleep(0.01)
-            threading.Timer(0.2, score.leave.set).start()
-            server.shutdown()
-        assert sent == [200]
+            threading.Timer(0.5, score.leave.set).start()
         assert answer.result(10) == (200, {"rewards": [4.0]})
 
 
-def test_nothing_is_unpickled():
-    source = Path(serve_reward.__file__).read_text()
-    assert "pickle" not in source
-    assert read_request(b'{"query": ["a"]}', 1) == ["a"]
+@pytest.mark.parametrize("module", ["serve_reward", "chat"])
+def test_wrong_flags_do_not_wait_for_torch(module):
+    code = f"import sys, dschat_ppo.tools.{module}; assert not {{'torch', 'fastapi', 'gradio'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

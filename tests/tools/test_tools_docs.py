@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dschat_ppo.tools import chat, evaluate_flags
-from dschat_ppo.tools.chat_terminal import COMMANDS
+from dschat_ppo.tools.chat_terminal import HELP
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 
 
 def test_commands_and_settings():
-    assert re.findall(r"^\| `/(\w+)", TEXT, re.M) == list(COMMANDS)
+    assert re.findall(r"^\| `/(\w+)", TEXT, re.M) == re.findall(r"^/(\w+)", HELP, re.M)
     settings = {name: str(value) for name, value in asdict(SamplingSettings()).items()}
     assert dict(re.findall(r"^\| `--(\w+)` \| ([\d.]+) \|", TEXT, re.M)) == settings
 

@@ -1,0 +1,144 @@
+"""The chat as a page of gradio, for the browser of this machine. Nothing is loaded from or sent to the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import chain, zip_longest
+from typing import Any
+
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.errors import UserError
+from dschat_ppo.tools.chat_model import ChatModel, conversation
+from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings
+from dschat_ppo.tools.web_server import OWN_NAMES, RefusedError, check_origin, serve_until_stopped
+
+# gradio's scripts and styles are inline in part; "self" keeps the page from everything that is not this server
+_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'; form-action 'none'"
+_FONTS = ["system-ui", "sans-serif"]  # of the system
+_STYLE = """
+.message-content span { white-space: pre-wrap }
+@media (max-width: 700px) { .chat { height: 38vh !important } }
+"""  # answers are texts, not Markdown; two models fit a phone
+Turns = list[list[tuple[str, str]]]  # (message, answer) of each model
+
+
+def page(models: Sequence[ChatModel], settings: SamplingSettings, system: str) -> Any:
+    """An ASGI application with the page: the conversations side by side, and the settings."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import
+    import gradio as gr
+    from fastapi import FastAPI
+    from fastapi.responses import PlainTextResponse
+
+    def shown(message: Any, number: int, turns: Turns, remark: str = "") -> tuple[Any, ...]:
+        """The values of `outputs`."""
+        return message, number, turns, gr.Textbox(remark, visible=bool(remark)), *map(_messages, turns)
+
+    def ask(message: str, number: int, turns: Turns, system: str, *values: float) -> Iterator[tuple[Any, ...]]:
+        """Let all models answer, a token of each at a time."""
+        if not message.strip():
+            yield shown(message, number, turns)
+            return
+        stop.clear()
+        answers, remarks = [""] * len(models), [""] * len(models)
+        try:
+            chosen = settings.with_values(dict(zip(RANGES, values, strict=True)))
+            prompts = [conversation(system, old, message) for old in turns]
+            streams = [model.answer(prompt, chosen, number) for model, prompt in zip(models, prompts, strict=True)]
+            for tokens in chain([()], zip_longest(*streams)):  # first the message alone
+                for place, token in enumerate(tokens):
+                    if token is not None:
+                        answers[place] += token.text
+                        remarks[place] = f"{models[place].name}: {token.note}" if token.note else ""
+                new = [[*old, (message, answer)] for old, answer in zip(turns, answers, strict=True)]
+                typed = gr.skip() if tokens else ""  # the next message can be written meanwhile
+                yield shown(typed, number + 1, new, "\n".join(filter(None, remarks)))
+                if stop.is_set():
+                    return
+        except UserError as problem:  # no conversation has the message, and it can be edited
+            gr.Warning(escape(str(problem)))
+            yield shown(message, number, turns)
+
+    def retry(_: str, number: int, turns: Turns, *others: Any) -> Iterator[tuple[Any, ...]]:
+        """Answer the last message again, with other random numbers."""
+        yield from ask(turns[0][-1][0], number, [old[:-1] for old in turns], *others)
+
+    def undo(number: int, turns: Turns) -> tuple[Any, ...]:
+        """Forget the last message and its answers; the message can be edited."""
+        return shown(turns[0][-1][0], number, [old[:-1] for old in turns])
+
+    stop = threading.Event()  # the models answer one message at a time
+    nothing: Turns = [[] for _ in models]
+    with gr.Blocks(title="Chat", analytics_enabled=False) as blocks:
+        number, turns = gr.State(0), gr.State(nothing)
+        with gr.Row():
+            chats = [
+                gr.Chatbot(
+                    label=model.name, render_markdown=False, line_breaks=False, buttons=[], feedback_options=None,
+                    height="65vh", min_width=320, elem_classes="chat",
+                )
+                for model in models
+            ]  # fmt: skip
+        remarks = gr.Textbox(label="note", visible=False, interactive=False)
+        message = gr.Textbox(
+            label="message", show_label=False, placeholder="Message (Enter sends, Shift+Enter starts a new line)",
+            autofocus=True, submit_btn=True, stop_btn=True,
+        )  # fmt: skip
+        with gr.Accordion("Settings", open=False):
+            fields: list[Any] = [
+                gr.Textbox(system, label="system message", visible=all(model.has_template for model in models))
+            ]
+            with gr.Row():
+                for name, value in asdict(settings).items():
+                    kind, least, most, what = RANGES[name]
+                    whole = 0 if kind is int else None
+                    fields.append(gr.Number(value, label=name, info=what, minimum=least, maximum=most, precision=whole))
+        outputs = [message, number, turns, remarks, *chats]
+        inputs = [message, number, turns, *fields]
+        # one event at a time, so that an answer in progress does not undo what follows it
+        answering: dict[str, Any] = {"concurrency_id": "models", "show_progress": "hidden"}
+        message.submit(ask, inputs, outputs, **answering)
+        message.stop(stop.set, queue=False)
+        for chat in chats:
+            chat.retry(retry, inputs, outputs, **answering)
+            chat.undo(undo, [number, turns], outputs, **answering)
+            chat.clear(lambda: shown("", 0, nothing), None, outputs, **answering)
+    app = gr.mount_gradio_app(
+        FastAPI(), blocks, "/", footer_links=[], run_history=False, ssr_mode=False, css=_STYLE,
+        theme=gr.themes.Default(font=_FONTS),
+    )  # fmt: skip
+
+    @app.middleware("http")
+    async def checked(request: Any, call_next: Any) -> Any:
+        try:
+            check_origin(request.headers, OWN_NAMES)
+        except RefusedError as problem:
+            return PlainTextResponse(str(problem), problem.status)
+        reply = await call_next(request)
+        reply.headers["content-security-policy"] = _POLICY
+        return reply
+
+    return app
+
+
+def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """A conversation for gradio, which takes texts for HTML and would change the indentation of lines."""
+    return [
+        {"role": role, "content": escape(text, quote=False).replace("\n", "<br>")}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def serve(models: Sequence[ChatModel], settings: SamplingSettings, system: str, listening: socket.socket) -> None:
+    """Serve the page until SIGINT or SIGTERM."""
+    for model in models:
+        model.prompt_ids(conversation(system, [], "Hello"))  # chat templates have limits in the main thread only
+    host, port = listening.getsockname()[:2]
+    app = page(models, settings, system)
+    print_line(f"open http://{host}:{port}/ in a browser on this machine; Ctrl-C ends")
+    serve_until_stopped(app, listening, timeout_graceful_shutdown=1)

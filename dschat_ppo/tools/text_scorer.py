@@ -1,0 +1,63 @@
+"""A reward model with its tokenizer: texts to scores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.data.collators import right_padded
+from dschat_ppo.data.templates import encode_finished, turn_end
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.rewards.learned_reward import SEPARATOR, scores_in_batches
+
+_LONGEST_TOKEN = 32  # characters; only their mean over a text matters
+
+
+class TextScorer:
+    """A reward model that scores whole texts.
+
+    Args:
+        folder: holds a decoder with a one-label head named `score`, and its tokenizer.
+        dtype: "bf16", "fp16" or "fp32".
+        max_batch_tokens: most tokens of a forward pass.
+
+    Raises:
+        UserError: the folder does not hold such a model, or it holds a process reward model.
+    """
+
+    def __init__(self, folder: str, dtype: str, max_batch_tokens: int):
+        config = load_config(folder, "--model")
+        if SEPARATOR in config.to_dict():
+            raise UserError(
+                f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but this server "
+                "scores whole texts; give it to --reward_model_name_or_path of step 3, with --process_reward"
+            )
+        self.tokenizer = load_tokenizer(folder, "--model")
+        turn_end(self.tokenizer)  # renders the chat template once, here in the main thread, where its limits hold
+        check_vocabulary(self.tokenizer, config, "--model", folder)
+        self.max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.max_batch_tokens = max_batch_tokens
+        self.device = dist.device()
+        self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
+
+    def __call__(self, texts: Sequence[str]) -> list[float]:
+        """Score each text at the final token of `encode_finished`.
+
+        Texts of more tokens than the model reads lose their start. So do texts of more than 32 characters for each of
+        these tokens, before they are encoded.
+        """
+        most, rows, too_long = _LONGEST_TOKEN * self.max_length, list[list[int]](), 0
+        for text in texts:  # a tokenizer would need gigabytes and minutes for a text of 16 MiB
+            row = encode_finished(self.tokenizer, text[-most:])
+            too_long += len(row) > self.max_length or len(text) > most
+            rows.append(row[-self.max_length :])
+        if too_long:
+            print_line(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")
+        input_ids, lengths = right_padded(rows, filler_id(self.tokenizer))
+        input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
+        return scores_in_batches(self.model, input_ids, lengths, self.max_batch_tokens).tolist()
