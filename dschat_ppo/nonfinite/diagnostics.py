@@ -21,11 +21,9 @@ SHOWN_TOKENS = 12
 
 
 def bad_places(record: Any) -> dict[str, list[list[int]]]:
-    """Field -> index ([row] or [row, token]) of each NaN or infinity; {} if all numbers are finite.
+    """Field -> index ([row] or [row, token]) of each NaN or infinity in a dataclass of tensors; {}: all are finite.
 
-    Args:
-        record: a dataclass of tensors. If it has a `response_mask` (B, R), fields of that shape are checked only where
-            the mask is True.
+    If it has a `response_mask` (B, R), fields of that shape are checked only where the mask is True.
     """
     unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
     values = {name: value for name, value in tensors_of(record).items() if name not in unused}
@@ -54,8 +52,7 @@ def bad_gradients(model: nn.Module) -> list[str]:
 
 
 class FirstBadOutput:
-    """Context manager that watches the outputs of a model's modules; `first` describes the first one that is not
-    finite, or is None."""
+    """Watches the outputs of a model's modules; `first` describes the first one that is not finite, or is None."""
 
     def __init__(self, model: nn.Module):
         self.first: str | None = None

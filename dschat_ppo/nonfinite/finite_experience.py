@@ -30,13 +30,9 @@ class Shaping(Protocol):
 class FiniteExperience:
     """Decides whether the numbers of an experience are finite: only then it reaches an update.
 
-    Every rank holds the rows and values of all ranks, so every rank makes the same decision without a collective.
-
-    Args:
-        shaping: computes the advantages.
-        policy: handles numbers that are not finite.
-        models: role -> its engine, or the folder or hub name of a frozen model; saved or named in a repro bundle.
-        in_rank_order: whether rows are in the order of the ranks that generated them.
+    Every rank holds the rows and values of all ranks, so all make the same decision without a collective. `models`:
+    role -> its engine, or the folder or hub name of a frozen model, to be saved or named in a repro bundle.
+    `in_rank_order`: whether rows are in the order of the ranks that generated them.
     """
 
     def __init__(self, shaping: Shaping, policy: NonFinitePolicy, models: dict[str, Any], in_rank_order: bool):
@@ -49,10 +45,7 @@ class FiniteExperience:
         """Whether all numbers of an experience of all ranks are finite. Collective if not.
 
         Then the KL coefficient and the running scale keep their state, and the first bad field is reported with the
-        rows and the model that computed it.
-
-        Raises:
-            NonFiniteError: a number is not finite, and the run is to stop.
+        rows and the model that computed it, or a `NonFiniteError` stops the run.
         """
         places = bad_places(experience)
         if not places:

@@ -19,9 +19,7 @@ SHOWN_PLACES = 100  # of each field
 class NonFinitePolicy:
     """Stops the run at the first failure, or counts skipped updates; the same on every rank.
 
-    Args:
-        flags: `--on_nonfinite` and `--max_nonfinite_skips`.
-        bundles: writes a repro bundle for each failure; None writes nothing.
+    `bundles` writes a repro bundle for each failure; None writes nothing.
     """
 
     def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
@@ -32,17 +30,7 @@ class NonFinitePolicy:
         self._overflows = Counter[str]()
 
     def handle(self, role: str, step: int, result: StepResult, context: Callable[[], FailureContext]) -> None:
-        """Handle the outcome of an optimizer step. Collective if it has a fault.
-
-        Args:
-            role: name of the model.
-            step: number of the optimizer step or PPO step.
-            result: outcome of the optimizer step.
-            context: called if there is a fault.
-
-        Raises:
-            NonFiniteError: the step has a fault, and the run stops.
-        """
+        """Handle the outcome of an optimizer step of `role`. With a fault, collective and with a call of `context`."""
         self._overflows[role] += result.overflow
         if result.applied:
             self.reset(role)
@@ -60,18 +48,9 @@ class NonFinitePolicy:
     def report(
         self, role: str, step: int, rank: int, problem: str, context: FailureContext, details: dict[str, Any]
     ) -> None:
-        """Write a repro bundle and count the failure. Collective.
+        """Write a repro bundle of `rank` and count the failure of `role`, or stop the run. Collective.
 
-        Args:
-            role: counter of consecutive failures to increase.
-            step: number of the optimizer step or PPO step.
-            rank: the rank whose records are written.
-            problem: the message, one line.
-            context: of this rank.
-            details: further entries of the bundle's `what.json`.
-
-        Raises:
-            NonFiniteError: the run stops.
+        `problem` is the message, one line; `context` is this rank's; `details` are further entries of `what.json`.
         """
         folder = self.bundles.write(step, rank, context, details) if self.bundles else "(no repro bundle)"
         self._in_a_row[role] += 1

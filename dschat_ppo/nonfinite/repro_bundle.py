@@ -62,13 +62,7 @@ class FailureContext:
 
 
 class ReproBundles:
-    """Writes repro bundles and keeps the newest `--max_nonfinite_skips` + 1.
-
-    Args:
-        step_name: "sft", "reward" or "ppo".
-        config: the resolved flags of that step.
-        tokenizer: saved with the weights.
-    """
+    """Writes repro bundles and keeps the newest `--max_nonfinite_skips` + 1."""
 
     def __init__(
         self, step_name: str, config: SFTConfig | PreferenceConfig | PPOConfig, tokenizer: PreTrainedTokenizerBase
@@ -80,16 +74,9 @@ class ReproBundles:
         self.most = config.safety.max_nonfinite_skips + 1
 
     def write(self, step: int, rank: int, context: FailureContext, details: dict[str, Any]) -> str:
-        """Write a bundle. Collective.
+        """Write a bundle of the records of `rank`; returns its folder, or in parentheses why there is none. Collective.
 
-        Args:
-            step: number of the optimizer step or PPO step.
-            rank: the rank whose records are written.
-            context: of this rank.
-            details: further entries of `what.json`: the role, and where the bad number is.
-
-        Returns:
-            The folder, or in parentheses the reason that there is none.
+        `details`: further entries of `what.json`: the role, and where the bad number is.
         """
         name, problem = dist.broadcast_object(self._make_folder(step, rank, context) if dist.is_main() else None)
         if problem is None:
@@ -184,11 +171,7 @@ def _strict(value: Any) -> Any:
 
 
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any], list[Tensor]]:
-    """Read a bundle: the contents of `what.json`, the records, and the random state.
-
-    Raises:
-        UserError: the folder is not a complete bundle, or it was written by a newer version.
-    """
+    """Read a bundle: the contents of `what.json`, the records, and the random state."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; a run keeps its newest repro bundles, --max_nonfinite_skips + 1")
     for name in (WHAT, BATCH, CONFIG):

@@ -26,7 +26,7 @@ from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings
-from dschat_ppo.rewards.number_means import NumberMeans
+from dschat_ppo.rewards.reward_mixture import NumberMeans
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout, to_device
 

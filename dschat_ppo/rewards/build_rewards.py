@@ -11,8 +11,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url, with_credentials
 from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.rewards.reward_source import RewardSource
-from dschat_ppo.rewards.routed_reward import DATA_SOURCE, RoutedReward
+from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardSource, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
 
@@ -26,10 +25,6 @@ def check_sources(flags: RewardSourceFlags) -> None:
     """Check the reward sources before any model is loaded; warn about what the sandbox lacks.
 
     Each function is imported once in a worker process that ends again. Remote services are not contacted.
-
-    Raises:
-        UserError: names the flag and the fault: the form of a function's name, a missing file, rule, extra, module,
-            callable or setting, or an invalid address.
     """
     for url in with_credentials(flags.remote_urls):
         check_url(url)
@@ -50,11 +45,7 @@ def check_sources(flags: RewardSourceFlags) -> None:
 
 
 def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> None:
-    """Check what the machine offers for the isolation of `code_tests`, if it is one of the functions, and its limits.
-
-    Raises:
-        UserError: bwrap does not work, and no flag accepts it; or the time limits do not go together.
-    """
+    """Check what the machine offers to isolate `code_tests`, if it is one of the functions, and its limits."""
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if sandboxed:
         name = str(sandboxed[0])
@@ -85,14 +76,9 @@ def check_routes(
 ) -> None:
     """Check that each route of a reward source leads to prompts, and that each prompt has a reward source.
 
-    Args:
-        flags: which sources to use.
-        names: of the data sets.
-        rows: the data row of each training prompt, as JSON. At most `MOST_ROWS`, evenly spaced, are read.
-        are_all_rows: whether there are no other training prompts (with `--streaming` there are).
-
-    Raises:
-        UserError: all rows were read, and none has the data source of a route. Otherwise only a warning is printed.
+    `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most `MOST_ROWS`, evenly
+    spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
+    `--streaming`), else a warning.
     """
     routes: list[tuple[str, Sequence[str]]] = [
         (str(spec), spec.sources) for spec in map(parse_function, flags.reward_function)
@@ -126,13 +112,9 @@ def check_routes(
 
 
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
-    """All reward sources with their weights: the learned reward, functions, the remote service.
+    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service.
 
     Starts the worker processes of the functions; `RewardMixture.close` ends them.
-
-    Args:
-        flags: which sources to use.
-        model_source: the learned reward; None if and only if `--use_reward_model False`.
     """
     if flags.use_reward_model != (model_source is not None):
         raise ValueError("a learned reward is required if and only if --use_reward_model is on")

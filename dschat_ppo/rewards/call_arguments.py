@@ -56,16 +56,11 @@ def token_ids_of(rollout: Rollout) -> list[list[int]]:
 def arguments_of(
     signature: Signature, request: RewardRequest, rows: Sequence[int], token_ids: list[list[int]] | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments of a call for some rows: lists for a batch function, single values for a per-row function.
+    """Keyword arguments of a call for some `rows`: lists for a batch function, single values for a per-row function.
 
     Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
     argument without a default and without a column is None. A `**` argument receives all columns; in verl's form none.
-
-    Args:
-        signature: of the function.
-        request: B responses.
-        rows: numbers of those to score.
-        token_ids: of all B responses, if the signature takes them.
+    `token_ids` are those of all B responses, if the signature takes them.
     """
     hidden = _HIDDEN.get(signature.form, set(ADDED))
     if signature.form.startswith("verl"):

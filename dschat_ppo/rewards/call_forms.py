@@ -54,10 +54,9 @@ _TEXTS = {*CALL_FORMS["responses"].arguments, *CALL_FORMS["response"].arguments}
 
 
 def form_of(names: list[str]) -> str:
-    """The form of a function with these parameters; "responses" if no name marks another.
+    """The form of a function with these parameters; "responses" if no name marks another; `TypeError` if several do.
 
-    Raises:
-        TypeError: the names mark several forms. A function with `response` and `responses` is called per batch.
+    A function with `response` and `responses` is called per batch.
     """
     found = {form: [name for name in names if name in known.marks] for form, known in CALL_FORMS.items()}
     found = {form: marks for form, marks in found.items() if marks}
@@ -73,15 +72,10 @@ def form_of(names: list[str]) -> str:
 
 
 def describe(function: Callable[..., Any], settings: dict[str, str]) -> dict[str, Any]:
-    """How to call a function.
+    """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting does not fit.
 
-    Returns:
-        `form`: key of `CALL_FORMS`; `takes`: names of its arguments; `needs`: those without a default; `any`: it has a
-        `**` argument; `settings`: converted to the types of the defaults that they replace.
-
-    Raises:
-        TypeError, ValueError: it cannot be called by keywords, its form is ambiguous, or a setting has no argument or
-            the wrong type.
+    `form`: key of `CALL_FORMS`; `takes`: names of its arguments; `needs`: those without a default; `any`: it has a `**`
+    argument; `settings`: converted to the types of the defaults that they replace.
     """
     parameters = inspect.signature(function).parameters
     kinds = {name: parameter.kind for name, parameter in parameters.items()}

@@ -22,8 +22,7 @@ from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_arguments import arguments_of, hint_of_text, missing_columns, token_ids_of
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
-from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
-from dschat_ppo.rewards.routed_reward import is_routed_to
+from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
@@ -69,9 +68,6 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     `source=` or `source,source=` in front routes: the function then scores only rows of these data sources. Settings
     are percent-decoded (`+` stays a plus); a `:` before a number at the end of a setting must be `%3A`. Messages name
     `flag`.
-
-    Raises:
-        UserError: another form, no such rule or file, a weight that is not finite, a rule whose extra is not installed.
     """
     given = f"{flag} {spec}"
     sources, unrouted = _split_route(spec, given)
@@ -137,16 +133,9 @@ def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
 
 
 class FunctionReward:
-    """Scores responses with a function that runs in worker processes. A failed call costs a response, never the run.
+    """Scores responses with a function that runs in `workers` processes. A failed call costs a response, never the run.
 
-    Args:
-        spec: the function.
-        workers: number of worker processes.
-        timeout: seconds for each call.
-        default: score of a response for which the function failed.
-
-    Raises:
-        UserError: the function cannot be loaded, or does not accept its settings.
+    Such a response gets the score `default`. `timeout`: seconds for each call.
     """
 
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
@@ -168,8 +157,7 @@ class FunctionReward:
         return self.spec.name
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN where the function does not score the response: it returned None, or its route
-        names other data sources.
+        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data sources.
 
         A response gets the default score if its call raises, times out, crashes its process, or returns no finite fp32
         number. If a call for the whole batch fails or returns a list of another length, it is repeated row by row on
@@ -281,10 +269,6 @@ def _checked_score(found: Returned) -> Returned:
 
 
 def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(flag with the path, path) of each reward function in a file.
-
-    Raises:
-        UserError: see `parse_function`.
-    """
+    """(flag with the path, path) of each reward function in a file."""
     paths = [parse_function(text).path for text in functions]
     return [(f"{flag} {path}", path) for path in paths if path.endswith(".py")]

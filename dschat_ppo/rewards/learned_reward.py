@@ -34,12 +34,9 @@ SEPARATOR = "step_separator"  # key of the config of a process reward model, wri
 
 @dataclass(frozen=True)
 class StepScoring:
-    """How the scores of an answer's steps become its score, for a process reward model.
+    """How the scores of an answer's steps, which `separator` divides, become its score, for a process reward model.
 
-    Attributes:
-        tokenizer: of the answers.
-        separator: text between two steps.
-        how: see `aggregate_steps`.
+    `how`: see `aggregate_steps`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -49,10 +46,8 @@ class StepScoring:
     def mask(self, answers: Sequence[list[int]], input_ids: Tensor, lengths: Tensor) -> Tensor:
         """(B, T) bool, True at the token that ends each step; for an empty answer at the last token of its prompt.
 
-        Args:
-            answers: ids of the answers. A row that lost its start may hold only the end of its answer.
-            input_ids: (B, T) int64, right-padded rows that end with the answers.
-            lengths: (B,) int64, above 0.
+        `input_ids` (B, T), right-padded, end with the answers after `lengths` (B,) tokens. `answers` are their ids; a
+        row that lost its start may hold only the end of its answer.
         """
         found = torch.zeros(input_ids.shape, dtype=torch.bool)
         for row, (answer, length) in enumerate(zip(answers, lengths.tolist(), strict=True)):
@@ -65,10 +60,8 @@ class StepScoring:
 class ModelReward:
     """Scores a rollout with a reward model that has the actor's vocabulary.
 
-    Args:
-        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
-        batch_tokens: most tokens of a forward pass when called as a reward source.
-        steps: aggregates the scores of an answer's steps; None takes the score at the last token.
+    `engine`: around a `ScalarModel`, or the model itself. `batch_tokens`: most tokens of a forward pass when called as
+    a reward source. `steps` aggregates the scores of an answer's steps; None takes the score at the last token.
     """
 
     name = "model"
@@ -98,13 +91,8 @@ class ModelReward:
 class RetokenizedModelReward:
     """Scores text with a reward model whose tokenizer differs from the actor's.
 
-    Args:
-        engine: DeepSpeed engine around a `ScalarModel`, or a `ScalarModel`.
-        tokenizer: of the reward model.
-        max_length: most tokens of a sequence; longer ones lose their start.
-        device: of the model.
-        batch_tokens: most tokens of a forward pass.
-        steps: as for `ModelReward`, with this tokenizer.
+    Sequences longer than `max_length` tokens lose their start. Other arguments as for `ModelReward`; `tokenizer` and
+    `steps` are the reward model's.
     """
 
     name = "model"
@@ -131,10 +119,8 @@ class RetokenizedModelReward:
         A response that the length limit cut has no final token, as with `ModelReward`. If the row holds chat messages
         (`_messages`, which data preparation adds to rows of every chat form, or a column `prompt`) and the reward
         model's tokenizer has a chat template, the template renders them with the response as the assistant's answer;
-        otherwise the prompt's text is used.
-
-        Raises:
-            RewardServiceError: the template or the tokenizer rejects a row of some rank; raised on every rank.
+        otherwise the prompt's text is used. If the template or the tokenizer rejects a row of some rank, every rank
+        raises a `RewardServiceError`.
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
@@ -173,21 +159,11 @@ def scores_in_batches(
     engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int, steps: StepScoring | None = None,
     answers: Sequence[list[int]] = (),
 ) -> Tensor:  # fmt: skip
-    """Scores of right-padded sequences, in forward passes over sequences of similar length: `last_token_scores`, or
-    the aggregated scores of the steps of their answers.
+    """`last_token_scores`, or those of `steps`, (B,) fp32, in passes over right-padded rows of similar length.
 
     Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
-
-    Args:
-        engine: see `last_token_scores`.
-        input_ids: (B, T) int64, right-padded, B above 0.
-        lengths: (B,) int64, above 0.
-        batch_tokens: most tokens of a pass, padding included; a longer sequence gets its own pass.
-        steps: finds and aggregates steps; None for the last tokens.
-        answers: B answers, for `steps`.
-
-    Returns:
-        (B,) fp32.
+    `input_ids` (B, T), B above 0; `batch_tokens` counts padding, and a longer sequence gets its own pass; `steps` needs
+    the B answers.
     """
     step_mask = None if steps is None else steps.mask(answers, input_ids, lengths)  # (B, T)
     if dist.sequence_ranks() > 1:  # these ranks score their rows together
@@ -213,12 +189,7 @@ def scores_in_batches(
 
 
 class StandardisedReward:
-    """`(score - mean) / std` of another reward source.
-
-    Args:
-        source: gives the scores.
-        mean, std: of the scores on the reward model's evaluation data; std above 0.
-    """
+    """`(score - mean) / std` of another reward source, by the moments of its scores on the evaluation data."""
 
     def __init__(self, source: RewardSource, mean: float, std: float):
         self.source = source
@@ -241,15 +212,7 @@ def most_tokens(config: PretrainedConfig) -> int:
 
 
 def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, float]:
-    """Mean and standard deviation that step 2 saved with a reward model.
-
-    Args:
-        config: the model's configuration.
-        folder: folder of the model, for the message.
-
-    Raises:
-        UserError: the model has none, or a standard deviation of 0.
-    """
+    """Mean and standard deviation (not 0) that step 2 saved with the reward model in `folder`."""
     mean, std = (config.to_dict().get(name) for name in STATISTICS)
     if mean is None or std is None or not std > 0:
         raise UserError(
@@ -260,15 +223,7 @@ def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, floa
 
 
 def saved_separator(config: PretrainedConfig, folder: str) -> str:
-    """Text between the steps of answers that step 2 saved with a process reward model.
-
-    Args:
-        config: the model's configuration.
-        folder: folder of the model, for the message.
-
-    Raises:
-        UserError: the model has none.
-    """
+    """Text between the steps of answers that step 2 saved with the process reward model in `folder`."""
     separator = config.to_dict().get(SEPARATOR)
     if not isinstance(separator, str) or not separator:
         raise UserError(

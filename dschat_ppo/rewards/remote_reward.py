@@ -37,8 +37,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.timed_reader import TimedReader, TooManyBytesError
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, without_credentials
-from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
-from dschat_ppo.rewards.routed_reward import is_routed_to
+from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
 
 FLAG = "--remote_reward_url"

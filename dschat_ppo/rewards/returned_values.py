@@ -28,11 +28,7 @@ class Returned(NamedTuple):
 
 
 def returned_rows(result: Any, per_row: bool) -> list[Returned]:
-    """The results in what a function returned: one for a per-row function, otherwise one for each item of a list.
-
-    Raises:
-        TypeError: a batch function returned neither a list nor OpenRLHF's dict.
-    """
+    """The results in what a function returned, one for each response; `TypeError` for another form."""
     if per_row:
         return [_returned(result)]
     if isinstance(result, dict) and "rewards" in result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from dschat_ppo.rewards.reward_source import (
     RewardRequest,
     RewardServiceError,
     RewardSource,
+    Routed,
+    is_routed_to,
     raise_on_any_rank,
 )
-from dschat_ppo.rewards.routed_reward import Routed, is_routed_to
 from dschat_ppo.types import Rollout
 
 MOST_NAMES = 4  # data sources that a message lists
@@ -61,11 +63,9 @@ class MixedScores:
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i.
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
 
-    Args:
-        sources: (source, weight) pairs. A source of weight 0 is called and reported, but never enters the sum.
-        default: score of a response that no source scores.
+    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the sum.
     """
 
     def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
@@ -85,15 +85,10 @@ class RewardMixture:
         return names
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> MixedScores:
-        """Call every source. Collective: all ranks call the same sources in the same order.
+        """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every source. Collective.
 
-        Args:
-            request: B responses as text.
-            rollout: the same responses as tokens; results are on its device.
-
-        Raises:
-            RewardServiceError: a source failed on some rank. The remaining sources still run, because they may be
-                collective; then every rank raises.
+        All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
+        they may be collective; then every rank raises `RewardServiceError`.
         """
         device, problem = rollout.response_ids.device, None
         columns: list[Tensor] = []
@@ -139,14 +134,9 @@ class RewardMixture:
     def count_failed_rows(self, refuse_all: bool) -> int:
         """Responses of all ranks that got the default score since the last count. Collective.
 
-        A function failed on them, or no source scored them.
-
-        Args:
-            refuse_all: raise if a function failed on every response of every rank that it did not leave to other
-                sources, or if no source scored any response.
-
-        Raises:
-            RewardFunctionError: see `refuse_all`. Every rank raises the same text, because only rank 0 prints it.
+        A function failed on them, or no source scored them. With `refuse_all` every rank raises `RewardFunctionError`
+        if a function failed on every response that it did not leave to other sources, or if no source scored any
+        response.
         """
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         unscored, self.unscored = self.unscored, CallCounts()
@@ -177,3 +167,26 @@ class RewardMixture:
         for source, _ in self.sources:
             if isinstance(source, HasWorkers):
                 source.close()
+
+
+class NumberMeans:
+    """Accumulates this rank's numbers by name; ranks may have different names."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[float]] = {}  # name -> numbers of this rank
+
+    def add(self, numbers: dict[str, Tensor]) -> None:
+        """Add "SOURCE/NAME" -> (B,) fp64; NaN marks responses without this number."""
+        for name, values in numbers.items():
+            self._parts.setdefault(name, []).extend(values[~values.isnan()].tolist())
+
+    def reduce(self) -> dict[str, float]:
+        """Name -> mean over the responses of all ranks that have the number. Collective."""
+        own = {name: (math.fsum(values), len(values)) for name, values in self._parts.items()}
+        ranks = dist.gather_objects(own)
+        means = {}
+        for name in sorted({name for part in ranks for name in part}):
+            sums, counts = zip(*(part[name] for part in ranks if name in part), strict=True)
+            if sum(counts):
+                means[name] = math.fsum(sums) / sum(counts)
+        return means

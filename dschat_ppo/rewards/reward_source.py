@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Rollout
+
+DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,42 @@ class CallCounts:
 
 
 def raise_on_any_rank(problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem. Collective.
+    """Raise `RewardServiceError` on every rank, with the text of the first rank that has a problem, if any. Collective.
 
-    Args:
-        problem: what went wrong on this rank, or None.
-
-    Raises:
-        RewardServiceError: with the problem of the first rank that has one. Every rank raises the same text, because
-            only rank 0 prints it.
+    The texts are the same because only rank 0 prints it.
     """
     first = dist.first_problem(problem)
     if first is not None:
         raise RewardServiceError(first)
+
+
+@runtime_checkable
+class Routed(Protocol):
+    """A source with a route. Its scores of other rows have no meaning."""
+
+    sources: Sequence[str]
+
+
+def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
+    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere.
+
+    A data source that is a number has the name that it is written with.
+    """
+    return not sources or str(row.get(DATA_SOURCE)) in sources
+
+
+class RoutedReward:
+    """The learned reward for the rows of `sources` only. It is called for all rows, because it is collective."""
+
+    def __init__(self, source: RewardSource, sources: Sequence[str]):
+        self.source = source
+        self.sources = sources
+
+    @property
+    def name(self) -> str:
+        """The name of the source."""
+        return self.source.name
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32. Collective."""
+        return self.source(request, rollout)

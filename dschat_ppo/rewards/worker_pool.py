@@ -57,11 +57,7 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Signature:
-        """Start the process and wait until it has imported the function.
-
-        Raises:
-            CallError: the import failed, or took longer than `START_SECONDS`.
-        """
+        """Start the process and wait until it has imported the function."""
         self.stop()
         argv = [self.target.where, self.target.name, json.dumps(dict(self.target.settings))]
         self.process = subprocess.Popen(
@@ -80,11 +76,7 @@ class Worker:
         )
 
     def call(self, arguments: dict[str, Any], seconds: float) -> list[Returned]:
-        """Call the function with keyword arguments; returns its results, one for each response.
-
-        Raises:
-            CallError: the call raised, crashed its process, or took longer than `seconds`.
-        """
+        """Call the function with keyword arguments; its results, one for each response, or `CallError`."""
         if self.process is None:
             self.start()
         left = TimeLeft(seconds)
@@ -162,16 +154,7 @@ class Worker:
 
 
 class WorkerPool:
-    """`size` worker processes of one function.
-
-    Args:
-        target: the function.
-        size: number of processes.
-        seconds: time limit of each call.
-
-    Raises:
-        CallError: the function cannot be loaded.
-    """
+    """`size` worker processes of one function, with a time limit of `seconds` for each call."""
 
     def __init__(self, target: Target, size: int, seconds: float):
         self.seconds = seconds

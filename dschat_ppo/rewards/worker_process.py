@@ -151,13 +151,9 @@ def file_of(function: Callable[..., Any]) -> str | None:
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of a file `*.py` or of an importable module.
+    """The callable `name` of a file `*.py` or of an importable module, whose import may raise anything.
 
     A file is loaded as if it were run: its folder comes first in the search path.
-
-    Raises:
-        NoSuchFunctionError: the module has nothing of that name.
-        TypeError: what has that name is no function. Importing the module may raise anything.
     """
     if where.endswith(".py"):
         path = Path(where)
