@@ -5,10 +5,9 @@ versions that the tests run with otherwise; training_scripts/setup_venv.sh insta
 the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
 transformers asks for: it needs a GPU, and the tests run without. flash-attn starts at the version with soft caps; it
-needs a GPU too, and builds against the installed torch (pip's --no-build-isolation). mlflow-skinny is MLflow's client;
-with sqlalchemy and alembic it also writes MLflow's default, a local database. gradio brings FastAPI and
-uvicorn; FastAPI starts at its last version for Python 3.10. Libraries without a bound are imported by
-the package and required, with bounds, by those above them.
+needs a GPU too, and builds against the installed torch (pip's --no-build-isolation). gradio brings FastAPI and uvicorn;
+FastAPI starts at its last version for Python 3.10. Libraries without a bound are imported by the package and required,
+with bounds, by those above them.
 """
 
 from pathlib import Path
@@ -85,7 +84,6 @@ setup(
         ],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb>=0.30.0,<1"],
-        "mlflow": ["mlflow-skinny>=3.1.0,<4", "sqlalchemy", "alembic"],
         "trackio": ["trackio>=0.40.0,<1"],
         "test": [
             "pytest",
@@ -102,7 +100,6 @@ setup(
             "mkdocstrings[python]>=1,<2",
             "mkdocstrings-python>=2,<3",
             "wandb>=0.30.0,<1",
-            "mlflow-skinny>=3.1.0,<4",
             "trackio>=0.40.0,<1",
             "gradio>=6.31.0,<7",
             "fastapi>=0.162.5,<1",

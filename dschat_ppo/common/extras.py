@@ -13,7 +13,6 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "flash_attn": ("flash-attn", "flash"),
     "gradio": ("gradio", "chat"),
     "math_verify": ("math-verify", "math"),
-    "mlflow": ("mlflow-skinny", "mlflow"),
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     "tensorboard": ("tensorboard", ""),  # required by setup.py, and checked as the other trackers are

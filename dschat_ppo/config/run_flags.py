@@ -56,18 +56,18 @@ class RunFlags:
     adam_beta1: float = flag("first beta of AdamW", 0.9)
     adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
     adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
-    report_to: list[Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]] = flag_list(
+    report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag_list(
         "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
         '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard',
         list,
         commas=True,
     )
     run_name: str | None = flag(
-        "name of the run in wandb, mlflow and trackio; not given: WANDB_NAME, or the name of the output folder", None
+        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output folder", None
     )
     project: str | None = flag(
-        "project in wandb and trackio, experiment in mlflow; not given: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, "
-        "MLFLOW_EXPERIMENT_ID or TRACKIO_PROJECT, or the name of the parent of the output folder",
+        "project in wandb and trackio; not given: WANDB_PROJECT or TRACKIO_PROJECT, or the name of the parent of the "
+        "output folder",
         None,
     )
     enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)

@@ -1,15 +1,21 @@
-"""Experiment trackers: what TensorBoard, W&B, MLflow and Trackio receive from a run, and the ids of its runs there."""
+"""Experiment trackers: what TensorBoard, W&B and Trackio receive from a run, and the ids of its runs there."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_ppo.common.atomic_files import write_file
-from dschat_ppo.errors import StorageError
+from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError, UserError, in_one_line
 
 RUN_IDS = "trackers.json"
 
@@ -49,10 +55,12 @@ class Tracker(Protocol):
     """Writes one run to one library. It exists on rank 0 only.
 
     Attributes:
+        name: of the library.
         failures: the exceptions by which the library says that it cannot write, such as those of files and networks.
             The run then continues without the tracker. Every other exception is a bug and ends the run.
     """
 
+    name: str
     failures: tuple[type[Exception], ...]
 
     def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
@@ -67,7 +75,7 @@ class Tracking:
     """The trackers of a run, and what they receive when they open.
 
     Attributes:
-        libraries: names of the trackers, see `RunFlags.trackers`.
+        libraries: names of the trackers.
         folder: the output folder.
         tensorboard: folder for TensorBoard's files.
         project: `--project`, or None.
@@ -107,15 +115,181 @@ class Start:
     written: int = -1
 
 
-def logged_values(library: Any, metrics: Mapping[str, float], figures: StepFigures) -> dict[str, Any]:
-    """What a step logs to a `library` with W&B's interface: numbers, histograms, and a table of answers."""
-    data: dict[str, Any] = dict(metrics)
-    for name, histogram in figures.histograms.items():
-        data[name] = library.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
-    if figures.answers:
-        rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
-        data["samples/answers"] = library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
-    return data
+def check_trackers(libraries: Sequence[str]) -> None:
+    """Check, before a model is loaded, that these libraries can be used. Call it on rank 0, which alone uses them.
+
+    Raises:
+        UserError: one is not installed, or cannot begin a run.
+    """
+    for library in libraries:
+        require_extra(library, f"--report_to {library}")
+        if library == "wandb":
+            check_wandb()
+
+
+def check_wandb() -> None:
+    """Check that a run of W&B can begin.
+
+    Raises:
+        UserError: runs are sent to a server, and there is no API key, or the server does not accept it or not answer.
+    """
+    import wandb
+
+    try:
+        ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
+    except wandb.errors.Error as problem:
+        raise UserError(f"--report_to wandb: {in_one_line(problem)}; or set WANDB_MODE=offline") from problem
+    if not ready:
+        raise UserError(
+            "--report_to wandb: there is no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        )
+
+
+def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
+    """Begin the run in each library, or continue it. Call it on rank 0.
+
+    Raises:
+        UserError: a library does not begin the run. The runs that the libraries before it began are closed as failed.
+    """
+    opened: list[Tracker] = []
+    with ExitStack() as begun:
+        for library in tracking.libraries:
+            is_board = library == "tensorboard"
+            tracker = TensorBoardTracker(tracking, start) if is_board else WandbTracker(library, tracking, start)
+            opened.append(tracker)
+            begun.callback(_close_as_failed, tracker)
+        begun.pop_all()
+    return opened
+
+
+def _close_as_failed(tracker: Tracker) -> None:
+    """Close the run of a tracker. A failure is only a warning, because it must not hide why the run ends."""
+    try:
+        tracker.close(succeeded=False)
+    except tracker.failures as problem:
+        logger().warning(f"{tracker.name} cannot be closed: {in_one_line(problem)}")
+
+
+class WandbTracker:
+    """Writes to one run of W&B, or of Trackio, which has the same interface; resumed starts continue it.
+
+    No step is sent twice: W&B takes steps in ascending order only, and Trackio keeps all points of a step. `written` is
+    the last one of earlier starts; W&B knows the last one that its server has, and offline writes a separate file for
+    each start. Trackio finds the run to resume by its name, which several runs may have, so that the name ends with six
+    random digits.
+
+    Raises:
+        UserError: the library does not begin the run.
+    """
+
+    def __init__(self, library: str, tracking: Tracking, start: Start):
+        self.name, given = library, os.environ
+        self._library: Any = importlib.import_module(library)
+        self.failures: tuple[type[Exception], ...] = (OSError,)  # Trackio turns the others into warnings itself
+        saved = saved_run_id(tracking.folder, library) if start.first_step is not None else None
+        project = tracking.project or given.get(f"{library.upper()}_PROJECT") or tracking.default_project
+        named: dict[str, Any] = {"project": project, "config": dict(tracking.flags)}
+        if library == "wandb":
+            from wandb.sdk import mailbox
+
+            ended = (mailbox.MailboxClosedError, mailbox.HandleAbandonedError)  # the process that sends to the server
+            self.failures += (self._library.errors.Error, *ended)
+            run_id = saved or given.get("WANDB_RUN_ID") or secrets.token_hex(4)
+            named |= {"id": run_id, "resume": given.get("WANDB_RESUME", "allow"), "allow_val_change": True}
+            named["name"] = tracking.run_name or given.get("WANDB_NAME") or tracking.default_run_name
+            named["dir"] = given.get("WANDB_DIR", str(tracking.folder))
+        else:
+            run_id = saved or f"{tracking.run_name or tracking.default_run_name}-{secrets.token_hex(3)}"
+            named |= {"name": run_id, "resume": "allow", "embed": False}
+        save_run_id(tracking.folder, library, run_id)  # before: a run that crashes in `init` exists already
+        try:
+            self._run: Any = self._library.init(**named)
+        except self.failures as problem:
+            raise UserError(f"--report_to {library}: {problem}") from problem
+        self._next = max(start.written + 1, self._run.step if library == "wandb" else 0) if saved else 0
+
+    def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
+        """See `Tracker`."""
+        if step < self._next:
+            return
+        data: dict[str, Any] = dict(metrics)
+        for name, histogram in figures.histograms.items():
+            data[name] = self._library.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
+        if figures.answers:
+            rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
+            data["samples/answers"] = self._library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
+        self._run.log(data, step=step)
+
+    def close(self, succeeded: bool) -> None:
+        """See `Tracker`. Trackio has no mark for a failed run."""
+        self._run.finish(**({"exit_code": 0 if succeeded else 1} if self.name == "wandb" else {}))
+
+
+class TensorBoardTracker:
+    """Writes event files with scalars, histograms, texts, and the flags for the HParams tab.
+
+    A resumed run writes another event file; TensorBoard drops the points of earlier files from `first_step` on
+    (`purge_step`).
+    """
+
+    name = "tensorboard"
+    failures: tuple[type[Exception], ...] = (OSError,)  # also those of the thread that writes the file
+
+    def __init__(self, tracking: Tracking, start: Start):
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(str(tracking.tensorboard), purge_step=start.first_step)
+        # Without an experiment summary, the HParams tab finds flags and metrics itself: all scalars, the last value.
+        flags = {name: _hparam(value) for name, value in tracking.flags.items()}
+        _, began, self._ended = hparams(flags, {})
+        self._writer._get_file_writer().add_summary(began)
+        self._writer.flush()
+
+    def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
+        """See `Tracker`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        for name, histogram in figures.histograms.items():
+            self._add_histogram(name, histogram, step)
+        if figures.answers:
+            self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, figures.answers)), step)
+
+    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        """The sums, which no chart shows, are those of values in the middle of their buckets."""
+        edges, counts = histogram.edges, list(histogram.counts)
+        middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
+            sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
+            bucket_limits=list(edges[1:]),
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def close(self, succeeded: bool) -> None:
+        """See `Tracker`. TensorBoard marks a run as finished, and has no mark for a failed one."""
+        if succeeded:
+            self._writer._get_file_writer().add_summary(self._ended)
+        self._writer.close()
+
+
+def _hparam(value: Any) -> float | str:
+    """A flag as a number or a text; `hparams` would make numbers of True and False."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _markdown(answer: Answer) -> str:
+    """Indented lines are shown as they are."""
+    shown = [f"**score {answer.score:.4g}**, {answer.tokens} tokens"]
+    for title, text in (("prompt", answer.prompt), ("answer", answer.answer)):
+        lines = "\n".join(f"    {line}" for line in text.splitlines())
+        shown.append(f"{title}:\n\n{lines}")
+    return "\n\n".join(shown)
 
 
 def saved_run_id(folder: Path, library: str) -> str | None:

@@ -16,8 +16,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError, in_one_line
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.monitor.metric_names import tracked_name
-from dschat_ppo.monitor.open_trackers import open_trackers
-from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking
+from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
 RESULT, METRICS, MODELS = "result.json", "metrics.jsonl", "models.json"
 
@@ -104,8 +103,9 @@ class MetricsWriter:
                 act(tracker)
             except tracker.failures as problem:
                 self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                logger().warning(f"{name} cannot write, and the run continues without it: {in_one_line(problem)}")
+                logger().warning(
+                    f"{tracker.name} cannot write, and the run continues without it: {in_one_line(problem)}"
+                )
 
     def __enter__(self) -> MetricsWriter:
         return self

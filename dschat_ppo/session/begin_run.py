@@ -19,7 +19,7 @@ from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.cpu_kernels.library import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
-from dschat_ppo.monitor.open_trackers import check_trackers
+from dschat_ppo.monitor.trackers import check_trackers
 from dschat_ppo.runtime import watchdog
 from dschat_ppo.runtime.op_builds import load_operator
 from dschat_ppo.runtime.process_group import init_process_group

@@ -167,7 +167,7 @@ def config(step: str, words: str = ""):
 @pytest.mark.parametrize(("words", "trackers"), [
     ("", ()),
     ("--enable_tensorboard", ("tensorboard",)),
-    ("--report_to wandb mlflow", ("wandb", "mlflow")),
+    ("--report_to wandb trackio", ("wandb", "trackio")),
     ("--report_to wandb wandb --enable_tensorboard", ("wandb", "tensorboard")),
     ("--report_to tensorboard --enable_tensorboard", ("tensorboard",)),
     ("--report_to none", ()),

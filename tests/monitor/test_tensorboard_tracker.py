@@ -4,8 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from dschat_ppo.monitor.tensorboard_tracker import TensorBoardTracker
-from dschat_ppo.monitor.trackers import Answer, Histogram, Start, StepFigures, Tracking
+from dschat_ppo.monitor.trackers import Answer, Histogram, Start, StepFigures, TensorBoardTracker, Tracking
 
 
 def tracking_in(folder) -> Tracking:

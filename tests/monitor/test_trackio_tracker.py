@@ -5,22 +5,20 @@ import sys
 import pytest
 from tracked_runs import FIGURES, tracking_in
 
-from dschat_ppo.monitor.trackers import Start, StepFigures, saved_run_id
+from dschat_ppo.monitor.trackers import Start, StepFigures, WandbTracker, saved_run_id
 
 pytest.importorskip("trackio")
 
 
 @pytest.fixture(autouse=True)
-def tracker_class(tmp_path, monkeypatch):
+def own_folder(tmp_path, monkeypatch):
     """Trackio reads TRACKIO_DIR when it is imported."""
     for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("TRACKIO_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    from dschat_ppo.monitor.trackio_tracker import TrackioTracker
-
-    yield TrackioTracker
+    yield
     for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
         del sys.modules[name]
 
@@ -31,11 +29,11 @@ def logs_of(project, tracking) -> list[dict]:
     return SQLiteStorage.get_logs(project, saved_run_id(tracking.folder, "trackio"))
 
 
-def test_a_step_is_in_the_run(tmp_path, tracker_class):
+def test_a_step_is_in_the_run(tmp_path):
     from trackio.sqlite_storage import SQLiteStorage
 
     tracking = tracking_in(tmp_path, "trackio")
-    tracker = tracker_class(tracking, Start())
+    tracker = WandbTracker("trackio", tracking, Start())
     tracker.write(1, {"reward/score_mean": 1.5}, FIGURES)
     tracker.write(2, {"reward/score_mean": 2.5}, StepFigures())
     tracker.close(succeeded=True)
@@ -49,10 +47,10 @@ def test_a_step_is_in_the_run(tmp_path, tracker_class):
     assert config["learning_rate"] == 0.5 and config["data_path"] == ["a", "b"]
 
 
-def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path, tracker_class):
+def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
     tracking, other = tracking_in(tmp_path, "trackio"), tracking_in(tmp_path / "elsewhere", "trackio")
     for run, start, steps in ((tracking, Start(), (1, 2, 3)), (other, Start(), (1,)), (tracking, Start(2, 3), (2, 4))):
-        tracker = tracker_class(run, start)
+        tracker = WandbTracker("trackio", run, start)
         for step in steps:
             tracker.write(step, {"a": float(steps[0])}, StepFigures())
         tracker.close(succeeded=True)
@@ -60,11 +58,11 @@ def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path, tracker
     assert len(logs_of("addition", other)) == 1, "a run of the same name in another folder"
 
 
-def test_flags_come_before_variables(tmp_path, tracker_class, monkeypatch):
+def test_flags_come_before_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_PROJECT", "theirs")
     for project, changes in (("theirs", {}), ("mine", {"project": "mine", "run_name": "first"})):
         tracking = tracking_in(tmp_path, "trackio", **changes)
-        tracker = tracker_class(tracking, Start())
+        tracker = WandbTracker("trackio", tracking, Start())
         tracker.write(1, {"a": 1.0}, StepFigures())
         tracker.close(succeeded=True)
         assert len(logs_of(project, tracking)) == 1

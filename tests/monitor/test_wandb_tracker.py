@@ -7,8 +7,7 @@ import pytest
 from tracked_runs import FIGURES, tracking_in
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.monitor.trackers import RUN_IDS, Start, StepFigures
-from dschat_ppo.monitor.wandb_tracker import WandbTracker, check_wandb
+from dschat_ppo.monitor.trackers import RUN_IDS, Start, StepFigures, WandbTracker, check_wandb
 
 wandb = pytest.importorskip("wandb")
 
@@ -67,7 +66,7 @@ def starts_of(output) -> list[dict]:
 
 def test_a_step_is_one_point_of_the_run(tmp_path):
     tracking = tracking_in(tmp_path, "wandb")
-    tracker = WandbTracker(tracking, Start())
+    tracker = WandbTracker("wandb", tracking, Start())
     tracker.write(1, {"reward/score_mean": 1.5, "kl/ref_k1": float("nan")}, FIGURES)
     tracker.write(2, {"reward/score_mean": 2.5}, StepFigures())
     tracker.close(succeeded=False)
@@ -89,7 +88,7 @@ def test_a_step_is_one_point_of_the_run(tmp_path):
 def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
     tracking = tracking_in(tmp_path, "wandb")
     for start, steps in ((Start(), (1, 2, 3)), (Start(2, 3), (2, 3, 4))):
-        tracker = WandbTracker(tracking, start)
+        tracker = WandbTracker("wandb", tracking, start)
         for step in steps:
             tracker.write(step, {"a": float(step)}, StepFigures())
         tracker.close(succeeded=True)
@@ -102,7 +101,7 @@ def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
 def test_a_run_from_scratch_is_a_new_run(tmp_path):
     tracking = tracking_in(tmp_path, "wandb")
     for _ in range(2):
-        tracker = WandbTracker(tracking, Start())
+        tracker = WandbTracker("wandb", tracking, Start())
         tracker.write(1, {"a": 1.0}, StepFigures())
         tracker.close(succeeded=True)
     one, other = starts_of(tracking.folder)
@@ -115,7 +114,7 @@ def test_flags_come_before_variables_and_variables_before_the_names_of_folders(t
     monkeypatch.setenv("WANDB_NAME", "named")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     for changes in ({}, {"project": "mine", "run_name": "first"}):
-        WandbTracker(tracking_in(tmp_path, "wandb", **changes), Start()).close(succeeded=True)
+        WandbTracker("wandb", tracking_in(tmp_path, "wandb", **changes), Start()).close(succeeded=True)
     names = [(start["run"].project, start["run"].display_name) for start in starts_of(tmp_path)]
     assert names == [("theirs", "named"), ("mine", "first")]
 

@@ -111,7 +111,7 @@ def test_a_failed_write_is_a_storage_error(tmp_path):
 class Recorded:
     """A tracker that records what it receives."""
 
-    failures = (OSError,)
+    failures, name = (OSError,), "recorded"
 
     def __init__(self, tracking, start):
         self.tracking, self.start, self.written, self.succeeded = tracking, start, [], None
@@ -188,7 +188,7 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(tmp_path, opened, said
         writer.write(2, {"a": 2.0})
         whole.close = fails(errno.ECONNREFUSED)
     assert [step for step, _, _ in whole.written] == [1, 2] and broken.succeeded is None
-    assert [line.split(" cannot write")[0] for line in said] == ["Recorded", "Recorded"] and "refused" in said[0]
+    assert [line.split(" cannot write")[0] for line in said] == ["recorded"] * 2 and "refused" in said[0]
 
 
 def test_a_bug_of_a_tracker_is_raised(tmp_path, opened):
