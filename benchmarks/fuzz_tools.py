@@ -16,7 +16,7 @@ _OWN_FLAGS: list[Flag] = [
     ("max_prompts", {"type": int}), ("max_prompt_seq_len", {"type": int}), ("max_seq_len", {"type": int}),
     ("batch_size", {"type": int}), ("max_batch_tokens", {"type": int}),
     ("dtype", {"choices": ("bf16", "fp16", "fp32")}),
-    ("json", {"type": str}), ("html", {"type": str}), ("model", {"type": str}), ("pairs", {"type": str, "nargs": "*"}),
+    ("json", {"type": str}), ("show", _SMALL), ("model", {"type": str}), ("pairs", {"type": str, "nargs": "*"}),
     ("temperature", _NUMBER), ("top_p", _NUMBER), ("top_k", {"type": int}), ("min_p", _NUMBER),
     ("repetition_penalty", _NUMBER), ("max_tokens", _SMALL), ("seed", {"type": int}),
 ]  # fmt: skip
@@ -37,7 +37,7 @@ def evaluate(rng: random.Random, material: Path, own: Path) -> int:
     words = ["--model", model, "--data_path", prompts, "--reward_model_name_or_path", reward, "--dtype", "fp32"]
     words += ["--max_tokens", "3", "--max_prompt_seq_len", "32", "--data_output_path", str(own / "cache")]
     words += ["--pairs", pairs, "--max_seq_len", "64"] if changed == "data/pairs.jsonl" or rng.random() < 0.3 else []
-    words += rng.choice(([], ["--json", str(own / "found.json")], ["--html", str(own / "found.html")]))
+    words += rng.choice(([], ["--json", str(own / "found.json")], ["--show", "2"]))
     if changed == "flags":
         known = [*flags_of((DataFlags, RewardSourceFlags)), *_OWN_FLAGS, *_OWN_FLAGS]
         words += [word for _ in range(rng.choice((1, 1, 2, 3))) for word in random_flag(rng, known)]

@@ -1,16 +1,16 @@
 """Evaluate models on prompts, and a reward model on pairs of answers.
 
     python -m dschat_ppo.tools.evaluate --model A B --data_path PROMPTS [--reward_model_name_or_path R]
-        [--reward_function F ...] [--samples 8] [--json FILE] [--html FILE]
+        [--reward_function F ...] [--samples 8] [--show 4] [--json FILE]
     python -m dschat_ppo.tools.evaluate --reward_model_name_or_path R --pairs PAIRS ...
 
 The models answer all prompts, greedily and by sampling, with the generation engine of training. An answer is scored by
 the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
 rate against the first model (a tie counts half) with Wilson's 95 % interval. An answer passes if its score is at least
---pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --html
-shows the answers side by side. --pairs measures how often the reward model scores the preferred answer higher, over all
-pairs and for each data set. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3, and
-pairs beyond --max_seq_len lose the start of the prompt, as in step 2.
+--pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --show
+prints the answers. --pairs measures how often the reward model scores the preferred answer higher, over all pairs and
+for each data set. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3, and pairs beyond
+--max_seq_len lose the start of the prompt, as in step 2.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate; returns the exit code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        wanted = read_arguments(argv, __doc__)
-        _evaluate(wanted)
+        _evaluate(read_arguments(argv, __doc__))
     except (UserError, NonFiniteError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return exit_code(problem)
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(wanted: Wanted) -> None:
-    """Evaluate, print the tables, and write the files."""
+    """Evaluate, print the tables, and write the file."""
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -45,23 +44,22 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_report import html_of, json_of, notes, tables
-    from dschat_ppo.tools.evaluate_run import evaluate
+    from dschat_ppo.tools.evaluate_models import evaluate
+    from dschat_ppo.tools.evaluate_text import answer_lines, json_of, notes, tables
 
     quiet_libraries()
-    for path in (wanted.words.json, wanted.words.html):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
+    path = wanted.words.json
+    if path is not None and not path.resolve().parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
     found = evaluate(wanted)
-    for line in [*tables(found), *notes(found)]:  # first: they are there even if a file cannot be written
+    for line in [*answer_lines(found, wanted.words.show), *tables(found), *notes(found)]:
         print(line)
-    for path, text in ((wanted.words.json, json_of), (wanted.words.html, html_of)):
-        if path is not None:
-            try:
-                path.write_text(text(found), encoding="utf-8")
-            except OSError as problem:
-                raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
-            print(f"written: {shown_path(path)}")
+    if path is not None:
+        try:
+            path.write_text(json_of(found), encoding="utf-8")
+        except OSError as problem:
+            raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
+        print(f"written: {shown_path(path)}")
 
 
 if __name__ == "__main__":

@@ -18,23 +18,17 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_fl
 NO_EFFECT = ("data_split", "data_split_seed", "streaming", "streaming_rows")  # flags of training: all rows are used
 PROMPT_TOKENS, PAIR_TOKENS = 256, 512  # at most, by default
 REWARDS = ("reward_model_name_or_path", "reward_function", "remote_reward_url")
+LEAST = {"samples": 1, "batch_size": 1, "max_prompt_seq_len": 1, "max_seq_len": 2, "max_batch_tokens": 1,
+         "max_prompts": 0, "show": 0}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks for.
+    """What the command line asks for."""
 
-    Attributes:
-        words: the command's own flags.
-        prompts: data sets of prompts; None for none.
-        pairs: data sets of pairs; None for none.
-        rewards: reward sources; None for none.
-        settings: sampling.
-    """
-
-    words: argparse.Namespace
-    prompts: DataFlags | None
-    pairs: DataFlags | None
+    words: argparse.Namespace  # the command's own flags
+    prompts: DataFlags | None  # data sets of prompts
+    pairs: DataFlags | None  # data sets of pairs
     rewards: RewardSourceFlags | None
     settings: SamplingSettings
 
@@ -54,14 +48,16 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
     add_groups(parser, [DataFlags, RewardSourceFlags], hidden=(*NO_EFFECT, "use_reward_model"))
     parser.set_defaults(use_reward_model=None, data_path=[], truncation=None)
     words = parser.parse_args(argv)
+    if words.html is not None:
+        raise UserError("--html: left: --show N prints the answers to N prompts, and --json FILE writes all of them")
+    del words.html
     defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
     for name in NO_EFFECT:
         if getattr(words, name) != defaults[name]:
             raise UserError(f"--{name} has no effect here, where all rows are used; omit it")
     if words.use_reward_model is not None:
         raise UserError("--use_reward_model has no effect here; name a reward model by --reward_model_name_or_path")
-    for name, least in (("samples", 1), ("batch_size", 1), ("max_prompt_seq_len", 1), ("max_seq_len", 2),
-                        ("max_batch_tokens", 1), ("max_prompts", 0)):  # fmt: skip
+    for name, least in LEAST.items():
         if getattr(words, name) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(words, name)}")
     if bool(words.model) != bool(words.data_path):
@@ -74,39 +70,39 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
         raise UserError("--model names a model twice")
     if words.decoding == "greedy" and words.samples > 1:
         raise UserError("--samples has no effect with --decoding greedy; omit one of them")
-    prompts, pairs = (_data(words, words.data_path, "ppo"), _data(words, words.pairs, "reward"))
-    return Wanted(words, prompts, pairs, _rewards(words), settings_of(words))
+    rewards = None
+    if any(getattr(words, name) for name in REWARDS):
+        values = {field.name: getattr(words, field.name) for field in dataclasses.fields(RewardSourceFlags)}
+        uses_model = words.reward_model_name_or_path is not None
+        rewards = RewardSourceFlags(**{**values, "use_reward_model": uses_model})
+    prompts, pairs = _data(words, words.data_path, "ppo"), _data(words, words.pairs, "reward")
+    return Wanted(words, prompts, pairs, rewards, settings_of(words))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("evaluation")
-    group.add_argument("--model", nargs="+", default=[], metavar="M",
-                       help="models or adapters, folders or hub names; wins are counted against the first")  # fmt: skip
-    group.add_argument("--pairs", nargs="+", default=[], metavar="DATA",
-                       help="data sets of pairs (chosen, rejected), for the accuracy of the reward model")  # fmt: skip
-    group.add_argument(
-        "--decoding",
-        choices=("greedy", "sampled", "both"),
-        default="both",
-        help="how the models answer (default: both)",
-    )
-    group.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="sampled answers to each prompt (default: 1)"
-    )
-    group.add_argument("--pass_score", type=float, default=1.0, metavar="X",
-                       help="minimum score of an answer that passes, for pass@k (default: 1)")  # fmt: skip
-    group.add_argument("--max_prompts", type=int, default=0, metavar="N", help="only the first N prompts; 0 = all")
-    group.add_argument("--max_prompt_seq_len", type=int, default=PROMPT_TOKENS, metavar="N",
-                       help="maximum tokens of a prompt (default: 256)")  # fmt: skip
-    group.add_argument("--max_seq_len", type=int, default=PAIR_TOKENS, metavar="N",
-                       help="maximum tokens of a row of --pairs (default: 512)")  # fmt: skip
-    group.add_argument("--batch_size", type=int, default=64, metavar="N", help="prompts at a time (default: 64)")
-    group.add_argument("--max_batch_tokens", type=int, default=16384, metavar="N",
-                       help="maximum tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
-    group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
-                       help="number format of the weights (default: bf16)")  # fmt: skip
-    group.add_argument("--json", type=Path, metavar="FILE", help="write metrics, answers and scores as JSON")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--model", nargs="+", default=[], metavar="M",
+        help="models or adapters, folders or hub names; wins are counted against the first")  # fmt: skip
+    add("--pairs", nargs="+", default=[], metavar="DATA",
+        help="data sets of pairs (chosen, rejected), for the accuracy of the reward model")  # fmt: skip
+    add("--decoding", choices=("greedy", "sampled", "both"), default="both",
+        help="how the models answer (default: both)")  # fmt: skip
+    add("--samples", type=int, default=1, metavar="N", help="sampled answers to each prompt (default: 1)")
+    add("--pass_score", type=float, default=1.0, metavar="X",
+        help="minimum score of an answer that passes, for pass@k (default: 1)")  # fmt: skip
+    add("--max_prompts", type=int, default=0, metavar="N", help="only the first N prompts; 0 = all")
+    add("--max_prompt_seq_len", type=int, default=PROMPT_TOKENS, metavar="N",
+        help="maximum tokens of a prompt (default: 256)")  # fmt: skip
+    add("--max_seq_len", type=int, default=PAIR_TOKENS, metavar="N",
+        help="maximum tokens of a row of --pairs (default: 512)")  # fmt: skip
+    add("--batch_size", type=int, default=64, metavar="N", help="prompts at a time (default: 64)")
+    add("--max_batch_tokens", type=int, default=16384, metavar="N",
+        help="maximum tokens of a forward pass of the reward model (default: 16384)")  # fmt: skip
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+        help="number format of the weights (default: bf16)")  # fmt: skip
+    add("--show", type=int, default=0, metavar="N", help="print the answers to the first N prompts (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="write metrics, answers and scores as JSON")
+    add("--html", help=argparse.SUPPRESS)
 
 
 def _data(words: argparse.Namespace, paths: list[str], step: str) -> DataFlags | None:
@@ -114,10 +110,3 @@ def _data(words: argparse.Namespace, paths: list[str], step: str) -> DataFlags |
     values = {field.name: getattr(words, field.name) for field in dataclasses.fields(DataFlags)}
     truncation = words.truncation or STEPS[step].defaults.get("truncation", DataFlags.truncation)
     return DataFlags(**{**values, "data_path": paths, "truncation": truncation}) if paths else None
-
-
-def _rewards(words: argparse.Namespace) -> RewardSourceFlags | None:
-    values = {field.name: getattr(words, field.name) for field in dataclasses.fields(RewardSourceFlags)}
-    if not any(values[name] for name in REWARDS):
-        return None
-    return RewardSourceFlags(**{**values, "use_reward_model": words.reward_model_name_or_path is not None})

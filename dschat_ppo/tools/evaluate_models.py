@@ -1,10 +1,11 @@
-"""Answers of several models to the same prompts, their scores, and the accuracy of a reward model on pairs."""
+"""An evaluation: checks, the answers of models to the same prompts, their scores, and a reward model on pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +16,30 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import short_names
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.data.cache import stream_key
+from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.collators import collate_pairs, collate_prompts
-from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.models.loading import load_causal_lm, load_config, load_sequence_classifier
+from dschat_ppo.data.prepare import prepare_whole
+from dschat_ppo.errors import UserError, in_one_line, without_credentials
+from dschat_ppo.models.loading import (
+    check_sequence_classifier,
+    check_vocabulary,
+    load_causal_lm,
+    load_config,
+    load_sequence_classifier,
+    report_length,
+    require_length,
+)
+from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows
+from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.generate import end_ids, greedily
 from dschat_ppo.ppo.score import RewardScorer
-from dschat_ppo.rewards.build_rewards import build_sources
+from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
     RetokenizedModelReward,
@@ -39,157 +53,15 @@ from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.tools.chat_model import CheckedModel
+from dschat_ppo.tools.chat_model import CheckedModel, check_models
+from dschat_ppo.tools.evaluate_flags import PAIR_TOKENS, PROMPT_TOKENS, Wanted
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.types import Rollout, to_device
 
-REWARD_FLAG = "--reward_model_name_or_path"
+REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
 PAIRS_AT_A_TIME = 256
-
-
-@dataclass(frozen=True)
-class RewardModel:
-    """A loaded reward model.
-
-    Attributes:
-        folder: local folder of the model.
-        tokenizer: its own.
-        model: scores rows.
-        flags: length and aggregation of steps.
-        batch_tokens: most tokens of a forward pass.
-    """
-
-    folder: str
-    tokenizer: PreTrainedTokenizerBase
-    model: ScalarModel
-    flags: RewardSourceFlags
-    batch_tokens: int
-
-    @classmethod
-    def load(
-        cls, folder: str, tokenizer: PreTrainedTokenizerBase, dtype: str, flags: RewardSourceFlags, batch_tokens: int
-    ) -> RewardModel:
-        """Load it from a folder that has been checked."""
-        classifier = load_sequence_classifier(folder, dtype, None, new_head=False)
-        return cls(folder, tokenizer, ScalarModel(classifier).to(dist.device()).eval(), flags, batch_tokens)
-
-    def source(self, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
-        """Scores answers of a model with this tokenizer: its tokens as they are, or else their text, as in step 3."""
-        config, how, steps = load_config(self.folder, REWARD_FLAG), self.flags.process_reward, None
-        shared = tokenizer.get_vocab() == self.tokenizer.get_vocab()
-        if how is not None:
-            steps = StepScoring(tokenizer if shared else self.tokenizer, saved_separator(config, self.folder), how)
-        if shared:
-            return ModelReward(self.model, self.batch_tokens, steps)
-        return RetokenizedModelReward(
-            self.model, self.tokenizer, most_tokens(config), dist.device(), self.batch_tokens, steps
-        )
-
-
-class Unscored:
-    """The reward source of an evaluation without rewards: all scores are NaN."""
-
-    name = "none"
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, NaN."""
-        return torch.full((len(request),), torch.nan)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of one model with one way of decoding.
-
-    Attributes:
-        model: its name, as the user gave it.
-        label: its short name.
-        decoding: "greedy" or "sampled".
-        rows: one for each prompt; the scores are NaN if nothing scores them.
-        sources: names of the reward sources.
-        by_source: (prompts * n, K) fp32, see `Scores`.
-        failed: answers whose reward function failed, or that no source scored.
-    """
-
-    model: str
-    label: str
-    decoding: str
-    rows: list[Answered]
-    sources: list[str]
-    by_source: Tensor
-    failed: int
-
-    @property
-    def scores(self) -> Tensor:
-        """(prompts, n) fp64."""
-        return torch.tensor([row.scores for row in self.rows], dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How models answer: `decodings` of "greedy" and "sampled", `samples` of the second to each prompt."""
-
-    decodings: Sequence[str]
-    samples: int
-    batch_size: int
-    settings: SamplingSettings
-    dtype: str
-
-
-def answers_of(
-    checked: CheckedModel, prompts: Dataset, names: Sequence[str], plan: Plan, rewards: RewardSourceFlags | None,
-    reward_model: RewardModel | None,
-) -> list[Answers]:  # fmt: skip
-    """Load a model and answer all prompts; one entry for each way of decoding.
-
-    Answers depend on seed and prompt alone, not on batches; step 3 evaluates with the same seeds.
-
-    Args:
-        checked: the model.
-        prompts: its token rows.
-        names: of the data sets.
-        plan: how to answer.
-        rewards: reward sources; None for none.
-        reward_model: the learned reward of `rewards`, if it has one.
-
-    Raises:
-        UserError: generation does not support the model; or see `RewardScorer`.
-    """
-    loaded: Any = load_causal_lm(checked.folder, plan.dtype, None)
-    model = loaded.to(dist.device()).eval()
-    stopping = StoppingCriteria(plan.settings.max_tokens, end_ids(checked.tokenizer, model))
-    try:
-        config = choose_engine(model, GenerationConfig(plan.settings.sampling, stopping, plan.samples))
-    except RuntimeError as problem:
-        raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
-    learned = None if reward_model is None else reward_model.source(checked.tokenizer)
-    with closing(build_sources(rewards, learned) if rewards else RewardMixture([(Unscored(), 1.0)])) as mixture:
-        scorer = RewardScorer(mixture, prompts, checked.tokenizer)
-        return [_answer(checked, model, names, plan, config, how, scorer) for how in plan.decodings]
-
-
-def _answer(
-    checked: CheckedModel, model: Any, names: Sequence[str], plan: Plan, config: GenerationConfig, decoding: str,
-    scorer: RewardScorer,
-) -> Answers:  # fmt: skip
-    """The answers of a loaded model with one way of decoding."""
-    config = replace(greedily(config), samples=1) if decoding == "greedy" else config
-    each = f"{config.samples} answers to each" if config.samples > 1 else "one answer to each"
-    logger().info(f"{checked.label}: {decoding}, {len(scorer.prompts)} prompts, {each}")
-    prompts, rows, parts = scorer.prompts, list[Answered](), list[Tensor]()
-    for first in range(0, len(prompts), plan.batch_size):
-        indices = list(range(first, min(first + plan.batch_size, len(prompts))))
-        seeds = row_seeds(first * config.samples, len(indices) * config.samples, plan.settings.seed, STREAM, 0, 0)
-        batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), dist.device())
-        rollout = generate(model, batch, seeds.to(dist.device()), config)
-        request = scorer.request(rollout, indices, 0)
-        scores = scorer(request, rollout)
-        of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
-        shown, sources = scorer.shown_prompts(rollout, len(indices)), scorer.mixture.names
-        rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)
-        parts.append(scores.by_source.cpu())
-    return Answers(
-        checked.name, checked.label, decoding, rows, scorer.mixture.names, torch.cat(parts), scorer.count_failed_rows()
-    )  # fmt: skip
+PREFIX = "eval/"  # of the metrics of `summary`
+UNSCORED = ("length_mean", "ended_share")  # metrics that need no reward
 
 
 @dataclass(frozen=True)
@@ -207,19 +79,240 @@ class Share:
         return cls(share, *wilson_interval(share, count), count)
 
 
-def win_rate(answers: Answers, baseline: Answers) -> Share:
-    """How often a model scores higher than another one, paired by prompt; a tie counts half."""
-    shares = win_shares(answers.scores, baseline.scores)
-    return Share.of(float(shares.mean()), len(shares))
+@dataclass(frozen=True)
+class Answers:
+    """The answers of one model with one way of decoding."""
+
+    model: str  # as the user gave it
+    label: str  # its short name
+    decoding: str  # "greedy" or "sampled"
+    rows: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
+    sources: list[str]  # names of the reward sources
+    by_source: Tensor  # (prompts * n, K) fp32, see `Scores`
+    failed: int  # answers whose reward function failed, or that no source scored
+
+    @property
+    def scores(self) -> Tensor:
+        """(prompts, n) fp64."""
+        return torch.tensor([row.scores for row in self.rows], dtype=torch.float64)
 
 
-def score_pairs(reward_model: RewardModel, rows: Dataset) -> Tensor:
+@dataclass(frozen=True)
+class Result:
+    """One row of the table: the answers of a model with one way of decoding."""
+
+    answers: Answers
+    metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
+    by_source: dict[str, float]  # mean score of each reward source
+    wins: Share | None  # against the first model with the same decoding; None for that one, and without a reward
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """All results."""
+
+    flags: dict[str, str]
+    scored: bool  # there is a reward
+    results: list[Result]  # of the prompts; empty without models
+    accuracies: dict[str, Share]  # of the reward model, see `accuracies`; empty without pairs
+    pairs: list[tuple[str, float, float]]  # of each pair the data set and both scores
+
+
+def evaluate(wanted: Wanted) -> Evaluated:
+    """Carry out an evaluation. Everything is checked before a model is loaded.
+
+    Raises:
+        UserError: flags, models or data cannot be used.
+        NonFiniteError: the log-probs of a model are not finite.
+    """
+    words, rewards = wanted.words, wanted.rewards
+    if rewards is not None:
+        check_sources(rewards)
+    models = check_models([("--model", name) for name in words.model], wanted.prompts) if wanted.prompts else []
+    longest = words.max_prompt_seq_len + wanted.settings.max_tokens
+    for model in models:
+        require_length(model.folder, longest, LIMITS)
+    reward = _checked_reward(wanted)
+    prompts, names = _prompts(wanted, models)
+    pairs: Dataset | None = None
+    pair_names: tuple[str, ...] = ()
+    if wanted.pairs and reward:
+        require_length(reward.folder, words.max_seq_len, "--max_seq_len")
+        pairs, pair_names = prepare_whole("preference", reward.tokenizer, wanted.pairs, words.max_seq_len, "--pairs")
+        report_length([reward.folder], words.max_seq_len, "--max_seq_len", words.max_seq_len == PAIR_TOKENS)
+    is_default = longest == PROMPT_TOKENS + SamplingSettings.max_tokens
+    report_length([model.folder for model in models], longest, LIMITS, is_default)
+
+    scorer: ScalarModel | None = None
+    if reward is not None:
+        scorer = ScalarModel(load_sequence_classifier(reward.folder, words.dtype, None, new_head=False))
+        scorer.to(dist.device()).eval()
+    answers = [
+        found
+        for model, rows in zip(models, prompts, strict=True)
+        for found in _answers_of(model, rows, names, wanted, reward, scorer)
+    ]
+    measured: dict[str, Share] = {}
+    scored_pairs: list[tuple[str, float, float]] = []
+    if pairs is not None and reward is not None and scorer is not None:
+        scores = _score_pairs(scorer, pairs, filler_id(reward.tokenizer), words.max_batch_tokens)
+        measured = accuracies(scores, pairs["source"], pair_names)
+        sides = zip(pairs["source"], scores.tolist(), strict=True)
+        scored_pairs = [(pair_names[number], chosen, rejected) for number, (chosen, rejected) in sides]
+    flags = {
+        name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
+    }
+    results = [_result(found, answers, rewards is not None, words.pass_score) for found in answers]
+    return Evaluated(flags, rewards is not None, results, measured, scored_pairs)
+
+
+def _checked_reward(wanted: Wanted) -> CheckedModel | None:
+    """The reward model before it is loaded."""
+    if wanted.rewards is None or wanted.rewards.reward_model_name_or_path is None:
+        return None
+    name = wanted.rewards.reward_model_name_or_path
+    folder = model_folder(name, REWARD_FLAG)
+    tokenizer = load_tokenizer(folder, REWARD_FLAG)
+    data = wanted.pairs or wanted.prompts
+    if data is not None:
+        tokenizer = with_template_flags(tokenizer, data)
+    check_vocabulary(tokenizer, load_config(folder, REWARD_FLAG), REWARD_FLAG, folder)
+    check_sequence_classifier(folder, new_head=False)
+    return CheckedModel(name, short_names([Path(name)])[0], REWARD_FLAG, folder, tokenizer)
+
+
+def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
+    """The same prompts as token rows for each model, and the names of their data sets.
+
+    They are prepared, and the log shows them, once for all models whose tokenizers are equal.
+
+    Raises:
+        UserError: the models would get different prompts.
+    """
+    found: list[Dataset] = []
+    names: tuple[str, ...] = ()
+    made: dict[str, Dataset] = {}  # by tokenizer
+    for model in models:
+        assert wanted.prompts is not None
+        key, limit = stream_key("", model.tokenizer), wanted.words.max_prompt_seq_len
+        if key not in made:
+            if made:
+                logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
+            rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
+            made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
+        found.append(made[key])
+    if any(list(rows["row"]) != list(found[0]["row"]) for rows in found[1:]):
+        raise UserError(
+            "--data_path: the models would get different prompts, because only some have a chat template, "
+            "or because rows that are too long or bad are dropped for some only; set --chat_template or "
+            "--apply_chat_template, raise --max_prompt_seq_len, or use --truncation left"
+        )
+    return found, names
+
+
+class _Unscored:
+    """The reward source of an evaluation without rewards: all scores are NaN."""
+
+    name = "none"
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        return torch.full((len(request),), torch.nan)
+
+
+def _learned_reward(
+    tokenizer: PreTrainedTokenizerBase, reward: CheckedModel, scorer: ScalarModel, flags: RewardSourceFlags, most: int
+) -> RewardSource:
+    """The reward model for answers of a model with this tokenizer: it reads their tokens as they are if it has the same
+    vocabulary, or else their text, as in step 3. `most`: tokens of a forward pass."""
+    config, how, steps = load_config(reward.folder, REWARD_FLAG), flags.process_reward, None
+    shared = tokenizer.get_vocab() == reward.tokenizer.get_vocab()
+    if how is not None:
+        steps = StepScoring(tokenizer if shared else reward.tokenizer, saved_separator(config, reward.folder), how)
+    if shared:
+        return ModelReward(scorer, most, steps)
+    return RetokenizedModelReward(scorer, reward.tokenizer, most_tokens(config), dist.device(), most, steps)
+
+
+def _answers_of(
+    checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
+    scorer: ScalarModel | None,
+) -> list[Answers]:  # fmt: skip
+    """Load a model and answer all prompts; one entry for each way of decoding.
+
+    Answers depend on seed and prompt alone, not on batches; step 3 evaluates with the same seeds.
+
+    Raises:
+        UserError: generation does not support the model; or see `RewardScorer`.
+    """
+    words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
+    loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
+    model = loaded.to(dist.device()).eval()
+    stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))
+    try:
+        sampled = choose_engine(model, GenerationConfig(settings.sampling, stopping, words.samples))
+    except RuntimeError as problem:
+        raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
+    learned = None
+    if reward is not None and scorer is not None and rewards is not None:
+        learned = _learned_reward(checked.tokenizer, reward, scorer, rewards, words.max_batch_tokens)
+    configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
+    with closing(build_sources(rewards, learned) if rewards else RewardMixture([(_Unscored(), 1.0)])) as mixture:
+        score = RewardScorer(mixture, prompts, checked.tokenizer)
+        return [
+            _answer(checked, model, names, wanted, config, decoding, score)
+            for decoding, config in configs.items() if words.decoding in (decoding, "both")
+        ]  # fmt: skip
+
+
+def _answer(
+    checked: CheckedModel, model: Any, names: Sequence[str], wanted: Wanted, config: GenerationConfig, decoding: str,
+    scorer: RewardScorer,
+) -> Answers:  # fmt: skip
+    """The answers of a loaded model with one way of decoding."""
+    prompts, sources, size = scorer.prompts, scorer.mixture.names, wanted.words.batch_size
+    each = f"{config.samples} answers to each" if config.samples > 1 else "one answer to each"
+    logger().info(f"{checked.label}: {decoding}, {len(prompts)} prompts, {each}")
+    rows, parts = list[Answered](), list[Tensor]()
+    for first in range(0, len(prompts), size):
+        indices = list(range(first, min(first + size, len(prompts))))
+        seeds = row_seeds(first * config.samples, len(indices) * config.samples, wanted.settings.seed, STREAM, 0, 0)
+        batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), dist.device())
+        rollout = generate(model, batch, seeds.to(dist.device()), config)
+        request = scorer.request(rollout, indices, 0)
+        scores = scorer(request, rollout)
+        of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
+        shown = scorer.shown_prompts(rollout, len(indices))
+        rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)
+        parts.append(scores.by_source.cpu())
+    failed = scorer.count_failed_rows()
+    return Answers(checked.name, checked.label, decoding, rows, sources, torch.cat(parts), failed)
+
+
+def _result(found: Answers, answers: list[Answers], scored: bool, pass_score: float) -> Result:
+    """The metrics of some answers; wins over the first model of the same decoding are paired by prompt, and a tie
+    counts half."""
+    metrics = summary(found.rows, pass_score) | summary_by_source(found.rows, pass_score)
+    metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
+    if not scored:
+        kept = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
+        return Result(found, kept, {}, None)
+    if found.failed:
+        logger().warning(f"{found.label}: {found.failed} answers have the default score (--reward_default)")
+    means = dict(zip(found.sources, found.by_source.nanmean(dim=0).tolist(), strict=True))
+    first, wins = next(other for other in answers if other.decoding == found.decoding), None
+    if first is not found:
+        shares = win_shares(found.scores, first.scores)
+        wins = Share.of(float(shares.mean()), len(shares))
+    return Result(found, metrics, means, wins)
+
+
+def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: int) -> Tensor:
     """(pairs, 2) fp32: the scores of the chosen and of the rejected answers."""
     parts = []
     for first in range(0, len(rows), PAIRS_AT_A_TIME):
         indices = range(first, min(first + PAIRS_AT_A_TIME, len(rows)))
-        batch = to_device(collate_pairs(rows, indices, filler_id(reward_model.tokenizer)), dist.device())
-        scores = scores_in_batches(reward_model.model, batch.input_ids, batch.lengths, reward_model.batch_tokens)
+        batch = to_device(collate_pairs(rows, indices, filler), dist.device())
+        scores = scores_in_batches(scorer, batch.input_ids, batch.lengths, batch_tokens)
         parts.append(scores.view(2, -1).T.cpu())
     return torch.cat(parts)
 
@@ -228,7 +321,7 @@ def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> 
     """Accuracy over all pairs, under the name "all", and of each data set if there are several.
 
     Args:
-        scores: (pairs, 2), from `score_pairs`.
+        scores: (pairs, 2), of chosen and rejected answers.
         sources: number of each pair's data set.
         names: of the data sets.
     """

@@ -164,7 +164,7 @@ def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
         purpose: ["chat", "--model", actor, "--compare", sft, "--seed", seed],
         "evaluate both models on the held-out prompts": [
             "evaluate", "--model", sft, actor, "--data_path", out / "toy/data/heldout.jsonl",
-            "--reward_model_name_or_path", out / "reward", "--html", out / "evaluation.html",
+            "--reward_model_name_or_path", out / "reward", "--show", 3,
         ],
     }  # fmt: skip
     return {purpose: tool_command(str(tool), list(map(str, words))) for purpose, (tool, *words) in tools.items()}

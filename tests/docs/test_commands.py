@@ -146,7 +146,6 @@ def test_commands_of_a_page(page, readme, assets, tmp_path):
         assert any("eval_accuracy" in line for line in metrics_of(folder / "out/reward"))
         assert {"kl/ref_k1", "reward/score_std", "rollout/ended_share"} <= set(metrics_of(folder / "out/ppo")[-1])
         assert (folder / "out/ppo/report.html").stat().st_size > 10_000
-        assert "<html" in (folder / "evaluation.html").read_text(encoding="utf-8")
 
 
 class ParsedError(Exception):

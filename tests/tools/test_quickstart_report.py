@@ -70,8 +70,8 @@ def test_the_reports_exist_and_the_commands_at_the_end_run(out):
     assert all(Path(report.strip()).stat().st_size > 10_000 for report in reports)
     _, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
-    succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings))
-    assert "ppo/actor" in (out / "evaluation.html").read_text()
+    printed = succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings)).stdout
+    assert "ppo/actor, greedy (score " in printed and "prompt 3:" in printed
 
 
 def test_a_second_run_repeats_nothing(out):

@@ -113,7 +113,6 @@ def test_grpo_reports_both_rules_and_pass_at_k(out):
 def test_the_evaluation_compares_both_models(out):
     found = json.loads((out / "evaluation/evaluation.json").read_text())
     assert str(out / "grpo/actor") in json.dumps(found) and "pass@4" in json.dumps(found)
-    assert (out / "evaluation/evaluation.html").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 64])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compare models on the held-out rows: DATA=... run_evaluate.sh OUTPUT_DIR --model A B [more flags of tools.evaluate]
-# Writes evaluation.html and evaluation.json. For GSM8K's test rows, add --data_path 'openai/gsm8k:main[test]'.
+# Prints the answers to four questions, and writes evaluation.json. For GSM8K's test rows, add --data_path 'openai/gsm8k:main[test]'.
 set -euo pipefail
 usage="usage: DATA=... run_evaluate.sh OUTPUT_DIR --model A B [more flags]"
 source "$(dirname "${BASH_SOURCE[0]}")/task.sh"
@@ -15,5 +15,5 @@ python -m dschat_ppo.tools.evaluate \
     --truncation drop \
     --samples 4 \
     --max_tokens 256 \
-    --html "$output/evaluation.html" \
+    --show 4 \
     --json "$output/evaluation.json" "$@"

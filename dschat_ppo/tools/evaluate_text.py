@@ -1,27 +1,16 @@
-"""The results of an evaluation as tables, as JSON and as one HTML page."""
+"""The results of an evaluation as tables, as answers in text, and as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
-import jinja2
-
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.errors import escaped
 from dschat_ppo.monitor.json_lines import finite_or_null
-from dschat_ppo.tools.evaluate_models import Share
-from dschat_ppo.tools.evaluate_run import Evaluated, Result
-
-MOST_COLUMNS = 4  # answers side by side on a wide screen
-
-
-def columns_of(found: Evaluated) -> list[str]:
-    """The metrics of the table: those that some result has, over all data sets."""
-    names = dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name)
-    return list(names)
+from dschat_ppo.tools.evaluate_models import Evaluated, Share
 
 
 def shown(share: Share | None) -> str:
@@ -38,7 +27,7 @@ def number(value: float | None) -> str:
 
 def model_table(found: Evaluated) -> list[list[str]]:
     """Head and one line for each model and way of decoding; with several data sets further lines for these."""
-    columns = columns_of(found)
+    columns = list(dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name))
     sources = found.results[0].answers.sources if found.scored and found.results else []
     sources = sources if len(sources) > 1 else []
     compared = [f"wins against {found.results[0].answers.label} [95 %]"] if any(r.wins for r in found.results) else []
@@ -93,62 +82,46 @@ def notes(found: Evaluated) -> list[str]:
         )
     if "sampled" in decodings:
         lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
-    return lines + [f"{label}: {path}" for label, path in model_paths(found).items() if label != path]
+    paths = {result.answers.label: shown_path(result.answers.model) for result in found.results}
+    return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]
 
 
-def model_paths(found: Evaluated) -> dict[str, str]:
-    """Short name of each model -> its path."""
-    return {result.answers.label: shown_path(result.answers.model) for result in found.results}
+def answer_lines(found: Evaluated, count: int) -> list[str]:
+    """The first `count` prompts, each with the answers of all models; what a terminal would obey is escaped."""
+    lines = []
+    for place, row in enumerate(found.results[0].answers.rows[:count] if found.results else []):
+        lines += [f"prompt {place + 1}:", *_indented(row.prompt)]
+        for result in found.results:
+            own = result.answers.rows[place]
+            for text, score, tokens, ended in zip(own.answers, own.scores, own.lengths, own.ended, strict=True):
+                parts = [f"score {number(score) or 'none'}"] if found.scored else []
+                parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
+                lines += [f"  {result.answers.label}, {result.answers.decoding} ({', '.join(parts)}):"]
+                lines += _indented(text)
+        lines.append("")
+    return lines
 
 
-def _as_dict(result: Result) -> dict[str, Any]:
-    answers = result.answers
-    return {
-        "model": answers.model, "decoding": answers.decoding, "metrics": result.metrics,
-        "scores_by_source": result.by_source, "wins": result.wins and asdict(result.wins),
-        "failed_scores": answers.failed, "prompts": [asdict(row) for row in answers.rows],
-    }  # fmt: skip
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in escaped(text).split("\n")]
 
 
 def json_of(found: Evaluated) -> str:
     """Everything, as JSON."""
+    results: list[dict[str, Any]] = [
+        {
+            "model": result.answers.model, "decoding": result.answers.decoding, "metrics": result.metrics,
+            "scores_by_source": result.by_source, "wins": result.wins and asdict(result.wins),
+            "failed_scores": result.answers.failed, "prompts": [asdict(row) for row in result.answers.rows],
+        }
+        for result in found.results
+    ]  # fmt: skip
     content = {
         "flags": found.flags,
-        "results": [_as_dict(result) for result in found.results],
+        "results": results,
         "reward_accuracy": {name: asdict(share) for name, share in found.accuracies.items()},
         "pairs": [
             {"data_source": name, "chosen": chosen, "rejected": rejected} for name, chosen, rejected in found.pairs
         ],
     }
     return json.dumps(finite_or_null(content), indent=1)
-
-
-def html_of(found: Evaluated) -> str:
-    """One page: tables, and the answers to each prompt side by side, in a row for each way of decoding."""
-    models = model_paths(found)
-    decodings = list(dict.fromkeys(result.answers.decoding for result in found.results))
-    rows = decodings if len(models) > 1 else [""]  # one model: its decodings are side by side
-    columns = len(models) if len(models) > 1 else len(decodings)
-    prompts = []
-    for place, row in enumerate(found.results[0].answers.rows if found.results else []):
-        groups = [
-            [_cell(result, place) for result in found.results if decoding in ("", result.answers.decoding)]
-            for decoding in rows
-        ]
-        prompts.append({"number": place + 1, "prompt": row.prompt, "groups": groups})
-    text = (files("dschat_ppo.tools") / "web" / "evaluation.html").read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    return page.render(
-        tables=([model_table(found)] if found.results else []) + ([pair_table(found)] if found.accuracies else []),
-        prompts=prompts, flags=found.flags, scored=found.scored, notes=notes(found), models=models,
-        columns=math.ceil(columns / math.ceil(columns / MOST_COLUMNS)) if columns else 1,  # rows of equal length
-    )  # fmt: skip
-
-
-def _cell(result: Result, place: int) -> dict[str, Any]:
-    """The answers of one model to the prompt number `place`, for the page."""
-    answers, own = result.answers, result.answers.rows[place]
-    return {
-        "name": f"{answers.label}, {answers.decoding}", "path": shown_path(answers.model),
-        "answers": list(zip(own.answers, map(number, own.scores), own.lengths, own.ended, strict=True)),
-    }  # fmt: skip

@@ -1,8 +1,8 @@
-"""A whole evaluation with tiny models, recomputed with transformers and by hand."""
+"""A whole evaluation with tiny models, recomputed with transformers and by hand, and its flags."""
 
 import json
 import math
-from html.parser import HTMLParser
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.evaluate import main
 from dschat_ppo.tools.evaluate_flags import read_arguments
-from dschat_ppo.tools.evaluate_models import accuracies
-from dschat_ppo.tools.evaluate_report import html_of, json_of, notes, tables
-from dschat_ppo.tools.evaluate_run import evaluate
+from dschat_ppo.tools.evaluate_models import accuracies, evaluate
+from dschat_ppo.tools.evaluate_text import answer_lines, json_of, model_table, notes, tables
 
 TOKENS, PROMPTS = 6, 7
 
@@ -112,7 +111,7 @@ def test_answers_do_not_depend_on_batches(found, assets):
         same = by_name(found, result.answers.model, "sampled").answers
         assert [row.answers for row in result.answers.rows] == [row.answers for row in same.rows]
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
-    assert "score" not in "".join(tables(again)) and "score" not in html_of(again).split("<h2>")[1].split("<script>")[0]
+    assert "score" not in "".join([*tables(again), *answer_lines(again, 1)])
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
 
 
@@ -159,18 +158,37 @@ def test_a_reward_model_and_a_language_model_in_each_other_s_place(assets, capsy
     assert "lm: has no trained scalar head (score.weight), so it is a language model" in capsys.readouterr().err
 
 
-def test_json_and_html(found):
+def test_json_and_answers_in_the_terminal(found):
     def no_constant(name):
         raise AssertionError(f"{name} is no JSON")
 
     content = json.loads(json_of(found), parse_constant=no_constant)
     assert [len(result["prompts"]) for result in content["results"]] == [PROMPTS] * 4 and len(content["pairs"]) == 45
-    page = html_of(found)
-    assert "http:" not in page and "https:" not in page and page.count("<section>") == PROMPTS
-    answer = found.results[0].answers.rows[0]
-    answer.answers[0] = "<script>alert(1)</script>"
-    assert "<script>alert" not in html_of(found) and "&lt;script&gt;alert" in html_of(found)
-    HTMLParser().feed(page)
+    first, second = found.results[0].answers.rows[:2]
+    first.answers[0] = "one\ntwo\x1b[2J"
+    lines = answer_lines(found, 2)
+    assert lines[:2] == ["prompt 1:", f"    {first.prompt}"] and lines.count("") == 2
+    assert lines[2:5] == [
+        f"  lm, greedy (score {first.scores[0]:.4g}, {first.lengths[0]} tokens):", "    one",
+        "    two\\x1b[2J",
+    ]  # fmt: skip
+    assert sum(f" {TOKENS} tokens, cut at the length limit):" in line for line in lines) == sum(
+        ended == "length" for result in found.results for row in result.answers.rows[:2] for ended in row.ended
+    )
+    assert sum(line.startswith("  uniform_lm, sampled (score ") for line in lines) == 2 * 4
+    assert f"    {second.prompt}" in lines and answer_lines(found, 0) == []
+
+
+def test_one_sample_is_a_share_of_prompts(found):
+    one = replace(found, flags={**found.flags, "samples": "1"}, results=found.results[:2])
+    assert notes(one)[0] == "pass@1: share of prompts whose answer scores at least 2.5 (--pass_score)"
+    assert not any(line.startswith(("pass@k", "wins")) for line in notes(one))
+
+
+def test_sources_of_rewards_are_not_taken_for_other_columns(found):
+    head, first, *_ = model_table(found)
+    shown = dict(zip(head, first, strict=True))
+    assert shown["score of model"] == f"{found.results[0].by_source['model']:.4g}" and head.count("model") == 1
 
 
 def test_models_with_different_prompts_are_refused(assets, tmp_path):
@@ -187,12 +205,12 @@ def test_models_with_different_prompts_are_refused(assets, tmp_path):
 
 
 def test_the_command(assets, tmp_path, capsys):
-    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    files = ["--json", str(tmp_path / "a.json"), "--show", "1"]
     words = words_of(assets, "--reward_function", "length", "--decoding", "greedy", *files)
     assert main(words) == 0
-    assert "wins against lm" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "wins against lm" in out and "\nprompt 1:\n" in out and "prompt 2:" not in out
     assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
-    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
     assert main([*words, "--json", str(tmp_path)]) == 4
     out, err = capsys.readouterr()
     assert "wins against lm" in out and "cannot be written (Is a directory)" in err
@@ -200,3 +218,52 @@ def test_the_command(assets, tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
     assert main([*words, "--max_tokens", "10000"]) == 2
     assert "--max_prompt_seq_len + --max_tokens of 10040 tokens goes beyond" in capsys.readouterr().err
+
+
+MODELS = ["--model", "a", "b", "--data_path", "d"]
+PAIRS = ["--pairs", "p", "--reward_model_name_or_path", "r"]
+
+
+def test_flags():
+    wanted = read_arguments([*MODELS, *PAIRS, "--top_k", "3", "--samples", "8", "--prompt_column", "q"])
+    assert wanted.words.model == ["a", "b"] and wanted.settings.top_k == 3 and wanted.words.samples == 8
+    assert (wanted.prompts.data_path, wanted.pairs.data_path, wanted.prompts.prompt_column) == (["d"], ["p"], "q")
+    assert wanted.rewards.use_reward_model and wanted.rewards.reward_model_name_or_path == "r"
+
+
+def test_rows_that_are_too_long_are_handled_as_in_the_steps():
+    wanted = read_arguments([*MODELS, *PAIRS])
+    assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("drop", "left")
+    wanted = read_arguments([*MODELS, *PAIRS, "--truncation", "middle"])
+    assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("middle", "middle")
+
+
+def test_rewards_are_optional():
+    assert read_arguments(MODELS).rewards is None
+    assert not read_arguments([*MODELS, "--reward_function", "length"]).rewards.use_reward_model
+    assert read_arguments(PAIRS).prompts is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to evaluate"),
+        (["--model", "a"], "give --model and --data_path together"),
+        (["--data_path", "a"], "give --model and --data_path together"),
+        (["--pairs", "a"], "--pairs needs the reward model"),
+        ([*MODELS, "--data_split", "1,0,0"], "--data_split has no effect here"),
+        ([*MODELS, "--streaming", "--streaming_rows", "4"], "--streaming has no effect here"),
+        ([*MODELS, "--use_reward_model"], "--use_reward_model has no effect here"),
+        ([*MODELS, "--samples", "0"], "--samples must be at least 1, got 0"),
+        ([*MODELS, "--samples", "2", "--decoding", "greedy"], "--samples has no effect with --decoding greedy"),
+        ([*MODELS, "--process_reward", "min", "--reward_function", "length"], "--process_reward has no effect"),
+        (["--model", "a", "a", "--data_path", "d"], "--model names a model twice"),
+        ([*MODELS, "--min_p", "2"], "--min_p must be a number from 0 to 1"),
+        ([*MODELS, "--actor_learning_rate", "1"], "unrecognized arguments"),
+        ([*MODELS, "--html", "page.html"], "--html: left: --show N prints the answers"),
+        ([*MODELS, "--show", "-1"], "--show must be at least 0, got -1"),
+    ],
+)
+def test_bad_flags(words, message):
+    with pytest.raises(UserError, match=message):
+        read_arguments(words)
