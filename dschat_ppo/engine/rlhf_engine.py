@@ -14,7 +14,7 @@ from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.role_models import ModelFolders, RoleModels
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
-from dschat_ppo.models.adapter_merge import merged
+from dschat_ppo.models.adapters import merged
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.types import Engine

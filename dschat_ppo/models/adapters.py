@@ -1,27 +1,27 @@
-"""LoRA adapters: which layers get one, how it is added to a model, and how it is merged into its weights."""
+"""LoRA adapters: which layers get one, how it is added, read from a folder, and merged for good or for a rollout."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapter_checks import check_patterns
-from dschat_ppo.models.adapter_weights import MATRICES, load_adapter_weights, merged_weight
 from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.model_folders import base_folder, base_name, lora_settings
+from dschat_ppo.models.model_folders import adapter_weights, base_folder, base_name, lora_settings
 from dschat_ppo.models.quantisation import Bits, require_quantisation
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
@@ -32,6 +32,8 @@ NOT_CALLED = {
     "mamba": ("out_proj", "dt_proj"), "falcon_mamba": ("out_proj", "dt_proj"), "mamba2": ("out_proj",),
     "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",), "jamba": ("dt_proj",),
 }  # fmt: skip
+MATRICES = ("lora_A", "lora_B", "lora_magnitude_vector")  # the parts of an adapter in peft's layer; the last for DoRA
+LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _MAX_NAMES = 8  # of layers, in a message
 _MOST_RANK = 2**16  # its matrices are allocated before training, so memory would run out
 _HOW_TO_MERGE = "docs/lora.md"
@@ -310,3 +312,135 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     del model.peft_config
     for weight in trained:
         weight.requires_grad_(True)
+
+
+def load_adapter_weights(model: PreTrainedModel, folder: str, name: str) -> dict[str, Tensor]:
+    """Copy the weights in an adapter folder into the adapter `name` of `model`, and its whole layers into the model.
+
+    Returns them as the file has them, by their names in the model, on its device.
+    """
+    import deepspeed
+
+    weights = adapter_weights(folder, name)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    wanted = {key for key in parameters if any(f".{matrix}.{name}." in key for matrix in MATRICES)}
+    weights = {key: weight for key, weight in weights.items() if not key.startswith(LM_HEADS) or key in parameters}
+    faults = {
+        "missing": wanted - weights.keys(),
+        "unexpected": weights.keys() - parameters.keys(),
+        "wrong shape": {key for key in weights if key in parameters and _shape(parameters[key]) != weights[key].shape},
+    }
+    found = [f"{fault}: {', '.join(sorted(keys)[:3])}" for fault, keys in faults.items() if keys]
+    if found:
+        raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {'; '.join(found)}")
+    for key, weight in weights.items():
+        target = parameters[key]
+        partitioned = hasattr(target, "ds_id")
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0, enabled=partitioned), torch.no_grad():
+            target.copy_(weight)
+    return {key: weight.to(parameters[key].device) for key, weight in weights.items()}
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """The shape of a parameter that may be partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def merged_weight(layer: Any, name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+    """The weight of a layer with its adapter merged, in fp32 and in the layout of `weight`.
+
+    LoRA: `W + s B A`. DoRA: each row of this divided by its norm and multiplied by its magnitude.
+
+    Args:
+        layer: peft's layer, for its scale s and its layout; `name` is the adapter's.
+        weight: of the base layer, (out, in), or (in, out) for GPT-2's `Conv1D`.
+        a, b: (rank, in) and (out, rank).
+        magnitude: (out,) for DoRA; None for LoRA.
+    """
+    transposed = bool(layer.fan_in_fan_out)
+    whole = weight.float().T if transposed else weight.float()
+    whole = whole + layer.scaling[name] * (b.float() @ a.float())
+    if magnitude is not None:
+        whole = whole * (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
+    return whole.T if transposed else whole
+
+
+@contextmanager
+def merged(
+    model: PreTrainedModel, disposable: Collection[nn.Parameter] = (), originals_on_host: bool = False
+) -> Iterator[None]:
+    """Replace each layer that has adapters by its base layer with the merged weight.
+
+    Inside the context the model consists of the modules of its base, so code that looks for `nn.Linear` finds it. The
+    exit restores the layers, and the original weights bit for bit: they are kept, not computed by subtraction. Layers
+    with a quantised base keep their adapter unmerged.
+
+    Args:
+        model: with whole weights and without hooks. Its weights and adapters must not change inside the context.
+        disposable: weights that are dropped after the context (copies gathered by ZeRO-3), so they are merged in place.
+            The device holds the other adapted weights twice.
+        originals_on_host: keep the originals in host memory instead. This costs two transfers of the adapted weights.
+    """
+    dropped = set(disposable)
+    layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    with ExitStack() as stack:
+        with freed_memory_returned():  # else the heap keeps as much again, from products in fp32
+            for parent, name, child in places:
+                if child in layers:
+                    base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
+                    in_place = base.weight in dropped and not _is_own_partition(base.weight)
+                    new = _with_adapters(child, base.weight)
+                    stack.enter_context(_weight_replaced(base.weight, new, in_place, originals_on_host))
+                    stack.enter_context(_child_replaced(parent, name, base))
+        yield
+
+
+@torch.no_grad()
+def _with_adapters(layer: Any, weight: nn.Parameter) -> Tensor:
+    """The weight of `layer` with its active adapters merged: computed in fp32, in the dtype and layout of `weight`."""
+    whole = weight.detach()
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            parts = [getattr(layer, matrix) for matrix in MATRICES]
+            matrices: list[Any] = [part[name].weight if name in part else None for part in parts]
+            whole = merged_weight(layer, name, whole, *matrices)
+    return whole.to(weight.dtype).contiguous()
+
+
+def _is_own_partition(weight: Any) -> bool:
+    """Whether a gathered weight is this rank's partition itself: on one rank ZeRO-3 makes no copy."""
+    return weight.untyped_storage().data_ptr() == weight.ds_tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _weight_replaced(weight: nn.Parameter, new: Tensor, in_place: bool, original_on_host: bool) -> Iterator[None]:
+    """Give `weight` the values `new`. If `in_place`, the original is lost."""
+    if in_place:
+        weight.data.copy_(new)
+        yield
+        return
+    original = weight.data.to("cpu", copy=True) if original_on_host else weight.data
+    if original_on_host:
+        weight.data.copy_(new)
+    else:
+        weight.data = new
+    try:
+        yield
+    finally:
+        if original_on_host:
+            weight.data.copy_(original)
+        else:
+            weight.data = original
+
+
+@contextmanager
+def _child_replaced(parent: nn.Module, name: str, new: nn.Module) -> Iterator[None]:
+    """Replace a child of a module. The order of its children stays."""
+    original = parent._modules[name]
+    parent._modules[name] = new
+    try:
+        yield
+    finally:
+        parent._modules[name] = original

@@ -27,8 +27,8 @@ from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapter_weights import LM_HEADS
 from dschat_ppo.models.adapters import (
+    LM_HEADS,
     AdapterSettings,
     adapter_layers,
     add_adapter,

@@ -8,8 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import new_model
 from torch import nn
 
-from dschat_ppo.models.adapter_merge import merged
-from dschat_ppo.models.adapters import adapter_layers
+from dschat_ppo.models.adapters import adapter_layers, merged
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 2, 8]])
 
