@@ -10,6 +10,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.schema import (
     flag,
+    refuse,
     require,
     require_at_most,
     require_fraction,
@@ -149,33 +150,23 @@ def require_usable_lora(
             f"--{name} needs LoRA: set {ranks}, or omit --{name}; without LoRA all weights train, and 1e-5 to 2e-5 "
             "is a usual learning rate",
         )
-    require(
-        not (adapted and adapters.only_optimize_lora and run.resize_vocabulary),
-        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would "
-        "freeze: omit one of the two",
-    )
     bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
     for model in adapted:
-        rate = vars(lora)[f"{model.prefix}lora_learning_rate"]
-        require(
-            rate * model.weight_decay < 1,
-            f"--{model.prefix}lora_learning_rate x --{model.prefix}weight_decay must be below 1, got "
-            f"{rate * model.weight_decay:g}",
-        )
-        stage = f"--{model.prefix}zero_stage"
-        require(
-            bits is None or model.zero_stage < 3,
-            f"{bits} needs {stage} 0, 1 or 2: ZeRO-3 cannot partition quantised weights",
-        )
-    require(
-        bits is None or adapters.only_optimize_lora,
-        f"{bits} freezes the weights that it quantises: add --only_optimize_lora",
-    )
-    require(
-        bits is None or not adapters.lora_merge,
-        f"{bits} with --lora_merge would save the rounding errors of quantised weights: omit --lora_merge; an "
-        "adapter folder is merged into unquantised weights wherever it is loaded",
-    )
+        decay = vars(lora)[f"{model.prefix}lora_learning_rate"] * model.weight_decay
+        refuse({
+            f"--{model.prefix}lora_learning_rate x --{model.prefix}weight_decay must be below 1, got {decay:g}":
+                decay >= 1,
+            f"{bits} needs --{model.prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
+                bits is not None and model.zero_stage == 3,
+        })  # fmt: skip
+    refuse({
+        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: omit "
+        "one of the two": bool(adapted) and adapters.only_optimize_lora and run.resize_vocabulary,
+        f"{bits} freezes the weights that it quantises: add --only_optimize_lora":
+            bits is not None and not adapters.only_optimize_lora,
+        f"{bits} with --lora_merge would save the rounding errors of quantised weights: omit --lora_merge; an adapter "
+        "folder is merged into unquantised weights wherever it is loaded": bits is not None and adapters.lora_merge,
+    })  # fmt: skip
 
 
 def require_shareable_base(
@@ -184,29 +175,19 @@ def require_shareable_base(
     """Check that the flags allow one base for all models, if `--share_base` asks for it."""
     if not lora.share_base:
         return
-    require(
-        adapters.only_optimize_lora,
-        "--share_base needs --only_optimize_lora: several models cannot share weights that train",
-    )
-    require(lora.actor_lora_dim > 0, "--share_base needs --actor_lora_dim above 0")
-    require(
-        has_critic or has_reward_model,
-        "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it",
-    )
-    if not has_critic:
-        return
-    require(lora.critic_lora_dim > 0, "--share_base needs --critic_lora_dim above 0")
-    stages = (ppo.actor_zero_stage, ppo.critic_zero_stage)
-    require(
-        (stages[0] == 3) == (stages[1] == 3),
-        f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {stages[0]} and "
-        f"--critic_zero_stage {stages[1]} both to 3 or both below",
-    )
-    require(
-        (ppo.actor_dropout or 0.0) == (ppo.critic_dropout or 0.0),
+    actor, critic = ppo.actor_zero_stage, ppo.critic_zero_stage
+    refuse({
+        "--share_base needs --only_optimize_lora: several models cannot share weights that train":
+            not adapters.only_optimize_lora,
+        "--share_base needs --actor_lora_dim above 0": lora.actor_lora_dim == 0,
+        "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it":
+            not has_critic and not has_reward_model,
+        "--share_base needs --critic_lora_dim above 0": has_critic and lora.critic_lora_dim == 0,
+        f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {actor} and "
+        f"--critic_zero_stage {critic} both to 3 or both below": has_critic and (actor == 3) != (critic == 3),
         "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the same "
-        "value",
-    )
+        "value": has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0),
+    })  # fmt: skip
 
 
 def idle_lora_flags(

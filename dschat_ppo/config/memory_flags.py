@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.schema import flag, require, require_positive
+from dschat_ppo.config.schema import flag, refuse, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -115,31 +115,23 @@ class PPOMemoryFlags:
 def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:
     """Check that an engine of a step can use its memory flags; `stages`: flag of a model that trains -> ZeRO stage."""
     names, some = " and ".join(stages), " or ".join(stages)
-    require(
-        not flags.offload_optimizer or min(stages.values()) > 0,
-        f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device",
-    )
-    require(
-        flags.zero_hpz_partition_size == 1 or 3 in stages.values(),
-        f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights",
-    )
-    require(
-        flags.attn_implementation != "flash_attention_2" or dtype != "fp32",
-        "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention",
-    )
+    refuse({
+        f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device":
+            flags.offload_optimizer and min(stages.values()) == 0,
+        f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
+            flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
+        "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention":
+            flags.attn_implementation == "flash_attention_2" and dtype == "fp32",
+    })  # fmt: skip
 
 
 def check_ppo_memory(flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int) -> None:
     """Check the memory flags of step 3 against flags of the actor."""
     size = flags.inference_tp_size
-    require(
-        size == 1 or not unpinned,
+    quantises = actor_stage == 3 and lora_dim > 0 and dtype == "fp16"
+    refuse({
         f"--inference_tp_size {size} divides the layers, and --unpin_actor_parameters gathers each layer whole; use "
-        "one of the two",
-    )
-    needed = actor_stage == 3 and lora_dim > 0 and dtype == "fp16"
-    require(
-        not flags.enable_mixed_precision_lora or needed,
+        "one of the two": size > 1 and unpinned,
         "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
-        "DeepSpeed quantises only frozen fp16 weights of ZeRO-3",
-    )
+        "DeepSpeed quantises only frozen fp16 weights of ZeRO-3": flags.enable_mixed_precision_lora and not quantises,
+    })  # fmt: skip

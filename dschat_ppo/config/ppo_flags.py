@@ -14,6 +14,7 @@ from dschat_ppo.config.schema import (
     flag,
     flag_list,
     old_flag,
+    refuse,
     require,
     require_at_most,
     require_bounded_updates,
@@ -172,18 +173,14 @@ class PPOFlags:
         require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must be 0 or above")
         require(self.enable_ema or self.ema_decay == EMA_DECAY, "--ema_decay is for --enable_ema, which is not given")
         require(all(self.stop_strings), "--stop_strings must not contain an empty string")
-        require(
-            not self.offload_reference_model or self.actor_zero_stage == 3,
-            "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
-        )
-        require(
-            not self.offload_reward_model or self.critic_zero_stage == 3,
-            "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory",
-        )
-        require(
-            self.enable_test_mode == (self.test_stop_step > 0),
-            "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step needs --enable_test_mode",
-        )
+        refuse({
+            "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
+                self.offload_reference_model and self.actor_zero_stage < 3,
+            "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
+                self.offload_reward_model and self.critic_zero_stage < 3,
+            "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step needs --enable_test_mode":
+                self.enable_test_mode != (self.test_stop_step > 0),
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)

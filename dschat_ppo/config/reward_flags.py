@@ -12,6 +12,7 @@ from dschat_ppo.config.schema import (
     MOST_PROCESSES,
     flag,
     flag_list,
+    refuse,
     require,
     require_at_most,
     require_not_negative,
@@ -79,26 +80,21 @@ class RewardSourceFlags:
             ("remote_reward_weight", self.remote_reward_weight),
         ):
             require(math.isfinite(value), f"--{name} must be finite, got {value}")
-        require(all(self.reward_function), "--reward_function must not be an empty string")
-        require(self.remote_reward_url is None or all(self.remote_urls), "--remote_reward_url contains an empty URL")
-        require(
-            self.use_reward_model or bool(self.reward_function) or self.remote_reward_url is not None,
-            "--use_reward_model False leaves no reward: give --reward_function or --remote_reward_url",
-        )
-        require(
-            self.use_reward_model or self.reward_model_name_or_path is None,
-            "--reward_model_name_or_path has no effect with --use_reward_model False; omit one of them",
-        )
-        require(
-            self.use_reward_model or self.process_reward is None,
-            "--process_reward has no effect with --use_reward_model False; omit one of them",
-        )
-        for name, sources, is_used in (
-            ("reward_model_sources", self.reward_model_sources, self.use_reward_model),
-            ("remote_reward_sources", self.remote_reward_sources, self.remote_reward_url is not None),
-        ):
-            require(all(sources), f"--{name} must not contain an empty string")
-            require(is_used or not sources, f"--{name} has no effect without the source that it routes")
+        without, remote = not self.use_reward_model, self.remote_reward_url is not None
+        idle = "has no effect with --use_reward_model False; omit one of them"
+        unused = "has no effect without the source that it routes"
+        refuse({
+            "--reward_function must not be an empty string": not all(self.reward_function),
+            "--remote_reward_url contains an empty URL": not all(self.remote_urls),
+            "--use_reward_model False leaves no reward: give --reward_function or --remote_reward_url":
+                without and not self.reward_function and not remote,
+            f"--reward_model_name_or_path {idle}": without and self.reward_model_name_or_path is not None,
+            f"--process_reward {idle}": without and self.process_reward is not None,
+            "--reward_model_sources must not contain an empty string": not all(self.reward_model_sources),
+            "--remote_reward_sources must not contain an empty string": not all(self.remote_reward_sources),
+            f"--reward_model_sources {unused}": without and bool(self.reward_model_sources),
+            f"--remote_reward_sources {unused}": not remote and bool(self.remote_reward_sources),
+        })  # fmt: skip
 
     @property
     def remote_urls(self) -> list[str]:
@@ -126,22 +122,13 @@ def require_learned_reward(
     rewards: RewardSourceFlags, folder: str | None, algorithm: AlgorithmFlags, ppo: PPOFlags
 ) -> None:
     """Require a folder for the learned reward if it is used, and else no flag of it."""
-    learned = rewards.use_reward_model
-    require(
-        not learned or folder is not None,
+    learned, by_model = rewards.use_reward_model, algorithm.normalize_rewards == "model"
+    refuse({
         "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
-        "--use_reward_model False and give --reward_function or --remote_reward_url)",
-    )
-    require(
-        learned or algorithm.normalize_rewards != "model",
-        "--normalize_rewards model needs a learned reward, but --use_reward_model is False",
-    )
-    require(
-        rewards.process_reward is None or algorithm.normalize_rewards != "model",
+        "--use_reward_model False and give --reward_function or --remote_reward_url)": learned and folder is None,
+        "--normalize_rewards model needs a learned reward, but --use_reward_model is False": by_model and not learned,
         "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
-        "--normalize_rewards running",
-    )
-    require(
-        learned or not ppo.offload_reward_model,
-        "--offload_reward_model: there is no reward model, because --use_reward_model is False",
-    )
+        "--normalize_rewards running": by_model and rewards.process_reward is not None,
+        "--offload_reward_model: there is no reward model, because --use_reward_model is False":
+            ppo.offload_reward_model and not learned,
+    })  # fmt: skip

@@ -12,6 +12,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     SCHEDULERS,
     flag,
+    refuse,
     require,
     require_clip_norm,
     require_fraction,
@@ -103,17 +104,15 @@ class PPOScheduleFlags:
                 f"--{name}: this --advantage_estimator has no critic; omit the flag",
             )
         none = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
-        require(algorithm.has_reference or self.ref_model_name_or_path is None, f"--ref_model_name_or_path: {none}")
-        require(algorithm.has_reference or self.ref_sync_interval == 0, f"--ref_sync_interval: {none}")
-        require(
-            lora.actor_lora_dim == 0 or self.ref_sync_interval == 0,
+        named, syncs = self.ref_model_name_or_path is not None, self.ref_sync_interval > 0
+        refuse({
+            f"--ref_model_name_or_path: {none}": named and not algorithm.has_reference,
+            f"--ref_sync_interval: {none}": syncs and not algorithm.has_reference,
             "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
-            "adapter; omit one of the two",
-        )
-        require(
-            not lora.share_base or self.ref_model_name_or_path is None,
-            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two",
-        )
+            "adapter; omit one of the two": syncs and lora.actor_lora_dim > 0,
+            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
+                named and lora.share_base,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,29 +147,22 @@ def require_schedule(flags: ScheduleFlags, models: list[ModelSchedule], group: S
     """Check the schedules of all models that a run trains; `group` holds --num_warmup_steps."""
     warmup = group.num_warmup_steps
     ratio, kinds = flags.warmup_ratio, " and ".join(dict.fromkeys(f"{m.kind_flag} {m.kind}" for m in models))
-    require(
-        ratio == 0 or warmup == type(group).num_warmup_steps,
-        f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two",
-    )
-    require(
-        ratio == 0 or any(model.kind != WITHOUT_WARMUP and model.warmup is None for model in models),
-        f"--warmup_ratio {ratio}: no model has a warm-up to set ({kinds}); use constant_with_warmup, or omit it",
-    )
-    require(
-        flags.min_lr_ratio == 0 or any(model.kind in DECAYING for model in models),
-        f"--min_lr_ratio {flags.min_lr_ratio}: {kinds} does not decay; use one of {', '.join(DECAYING)}, or omit it",
-    )
+    refuse({
+        f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two":
+            ratio > 0 and warmup != type(group).num_warmup_steps,
+        f"--warmup_ratio {ratio}: no model has a warm-up to set ({kinds}); use constant_with_warmup, or omit it":
+            ratio > 0 and not any(model.kind != WITHOUT_WARMUP and model.warmup is None for model in models),
+        f"--min_lr_ratio {flags.min_lr_ratio}: {kinds} does not decay; use one of {', '.join(DECAYING)}, or omit it":
+            flags.min_lr_ratio > 0 and not any(model.kind in DECAYING for model in models),
+    })  # fmt: skip
     for model in models:
-        require(
-            not model.warmup or model.kind != WITHOUT_WARMUP,
+        refuse({
             f"--critic_num_warmup_steps {model.warmup}: {model.kind_flag} {model.kind} has no warm-up; use "
-            "constant_with_warmup",
-        )
-        require(
-            model.kind != "polynomial" or model.peak > POLYNOMIAL_END or flags.min_lr_ratio > 0,
+            "constant_with_warmup": bool(model.warmup) and model.kind == WITHOUT_WARMUP,
             f"--{model.peak_flag} {model.peak:g}: {model.kind_flag} polynomial decays to {POLYNOMIAL_END:g}, so the "
-            "peak must be above it; set --min_lr_ratio, which replaces that end",
-        )
+            "peak must be above it; set --min_lr_ratio, which replaces that end":
+                model.kind == "polynomial" and model.peak <= POLYNOMIAL_END and flags.min_lr_ratio == 0,
+        })  # fmt: skip
 
 
 def idle_flags(flags: ScheduleFlags, models: list[ModelSchedule], group: SupervisedFlags | PPOFlags) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,12 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise `UserError` with the first message of a table whose condition holds."""
+    for message, holds in problems.items():
+        require(not holds, message)
 
 
 def require_positive(flags: object, names: str) -> None:

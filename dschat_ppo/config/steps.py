@@ -36,7 +36,7 @@ from dschat_ppo.config.schedule_flags import (
     ppo_schedules,
     require_schedule,
 )
-from dschat_ppo.config.schema import require
+from dschat_ppo.config.schema import refuse, require
 from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
 
 
@@ -146,30 +146,19 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         ppo, algorithm = self.ppo, self.algorithm
-        estimator = algorithm.advantage_estimator
-        several = ppo.n_samples_per_prompt > 1
-        require(
-            several or not algorithm.compares_answers,
-            f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt to 2 or "
-            "more",
-        )
-        require(
-            several or not algorithm.dynamic_sampling,
-            "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2 or more",
-        )
-        require(
-            ppo.old_logprobs != "rollout" or not algorithm.needs_training_logprobs,
+        compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
+        refuse({
+            f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
+                algorithm.compares_answers and ppo.n_samples_per_prompt == 1,
+            f"--dynamic_sampling {compares}": algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1,
             "--old_logprobs rollout skips the forward pass that --importance_correction, --high_entropy_share and "
-            "--kl_estimator full need; use recompute or auto",
-        )
-        require(
-            algorithm.overlong_buffer <= ppo.max_answer_seq_len,
-            f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}",
-        )
-        require(
-            algorithm.has_reference or not ppo.offload_reference_model,
-            "--offload_reference_model: there is no reference, because --kl_coef and --kl_loss_coef are 0",
-        )
+            "--kl_estimator full need; use recompute or auto":
+                ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs,
+            f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}":
+                algorithm.overlong_buffer > ppo.max_answer_seq_len,
+            "--offload_reference_model: there is no reference, because --kl_coef and --kl_loss_coef are 0":
+                ppo.offload_reference_model and not algorithm.has_reference,
+        })  # fmt: skip
         require_learned_reward(self.rewards, self.reward_folder, algorithm, ppo)
         check_divided_losses(self.memory, algorithm)
         stages = {"--actor_zero_stage": ppo.actor_zero_stage}
