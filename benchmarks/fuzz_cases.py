@@ -104,7 +104,7 @@ def data_preview(rng: random.Random, material: Path, own: Path) -> int:
     file = copy_of(source, own / source.name)
     note(mutate_file(rng, file))
     words = ["--step", rng.choice(("1", "2", "3")), "--data_path", str(file), "--data_output_path", str(own / "cache")]
-    words += rng.choice(([], ["--tokenizer", str(material / "model")], ["--json"], ["--full"]))
+    words += ["--tokenizer", str(material / "model"), *rng.choice(([], ["--samples", "9"], ["--rows", "3"]))]
     note(shlex.join(words))
     return main(words)
 

@@ -26,7 +26,7 @@ from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_ren
 from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined, usable_parts
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.splits import Origins, Splits, load_all, load_splits
+from dschat_ppo.data.splits import Origins, load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
@@ -58,7 +58,6 @@ class Preparation:
 
     Attributes:
         most_rows: use only the first rows of each data set, as if it had no others; None for all.
-        read: each data set on the disk, also one that was refused afterwards.
         seen: each data set that was tokenised, also one that was refused afterwards.
     """
 
@@ -72,7 +71,6 @@ class Preparation:
     all_turns: bool = False
     step_separator: str = "\n"
     most_rows: int | None = None
-    read: list[Splits] = field(default_factory=list)
     seen: list[TokenisedSet] = field(default_factory=list)
     train: list[Part] = field(default_factory=list)
     eval: list[Part] = field(default_factory=list)
@@ -108,7 +106,6 @@ class Preparation:
         """Add a data set for training, and its evaluation rows: from files given for it, or held out."""
         flags, seed = self.flags, self.flags.data_split_seed
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
-        self.read.append(splits)
         report_unreadable(source.label, splits, self.flags.bad_rows)
         raw, evaluation = self.first(splits.train), splits.eval
         form = self.form_of(source, *first_rows(raw))
@@ -175,7 +172,6 @@ class Preparation:
     def add_evaluation(self, source: DataSource) -> None:
         """Add a data set of which all rows are for evaluation."""
         splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
-        self.read.append(splits)
         report_unreadable(source.label, splits, self.flags.bad_rows)
         raw = self.first(splits.train)
         form = self.form_of(source, *first_rows(raw))

@@ -57,21 +57,23 @@ def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, col
     return "\n".join(lines)
 
 
-def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str]) -> None:
-    """Log the first row of each data set.
+def log_samples(
+    tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str], count: int = 1
+) -> None:
+    """Log the first rows of each data set.
 
     Args:
         tokenizer: of the rows.
         rows: token rows with the column `source`; of a stream only the first chunk is read.
         names: of the data sets.
+        count: rows of each.
     """
     if isinstance(rows, StreamedRows):  # reading row 0 counts as training, which deletes the chunks of a run to resume
         rows = rows.first_chunk()
     numbers = np.concatenate(
         [part["source"] for part in rows.select_columns(["source"]).with_format("numpy").iter(10**6)]
     )
-    _, first = np.unique(numbers, return_index=True)
-    for index in first:
+    for index in np.concatenate([np.flatnonzero(numbers == number)[:count] for number in np.unique(numbers)]):
         row = rows[int(index)]
         name = f"data: {names[row['source']]}: " if len(names) > 1 else "data: "
         logger().info(f"{name}a sample{', answers in ⟦ ⟧' if row['answers'] else ''}:\n{row_sample(tokenizer, row)}")

@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TokenisedSet:
-    """Rows of one data set before bad rows and duplicates are judged, for `tools/data_preview.py`.
+    """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`.
 
     Attributes:
         raw: its rows; `origins` names them.

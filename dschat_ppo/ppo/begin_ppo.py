@@ -118,7 +118,7 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
     )
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
-    log_samples(tokenizer, rows.train, rows.sources)
+    log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))

@@ -88,6 +88,9 @@ def test_the_first_row_of_each_data_set_is_logged(said):
         "data: first: a sample, answers in ⟦ ⟧:\nc⟦x</s>⟧", "data: second: a sample, answers in ⟦ ⟧:\na⟦x</s>⟧"
     ]  # fmt: skip
     said.clear()
+    log_samples(tokenizer, rows, ("first", "second"), 3)
+    assert [line.split("\n")[1] for line in said] == ["c⟦x</s>⟧", "d⟦x</s>⟧", "a⟦x</s>⟧", "b⟦x</s>⟧"]
+    said.clear()
     log_samples(tokenizer, rows.select([1]), ("first", "second"))
     assert said == ["data: second: a sample, answers in ⟦ ⟧:\nb⟦x</s>⟧"]
 

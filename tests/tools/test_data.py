@@ -1,8 +1,7 @@
 """The preview of data: what it shows is what training uses."""
 
-import gzip
-import json
 import os
+import re
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from dschat_ppo.data.collators import collate_sft
 from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data
-from dschat_ppo.tools.data_display import CLOSE, OPEN
+from dschat_ppo.tools.data import CLOSE, OPEN, marked, shown, titled
 
 
 @pytest.fixture
@@ -31,28 +30,28 @@ def preview(assets, tmp_path, capsys):
     return run
 
 
-def in_json(result: tuple[int, str, str]) -> dict:
-    return json.loads(result[1])
+def texts_of(shown: str, title: str) -> list[str]:
+    """The texts behind this title, without their number of tokens."""
+    return [found.partition(" (")[0] for found in re.findall(rf"^    {title} +\| (.*(?:\n +\| .*)*)", shown, re.M)]
 
 
 def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp_path):
     path = write_lines(tmp_path / "share.jsonl", sharegpt(6))
-    found = in_json(preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--json"))
+    _, found, _ = preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     flags = DataFlags([str(path)], data_split="1,0,0", data_output_path=str(tmp_path / "other"))
     rows = prepare("sft", tokenizer, flags, 512, eval_fraction=0.0, all_turns=True).train
-    assert len(found["sets"][0]["samples"]) == 3
-    for number, sample in enumerate(found["sets"][0]["samples"]):
+    samples = list(zip(texts_of(found, "prompt"), texts_of(found, "answer"), strict=True))
+    assert len(samples) == 3
+    for number, sample in enumerate(samples):
         batch = collate_sft(rows, [number], 0, False)
-        pieces = [piece for _, text in sample["texts"] for piece in text]
-        assert "".join(piece["text"] for piece in pieces) == tokenizer.decode(batch.input_ids[0])
+        text = "".join(sample).replace("⏎\n                 | ", "\n")
+        assert text.replace(OPEN, "").replace(CLOSE, "") == tokenizer.decode(batch.input_ids[0])
         trained = tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]])
-        assert "".join(piece["text"] for piece in pieces if piece["trained"]) == trained
+        assert "".join(re.findall(f"{OPEN}(.*?){CLOSE}", text)) == trained
         assert "Hello." in trained and "Where" not in trained
-        assert sample["tokens"] == {
-            "prompt": len(rows[number]["prompt_ids"]),
-            "answer": len(rows[number]["answers"][0]),
-        }
+    row = rows[0]
+    assert f"({len(row['prompt_ids'])} tokens)" in found and f"({len(row['answers'][0])} tokens)" in found
 
 
 def test_only_the_last_turn_is_marked_if_only_it_is_trained(preview, tmp_path):
@@ -92,15 +91,7 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     assert code == 2
     assert error.startswith("error: bad.jsonl: 2 of 11 rows cannot be used") and error.count("\n") == 1
     assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
-    assert "2 rows that cannot be used:" in shown
-    assert f"    {path}, row 4: 'chosen' is null" in shown
-    assert f"    {path}, row 8: chosen and rejected are equal" in shown
-    assert "11 rows, 2 cannot be used, 9 examples, 1 repeats an earlier example" in shown
-    found = in_json(preview(*words, "--json"))
-    assert [problem["where"] for problem in found["sets"][0]["problems"]] == [f"{path}, row 4", f"{path}, row 8"]
-    assert found["error"] == found["sets"][0]["error"]
-    _, shown, _ = preview(*words, "--problems", 1)
-    assert "2 rows that cannot be used, the first 1:" in shown and f"    {path}, row 8:" not in shown
+    assert "this step cannot train on it: bad.jsonl: 2 of 11 rows" in shown and "prompt       | " in shown
 
 
 def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
@@ -111,96 +102,20 @@ def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
     assert [preview(*words, policy)[0] for policy in ("skip", "error")] == [0, 2]
 
 
-def with_broken_lines(path, count: int, broken: tuple[int, ...]):
-    """A file whose lines with these numbers are not JSON."""
-    lines = [json.dumps({"prompt": f"{number}:", "response": " yes"}) for number in range(1, count + 1)]
-    for number in broken:
-        lines[number - 1] = f'{{"prompt": broken {number}'
-    path.parent.mkdir(exist_ok=True)
-    text = "".join(f"{line}\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-@pytest.mark.parametrize("name", ["some.jsonl", "some.jsonl.gz"])
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_lines_that_cannot_be_read_are_listed(preview, tmp_path, name, tokenizer):
-    path = with_broken_lines(tmp_path / name, 60, (8, 31))
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--bad_rows", "skip")
-    code, shown, _ = preview(*words, tokenizer=tokenizer)
-    assert code == 0 and "  rows            58\n" in shown
-    assert "  2 lines that cannot be read:\n" in shown
-    assert f"    {path}, line 8 is not JSON (" in shown and "broken 31" in shown
-    found = in_json(preview(*words, "--json", "--problems", 1, tokenizer=tokenizer))["sets"][0]
-    (problem,) = found["problems"]
-    assert (found["unreadable"], found["bad_rows"], problem["where"]) == (2, 0, f"{path}, line 8")
-    assert problem["reason"].startswith("is not JSON (") and problem["message"].endswith("'{\"prompt\": broken 8'")
-
-
-def test_lines_that_end_training_are_listed_with_the_bad_rows(preview, tmp_path):
-    path = with_broken_lines(tmp_path / "some.jsonl", 60, (8, 9))
-    with path.open("a") as file:
-        file.write('{"prompt": "61:", "response": null}\n')
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)
-    code, shown, error = preview(*words)
-    assert code == 2 and "line 8 is not JSON" in error
-    assert "  2 lines that cannot be read and 1 row that cannot be used:\n" in shown
-    assert f"    {path}, line 9 is not JSON" in shown and f"    {path}, row 61: 'response' is null" in shown
-    title = "  2 lines that cannot be read and 1 row that cannot be used, the first 2:\n"
-    assert title in preview(*words, "--problems", 2)[1]
-
-
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_too_many_lines_that_cannot_be_read_are_an_error_with_a_list(preview, tmp_path, tokenizer):
-    path = with_broken_lines(tmp_path / "some.jsonl", 20, (3, 5))
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0")
-    code, shown, error = preview(*words, tokenizer=tokenizer)
-    assert code == 2 and "2 of 20 lines cannot be read" in error
-    assert f"    {path}, line 3 is not JSON" in shown and f"    {path}, line 5 is not JSON" in shown
-
-
-def test_lines_are_listed_for_the_files_that_are_used(preview, tmp_path):
-    folder = tmp_path / "folder"
-    with_broken_lines(folder / "train_sft-00000-of-00001.jsonl", 30, (2,))
-    with_broken_lines(folder / "train_gen-00000-of-00001.jsonl", 30, (4,))
-    held_out = with_broken_lines(tmp_path / "held_out.jsonl", 30, (6,))
-    words = ("--step", 1, "--data_path", f"{folder}[train_sft]", "--eval_data_path", held_out, "--bad_rows", "skip")
-    code, shown, error = preview(*words, "--data_split", "1,0,0", "--json")
-    assert code == 0, error
-    wheres = [[problem["where"] for problem in found["problems"]] for found in json.loads(shown)["sets"]]
-    assert wheres == [[f"{folder / 'train_sft-00000-of-00001.jsonl'}, line 2"], [f"{held_out}, line 6"]]
-
-
 def test_the_share_of_the_step_is_named(preview, assets):
     words = ("--step", 2, "--data_path", assets / "pairs.jsonl")
     _, shown, _ = preview(*words)
-    share = "this step uses 16 of 40 rows (--data_split 2,4,4), the others are not checked; "
-    share += "--data_split 0,1,0 gives this step all rows"
-    assert f"  rows            40; {share}\n" in shown
-    found = in_json(preview(*words, "--json"))["sets"][0]
-    assert (found["rows"], found["used"], found["share"]) == (40, 16, share)
+    assert "data: pairs.jsonl: this step uses 16 of 40 rows (--data_split 2,4,4)\n" in shown
     _, shown, _ = preview(*words, "--data_split", "0,1,0")
-    assert "  rows            40\n" in shown and "this step uses" not in shown
-
-
-def test_one_is_singular(preview, tmp_path):
-    path = write_lines(tmp_path / "one.jsonl", [{"prompt": "1:", "response": " yes"}] * 2)
-    held_out = write_lines(tmp_path / "held_out.jsonl", [{"prompt": "1:", "response": " yes"}])
-    words = ("--step", 1, "--data_path", path, "--eval_data_path", held_out, "--data_split", "1,1,0")
-    _, shown, _ = preview(*words)
-    assert "1 row, 1 example, 1 kept whole" in shown
-    assert "an epoch has 1 row; 1 row is held out" in shown
-    words = ("--step", 1, "--data_path", path, "--eval_fraction", 0, "--data_split", "1,0,0")
-    assert "2 rows, 2 examples" in preview(*words)[1]
+    assert "this step uses" not in shown
 
 
 def test_only_columns_of_the_data_are_shown(preview, tmp_path):
     rows = [{**row, "_own": number} for number, row in enumerate(verl(4))]
     path = write_parquet(tmp_path / "arithmetic.parquet", rows)
     words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1")
-    columns = in_json(preview(*words, "--json"))["sets"][0]["samples"][0]["columns"]
-    assert {"_own", "reward_model", "ground_truth"} <= set(columns) and not set(ADDED) & set(columns)
-    assert ", _own" in preview(*words)[1]
+    columns = texts_of(preview(*words)[1], "columns")[0].split(", ")
+    assert {"_own", "reward_model"} <= set(columns) and not set(ADDED) & set(columns)
 
 
 def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
@@ -220,7 +135,6 @@ def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
     words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--max_seq_len", 20)
     code, shown, error = preview(*words, "--truncation", "error")
     assert code == 2 and f"{path}, row 3: longer than the limit of 20 tokens" in error
-    assert "1 dropped" in shown
     code, shown, _ = preview(*words, "--truncation", "left")
     assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
     _, shown, _ = preview(*words, "--truncation", "drop", "--samples", 5)
@@ -234,24 +148,15 @@ def test_one_unusable_data_set_does_not_hide_another(preview, assets, tmp_path):
     assert "data set 2 of 2" in shown and shown.count(OPEN) == 6
 
 
-def test_without_a_tokenizer_rows_are_shown_before_the_rendering(preview, tmp_path):
-    path = write_lines(tmp_path / "share.jsonl", sharegpt(4))
-    code, shown, _ = preview("--step", 1, "--data_path", path, "--samples", 1, tokenizer=False)
-    assert code == 0
-    assert "form sharegpt" in shown and "user: Where is the lamp?" in shown and "not rendered" in shown
-
-
 def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(9)]
     rows[8]["response"] = None
     path = write_lines(tmp_path / "some.jsonl", rows)
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--json", "--rows")
+    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--rows")
     assert [preview(*words, count)[0] for count in (8, 9)] == [0, 2]
-    found = in_json(preview(*words, 4, "--samples", 9))
-    assert found["sets"][0]["rows"] == 4
-    assert sorted(sample["where"] for sample in found["sets"][0]["samples"]) == [
-        f"{path}, row {n}" for n in range(1, 5)
-    ]
+    _, shown, _ = preview(*words, 4, "--samples", 9)
+    assert "an epoch has 4 rows" in shown
+    assert sorted(re.findall(r"row \d(?=:\n)", shown)) == [f"row {n}" for n in range(1, 5)]
 
 
 def test_a_mixture_is_shown_as_training_mixes_it(preview, assets, tmp_path):
@@ -270,12 +175,6 @@ def test_the_chat_template_of_the_flags_is_used_and_named(preview, tmp_path):
     assert "chat template: human-assistant" in shown and " Human: Where? Assistant:" in shown
 
 
-def test_colours_replace_brackets(preview, assets):
-    words = ("--step", 1, "--data_path", assets / "sft.jsonl", "--color")
-    assert "\x1b[30;42m" in preview(*words, "always")[1]
-    assert "\x1b" not in preview(*words, "never")[1] and OPEN in preview(*words, "auto")[1]
-
-
 @pytest.mark.parametrize(("words", "cause"), [
     ("--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
@@ -284,6 +183,7 @@ def test_colours_replace_brackets(preview, assets):
     ("", "required: --step 1, 2, dpo or 3 and --data_path (all flags: --help)"),
     ("--data_path x.jsonl", "required: --step 1, 2, dpo or 3 (all flags: --help)"),
     ("--step 1 --rows many", "--rows many: expected a whole number"),
+    ("--step 1 --data_path x.jsonl --json", "--json"),
     ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
     ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
 ])  # fmt: skip
@@ -315,12 +215,10 @@ def test_labelled_answers_are_shown_alone_with_their_label(preview, tmp_path):
     rows = [{"prompt": f"Q{n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(4)]
     path = write_lines(tmp_path / "kto.jsonl", rows)
     words = ("--step", 2, "--objective", "kto", "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
-    found = in_json(preview(*words, "--json", "--samples", 4))["sets"][0]
-    shown = {sample["where"]: sample["columns"] for sample in found["samples"]}
-    assert sorted(columns["desirable"] for columns in shown.values()) == [False, False, True, True]
-    trained = [piece for sample in found["samples"] for name, pieces in sample["texts"] for piece in pieces
-               if name == "answer" and piece["trained"]]  # fmt: skip
-    assert len(trained) >= 4, "the answers are trained"
+    _, shown, _ = preview(*words, "--samples", 4)
+    assert sorted(texts_of(shown, "desirable")) == ["false", "false", "true", "true"]
+    answers = texts_of(shown, "answer")
+    assert len(answers) == 4 and all(text.startswith(OPEN) and text.endswith(CLOSE) for text in answers)
 
 
 def test_labelled_steps_are_shown_with_the_tokens_that_have_labels(preview, tmp_path):
@@ -328,10 +226,41 @@ def test_labelled_steps_are_shown_with_the_tokens_that_have_labels(preview, tmp_
     path = write_lines(tmp_path / "steps.jsonl", rows)
     words = ("--step", 2, "--objective", "process", "--data_path", path, "--data_split", "0,1,0")
     words += ("--eval_fraction", 0, "--samples", 1)
-    found = in_json(preview(*words, "--step_separator", "|", "--json"))["sets"][0]
-    [sample] = found["samples"]
-    assert sample["columns"]["labels"] == [1.0, 0.0]
-    marked = [piece["text"] for name, pieces in sample["texts"] for piece in pieces if piece["trained"]]
-    assert marked == ["|", "<|end|>"]
-    [unread] = in_json(preview(*words, "--json", tokenizer=False))["sets"][0]["samples"]
-    assert [name for name, _ in unread["texts"]] == ["prompt", "answer", "answer"]
+    _, shown, _ = preview(*words, "--step_separator", "|")
+    assert texts_of(shown, "labels") == ["[1.0, 0.0]"]
+    [answer] = texts_of(shown, "answer")
+    assert re.findall(f"{OPEN}(.*?){CLOSE}", answer) == ["|", "<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\nb", "a⏎\nb"),
+        ("a\tb", "a⇥b"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("\r\x00", "\\r\\x00"),
+        ("\u202eabc\u200b", "\\u202eabc\\u200b"),
+        ("\ud800", "\\ud800"),
+        ("héllo 日本", "héllo 日本"),
+        ("x" * 700 + "y" * 700, "x" * 600 + " [... 200 characters not shown ...] " + "y" * 600),
+        ([1.5, None], "[1.5, null]"),
+    ],
+)
+def test_what_a_terminal_would_not_show_is_visible(text, expected):
+    assert shown(text) == expected
+
+
+def test_parts_that_the_loss_covers_are_enclosed_and_lines_stand_behind_their_title(assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    ids = tokenizer.encode("Where is the lamp?", add_special_tokens=False)
+    mask = [number in (1, 2, len(ids) - 1) for number in range(len(ids))]
+    text = marked(tokenizer, ids, mask, 1)
+    covered = [tokenizer.decode(ids[1:3]), tokenizer.decode(ids[-1:])]
+    assert re.findall(f"{OPEN}(.*?){CLOSE}", text) == covered and text.endswith(f"({len(ids) - 1} tokens)")
+    assert tokenizer.decode(ids[:1]) + re.sub(f"[{OPEN}{CLOSE}]", "", text).rpartition(" (")[0] == tokenizer.decode(ids)
+    assert list(titled("prompt", "a⏎\nb⏎\n")) == ["prompt       | a⏎", "             | b⏎"]
+
+
+def test_a_command_without_a_model_asks_for_one(preview, assets):
+    code, shown, error = preview("--step", 1, "--data_path", assets / "sft.jsonl", tokenizer=False)
+    assert (code, shown) == (2, "") and error.startswith("error: required: --tokenizer MODEL")
