@@ -1,24 +1,27 @@
-"""Writers of `metrics.jsonl`, which passes the metrics to trackers too, and of `result.json`."""
+"""Writers of `metrics.jsonl`, whose metrics trackers get too, of `result.json` and of `starts.jsonl`."""
 
 from __future__ import annotations
 
 import json
-import os
+import platform
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dschat_ppo.common.atomic_files import sync_entries, sync_file, write_file
+import dschat_ppo
+from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError, in_one_line
-from dschat_ppo.monitor.json_lines import finite_or_null
+from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null
 from dschat_ppo.monitor.metric_names import tracked_name
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
-RESULT, METRICS, MODELS = "result.json", "metrics.jsonl", "models.json"
+RESULT, METRICS, MODELS, STARTS = "result.json", "metrics.jsonl", "models.json", "starts.jsonl"
+_LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
 
 
 class MetricsWriter:
@@ -30,30 +33,19 @@ class MetricsWriter:
         resumed: (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
             offset are removed, because their steps run again. None: a new file.
 
-    If the file is shorter than the offset, lines of finished steps are lost, and a warning is logged.
-
     Raises:
         UserError: a tracker does not begin the run; only on rank 0.
     """
 
     def __init__(self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None):
-        self._file: Any = None
+        self._lines = JsonLines(folder / METRICS)
         self._trackers: list[Tracker] = []
-        if is_main():
-            self._file = (folder / METRICS).open("ab")
-            sync_entries(folder)
-            offset, length = resumed[0] if resumed else 0, self._file.tell()
-            if length < offset:
-                logger().warning(
-                    f"{self._file.name}: has {length} bytes, but {offset} when the checkpoint was saved from which the "
-                    "run resumes: lines of finished steps are lost"
-                )
-                with Path(self._file.name).open("rb") as lines:  # drop a last line that is incomplete
-                    offset = sum(len(line) for line in lines if line.endswith(b"\n"))
-            written = _last_step(folder / METRICS) if resumed and tracking else -1
-            self._file.truncate(offset)
-            if tracking is not None:
-                self._trackers = open_trackers(tracking, Start(resumed[1] if resumed else None, written))
+        self._lines.append([])  # makes the file
+        written = _last_step(self._lines.path) if is_main() and resumed and tracking else -1
+        self._lines.offset = resumed[0] if resumed else 0
+        self._lines.begin()
+        if is_main() and tracking is not None:
+            self._trackers = open_trackers(tracking, Start(resumed[1] if resumed else None, written))
 
     def saved_offset(self) -> int:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0.
@@ -61,13 +53,7 @@ class MetricsWriter:
         Raises:
             StorageError: the file cannot be synced; only on rank 0.
         """
-        if self._file is None:
-            return 0
-        try:
-            sync_file(self._file.fileno())
-            return int(self._file.seek(0, os.SEEK_END))
-        except OSError as problem:
-            raise StorageError(_cannot_write(self._file.name, problem)) from problem
+        return self._lines.saved_offset()
 
     def copy_to(self, file: Path) -> None:
         """Copy `metrics.jsonl` to another file, durably. Call it on rank 0.
@@ -75,7 +61,7 @@ class MetricsWriter:
         Raises:
             OSError: it cannot be written.
         """
-        write_file(file, Path(self._file.name).read_bytes())
+        write_file(file, self._lines.path.read_bytes())
 
     def write(self, step: int, metrics: dict[str, float], figures: StepFigures | None = None) -> None:
         """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only.
@@ -83,15 +69,7 @@ class MetricsWriter:
         Raises:
             StorageError: the file cannot be written; only on rank 0.
         """
-        if self._file is None:
-            return
-        line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
-        line |= finite_or_null(metrics)
-        try:
-            self._file.write(f"{json.dumps(line)}\n".encode())
-            self._file.flush()
-        except OSError as problem:
-            raise StorageError(_cannot_write(self._file.name, problem)) from problem
+        self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
         tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
         self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))
 
@@ -113,8 +91,6 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
         self._with_trackers(lambda tracker: tracker.close(kind is None or issubclass(kind, StopRequested)))
 
 
@@ -147,11 +123,36 @@ def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) ->
         try:
             write_file(file, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
         except OSError as raised:
-            problem = _cannot_write(str(file), raised)
+            problem = f"{file}: cannot be written ({raised.strerror}); free space, then run the same command again"
     problem = broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
 
 
-def _cannot_write(file: str, problem: OSError) -> str:
-    return f"{file}: cannot be written ({problem.strerror}); free space, then run the same command again"
+def record_start(folder: Path, step: int, world_size: int) -> None:
+    """Add a line to `starts.jsonl`, durably, on rank 0.
+
+    Args:
+        folder: output folder.
+        step: the first step that this start runs.
+        world_size: number of ranks.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version(), **installed_versions()}
+    line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": versions}
+    lines = JsonLines(folder / STARTS)
+    lines.append([line])
+    lines.saved_offset()  # syncs it to the disk
+
+
+def installed_versions() -> dict[str, str]:
+    """Library -> version, of those among `_LIBRARIES` that are installed; imports none of them."""
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # an extra
+            continue
+    return found

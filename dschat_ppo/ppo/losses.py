@@ -20,8 +20,8 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.router_recorder import unrecorded_router
-from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.recorded_tokens import RecordedTokens
 from dschat_ppo.ppo.score import exact_kl

@@ -10,8 +10,14 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES, experience_histograms
-from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
+from dschat_ppo.monitor.rollout_metrics import (
+    RATIO,
+    RATIO_EDGES,
+    drift_metrics,
+    experience_histograms,
+    kl_metrics,
+    phase_metrics,
+)
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
 from dschat_ppo.monitor.trackers import Answer, Histogram, StepFigures
 from dschat_ppo.monitor.writers import MetricsWriter

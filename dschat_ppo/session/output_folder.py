@@ -23,10 +23,9 @@ from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.html_report.write_report import REPORT
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
-from dschat_ppo.monitor.run_starts import STARTS
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
-from dschat_ppo.monitor.writers import METRICS, RESULT, is_finished
+from dschat_ppo.monitor.writers import METRICS, RESULT, STARTS, is_finished
 from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 

@@ -25,10 +25,9 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.run_flags import AUTO, RunFlags, SafetyFlags
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.html_report.write_report import report_run
-from dschat_ppo.monitor.run_starts import record_start
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking
-from dschat_ppo.monitor.writers import METRICS, MetricsWriter
+from dschat_ppo.monitor.writers import METRICS, MetricsWriter, record_start
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.session.output_folder import prepare_output_folder
 

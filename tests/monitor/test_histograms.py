@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from tiny_experience import experience
 
-from dschat_ppo.monitor.histograms import RATIO_EDGES, bucket_counts, experience_histograms
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.rollout_metrics import RATIO_EDGES, bucket_counts, experience_histograms
 
 
 def test_values_are_counted_in_their_buckets_where_the_mask_is_true():

@@ -9,7 +9,7 @@ from stub_runs import Trainer, open_run, run, train
 
 from dschat_ppo.errors import StorageError
 from dschat_ppo.html_report.run_folder import read_run
-from dschat_ppo.monitor.run_starts import STARTS, record_start
+from dschat_ppo.monitor.writers import STARTS, record_start
 
 
 def starts_of(folder) -> list[dict]:

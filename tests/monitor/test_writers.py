@@ -7,7 +7,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -59,13 +58,6 @@ def test_a_metrics_file_with_lost_lines_is_reported(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
 
 
-def test_a_failed_sync_is_a_storage_error(tmp_path, monkeypatch):
-    with MetricsWriter(tmp_path, None) as writer:
-        monkeypatch.setattr(os, "fsync", fails(errno.EDQUOT))
-        with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written \(Disk quota exceeded\)"):
-            writer.saved_offset()
-
-
 def test_the_result_is_json_without_partial_files(tmp_path):
     write_result(tmp_path, {"grad_norm_after": math.inf, "steps": 3})
     assert json.loads((tmp_path / "result.json").read_text(), parse_constant=no_constant) == {
@@ -73,19 +65,6 @@ def test_the_result_is_json_without_partial_files(tmp_path):
         "steps": 3,
     }
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_lines_are_written_at_once_and_synced_by_saved_offset(tmp_path, monkeypatch):
-    place, synced = tmp_path / "metrics.jsonl", []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
-    monkeypatch.setattr(writers, "sync_entries", lambda folder: None)
-    with MetricsWriter(tmp_path, None) as writer:
-        for step in (1, 2):
-            writer.write(step, {"a": 1.0})
-            assert len(place.read_bytes().splitlines()) == step
-            assert writer.saved_offset() == place.stat().st_size == synced[-1]
-    with MetricsWriter(tmp_path, None, (synced[0], 2)) as writer:
-        assert writer.saved_offset() == place.stat().st_size == synced[0]
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, opened):
@@ -96,16 +75,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, opened):
     assert opened == []
     write_result(tmp_path, {"a": 1.0})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_write_is_a_storage_error(tmp_path):
-    def refuse(line):
-        raise OSError(28, "No space left on device")
-
-    with MetricsWriter(tmp_path, None) as writer:
-        writer._file = SimpleNamespace(name="metrics.jsonl", write=refuse, close=writer._file.close)
-        with pytest.raises(StorageError, match="metrics.jsonl: cannot be written .No space left"):
-            writer.write(1, {"a": 1.0})
 
 
 class Recorded:

@@ -13,8 +13,8 @@ from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
-from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES
 from dschat_ppo.ppo import losses
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch

@@ -10,8 +10,8 @@ from tiny_experience import experience as three_answers
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.monitor.histograms import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.monitor.trackers import Answer
 from dschat_ppo.ppo.report import PPOReport, step_figures, update_metrics
 from dschat_ppo.ppo.state import PPOState

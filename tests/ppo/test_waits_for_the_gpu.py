@@ -13,8 +13,8 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.models import segment_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.monitor.histograms import RATIO_EDGES, bucket_counts
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.rollout_metrics import RATIO_EDGES, bucket_counts
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings, texts_of
