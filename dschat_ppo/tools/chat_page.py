@@ -141,4 +141,5 @@ def serve(models: Sequence[ChatModel], settings: SamplingSettings, system: str, 
     host, port = listening.getsockname()[:2]
     app = page(models, settings, system)
     print_line(f"open http://{host}:{port}/ in a browser on this machine; Ctrl-C ends")
-    serve_until_stopped(app, listening, timeout_graceful_shutdown=1)
+    # an open page holds a connection, whose end uvicorn would log with a traceback; gradio prints those of its events
+    serve_until_stopped(app, listening, timeout_graceful_shutdown=1, log_level="critical")

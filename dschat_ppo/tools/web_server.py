@@ -42,7 +42,14 @@ def server_options(app: Any, **options: Any) -> Any:
     """uvicorn's configuration: no log of requests, and always the same implementation of HTTP."""
     import uvicorn
 
-    return uvicorn.Config(app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none", **options)
+    given: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "loop": "asyncio",
+        "http": "h11",
+        "ws": "none",
+    }
+    return uvicorn.Config(app, **(given | options))
 
 
 def check_origin(headers: Mapping[str, str], names: tuple[str, ...] | None) -> None:

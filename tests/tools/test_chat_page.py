@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import uvicorn
@@ -49,6 +51,18 @@ def served():
     yield models, f"http://127.0.0.1:{listening.getsockname()[1]}/"
     server.should_exit = server.force_exit = True
     thread.join(20)
+
+
+def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(served):
+    _, address = served
+    with urllib.request.urlopen(address, timeout=20) as page:
+        policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self' ") and "frame-ancestors 'none'" in policy and "http" not in policy
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        for path in ("", "gradio_api/queue/join"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(address + path, headers=headers), timeout=20)
+            assert refused.value.code == 403
 
 
 BOX = "document.querySelector('textarea[placeholder^=Message]')"
