@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
 NAMES = {  # import -> package
     "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify", "flash_attn": "flash-attn",
+    "starlette": "fastapi",  # which requires it
 }  # fmt: skip
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"fastapi", "flash_attn", "gradio", "math_verify", "peft", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"fastapi", "flash_attn", "gradio", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:

@@ -16,6 +16,7 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     "tensorboard": ("tensorboard", ""),  # required by setup.py, and checked as the other trackers are
+    "starlette": ("fastapi", "serve"),  # which FastAPI requires
     "trackio": ("trackio", "trackio"),
     "uvicorn": ("uvicorn", "serve"),
     "wandb": ("wandb", "wandb"),

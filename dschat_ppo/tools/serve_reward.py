@@ -101,8 +101,10 @@ async def receive_json(request: Any, most: int, seconds: float) -> None:
         seconds: in which it must arrive.
 
     Raises:
-        RefusedError: the body is compressed, of another type, has no length, or is too long or late.
+        RefusedError: the body is compressed, of another type, incomplete, too long or late, or has no length.
     """
+    from starlette.requests import ClientDisconnect
+
     headers = request.headers
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RefusedError(415, "compressed bodies are refused; send the body without a Content-Encoding")
@@ -115,6 +117,8 @@ async def receive_json(request: Any, most: int, seconds: float) -> None:
         await asyncio.wait_for(request.body() if length <= most else dropped(request), seconds)
     except asyncio.TimeoutError:
         raise RefusedError(408, f"the body of {length} bytes did not arrive in {seconds:g} s") from None
+    except ClientDisconnect:
+        raise RefusedError(400, "the body is incomplete") from None
     if length > most:
         raise RefusedError(413, f"{length} bytes exceed the limit of {most}")
 
@@ -214,7 +218,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def serve(argv: Sequence[str]) -> None:
     """Load the model and serve until SIGTERM or SIGINT; requests in progress are answered first."""
     arguments = read_arguments(argv)
-    for module in ("fastapi", "uvicorn"):
+    for module in ("fastapi", "starlette", "uvicorn"):
         require_extra(module, "the reward server")
     host = arguments.host
     listening = listen(host, arguments.port, f"--host {host} --port {arguments.port}")

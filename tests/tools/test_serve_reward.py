@@ -241,6 +241,17 @@ def test_a_slow_body_is_dropped(length):
             assert b" 408 " in client.recv(4096) and 0.2 < time.monotonic() - started < 5
 
 
+def test_a_client_that_leaves_is_no_traceback(capfd):
+    with served(lambda texts: []) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\n" + JSON + b"Content-Length: 50\r\n\r\n{")
+            time.sleep(0.3)
+        time.sleep(0.3)
+        assert send(f"{address}/health")[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_concurrent_clients_get_their_own_scores(assets, address):
     texts = [f"{word} {number} lamp" for number in range(8) for word in ("red", "blue", "yes")]
     expected = direct(assets / "reward", texts)
