@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ class MetricSums:
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)
-        self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
-        self._parts: dict[str, Tensor] = {}  # the same for means over some values; not in the result without them
+        # By name: "means" (2,) fp64, sum and count; "parts" the same for means over some values, which are not in the
+        # result without them; "counts" (buckets,) fp64, of a histogram.
+        self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}, "counts": {}}
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
-        self._counts: dict[str, Tensor] = {}  # name -> (buckets,) fp64, of a histogram
+
+    def _add(self, kind: str, name: str, part: Tensor) -> None:
+        self._sums[kind][name] = self._sums[kind].get(name, torch.zeros_like(part)) + part
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
@@ -36,13 +39,13 @@ class MetricSums:
 
     def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
         """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True on any rank."""
-        part = torch.stack([_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)])
-        self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
+        self._add(
+            "parts", name, torch.stack([_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)])
+        )
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum over `count` elements (both scalars) to the mean `name`."""
-        part = torch.stack([total.detach().double(), count.double()])
-        self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
+        self._add("means", name, torch.stack([total.detach().double(), count.double()]))
 
     def add_by_source(self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None) -> None:
         """Add `values` to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets.
@@ -61,8 +64,7 @@ class MetricSums:
         pairs = torch.stack([kept, counted], dim=1)  # (n, 2)
         totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
         for source, part in zip(self.sources, totals, strict=True):
-            key = f"{name}/{source}"
-            self._parts[key] = self._parts.get(key, torch.zeros_like(part)) + part
+            self._add("parts", f"{name}/{source}", part)
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
@@ -72,11 +74,11 @@ class MetricSums:
 
     def add_counts(self, name: str, counts: Tensor) -> None:
         """Add to the histogram `name` how many values are in each of its buckets, (buckets,) fp64."""
-        self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts
+        self._add("counts", name, counts)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's sums, maxima and counts, on the CPU, for `restored`."""
-        parts = {"means": self._means, "parts": self._parts, "maxima": self._maxima, "counts": self._counts}
+        parts = {**self._sums, "maxima": self._maxima}
         return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
 
     @classmethod
@@ -86,56 +88,48 @@ class MetricSums:
         merged = cls()
         for state in states:
             part = cls()
-            part._means, part._parts, part._maxima, part._counts = (
-                {present_name(name): value.to(device) for name, value in state.get(kind, {}).items()}
-                for kind in ("means", "parts", "maxima", "counts")
-            )
+            for kind, named in {**part._sums, "maxima": part._maxima}.items():
+                named |= {present_name(name): value.to(device) for name, value in state.get(kind, {}).items()}
             merged.merge(part)
         return merged
 
     def emptied(self) -> MetricSums:
         """The same names with no values: in `reduce` it changes no metric of the other ranks."""
-        empty = MetricSums()
-        empty._means = {name: torch.zeros_like(part) for name, part in self._means.items()}
-        empty._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
-        empty._maxima = {name: torch.full_like(part, -math.inf) for name, part in self._maxima.items()}
-        empty._counts = {name: torch.zeros_like(part) for name, part in self._counts.items()}
-        return empty
+        return self._changed(torch.zeros_like, lambda part: torch.full_like(part, -math.inf))
 
     def scaled(self, factor: float) -> MetricSums:
         """The same means and maxima, with all sums and counts times `factor`."""
-        scaled = MetricSums(self.sources)
-        scaled._means = {name: part * factor for name, part in self._means.items()}
-        scaled._parts = {name: part * factor for name, part in self._parts.items()}
-        scaled._maxima = dict(self._maxima)
-        scaled._counts = {name: part * factor for name, part in self._counts.items()}
-        return scaled
+        return self._changed(lambda part: part * factor, lambda part: part)
+
+    def _changed(self, sums: Callable[[Tensor], Tensor], maxima: Callable[[Tensor], Tensor]) -> MetricSums:
+        changed = MetricSums(self.sources)
+        for kind, named in self._sums.items():
+            changed._sums[kind] = {name: sums(part) for name, part in named.items()}
+        changed._maxima = {name: maxima(part) for name, part in self._maxima.items()}
+        return changed
 
     def merge(self, other: MetricSums) -> None:
         """Add everything in `other`."""
-        for name, part in other._means.items():
-            self._means[name] = self._means.get(name, torch.zeros_like(part)) + part
-        for name, part in other._parts.items():
-            self._parts[name] = self._parts.get(name, torch.zeros_like(part)) + part
+        for kind, named in other._sums.items():
+            for name, part in named.items():
+                self._add(kind, name, part)
         for name, part in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
-        for name, part in other._counts.items():
-            self.add_counts(name, part)
 
     def only(self, name: str) -> MetricSums:
-        """The values of one name only."""
-        part = MetricSums()
-        part._means = {key: value for key, value in self._means.items() if key == name}
-        part._parts = {key: value for key, value in self._parts.items() if key == name}
-        part._maxima = {key: value for key, value in self._maxima.items() if key == name}
-        return part
+        """The mean or the maximum of one name only."""
+        one = MetricSums()
+        for kind in ("means", "parts"):
+            one._sums[kind] = {key: value for key, value in self._sums[kind].items() if key == name}
+        one._maxima = {key: value for key, value in self._maxima.items() if key == name}
+        return one
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; 0 for a name without values, and no entry for a data set without values.
 
         Collective.
         """
-        means = {**self._means, **self._parts}
+        means = {**self._sums["means"], **self._sums["parts"]}
         averaged, largest = sorted(means), sorted(self._maxima)
         if not averaged and not largest:
             return {}
@@ -145,18 +139,19 @@ class MetricSums:
         numbers = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
         result: dict[str, float] = {}
         for name, total, count in zip(averaged, numbers[:cut:2], numbers[1:cut:2], strict=True):
-            if count or name in self._means:
+            if count or name in self._sums["means"]:
                 result[name] = total / count if count else 0.0
         values = zip(largest, numbers[cut:], strict=True)  # -inf where no rank has values
         return result | {name: 0.0 if value == -math.inf else value for name, value in values}
 
     def reduce_counts(self) -> dict[str, list[float]]:
         """Name -> counts of the buckets over all ranks. Collective if there are any."""
-        if not self._counts:
+        counts = self._sums["counts"]
+        if not counts:
             return {}
-        names = sorted(self._counts)
-        total = gather_cat(torch.cat([self._counts[name] for name in names]).unsqueeze(0)).sum(dim=0)  # (all buckets,)
-        parts = total.split([len(self._counts[name]) for name in names])
+        names = sorted(counts)
+        total = gather_cat(torch.cat([counts[name] for name in names]).unsqueeze(0)).sum(dim=0)  # (all buckets,)
+        parts = total.split([len(counts[name]) for name in names])
         return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
