@@ -38,8 +38,7 @@ def checksum(path: Path) -> str:
 def write_file(path: Path, content: bytes | memoryview) -> None:
     """Write a file under the name `*.partial`, sync it to the disk, and rename it.
 
-    Raises:
-        OSError: it cannot be written; the old content remains.
+    If it cannot be written, the old content remains.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -58,11 +57,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, see `write_file`.
-
-    Raises:
-        OSError: it cannot be written; the old content remains.
-    """
+    """Write `text` as UTF-8, see `write_file`."""
     write_file(path, text.encode("utf-8"))
 
 

@@ -40,14 +40,6 @@ def how_to_install(module: str) -> str:
 
 
 def require_extra(module: str, what: str) -> None:
-    """Check that a module of `EXTRAS` is installed, before it is imported.
-
-    Args:
-        module: its import name.
-        what: the flag, value or file that needs it.
-
-    Raises:
-        UserError: it is not installed; the message holds the pip command.
-    """
+    """Check that a module of `EXTRAS` is installed, before it is imported; `what`: the flag or file that needs it."""
     if not is_installed(module):
         raise UserError(f"{what} needs the package {EXTRAS[module][0]}: {how_to_install(module)}")

@@ -53,7 +53,7 @@ def block(name: str) -> AbstractContextManager[None]:
 
 
 def decode_step() -> None:
-    """Note one step of decoding for the trace of a profiled step; else do nothing."""
+    """Note one step of decoding in that trace."""
     if _MARKERS:
         _MARKERS[-1].decode_step()
 

@@ -19,11 +19,9 @@ def seed_everything(seed: int) -> None:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Choose whether PyTorch uses deterministic algorithms only.
+    """Choose whether PyTorch uses deterministic algorithms only; an operation that has none then raises `RuntimeError`.
 
-    Others may give different results at each execution, for example because the threads of a GPU add in the order in
-    which they finish. With `deterministic`, an operation without a deterministic algorithm raises `RuntimeError`.
-
+    Others may differ at each execution, for example because the threads of a GPU add in the order in which they finish.
     Call it before anything runs on a GPU: cuBLAS reads its setting when it starts.
     """
     if deterministic:
