@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -45,38 +44,27 @@ class _Phase:
 
     def text(self, now: float) -> str:
         """Such as "rollout 40/64 answers, 2,310 tokens/s, 0:04 left"."""
-        parts, seconds = [f"{self.name} {self.done}/{self.total} {self.unit}"], max(now - self.start, 1e-9)
-        if self.tokens:
-            parts.append(f"{self.tokens * world_size() / seconds:,.0f} tokens/s")
-        if (left := self.seconds_left(now)) is not None:
-            parts.append(f"{duration(left)} left")
-        return ", ".join(parts)
+        rate = self.tokens * world_size() / max(now - self.start, 1e-9)
+        left = self.seconds_left(now)
+        return (
+            f"{self.name} {self.done}/{self.total} {self.unit}"
+            + (f", {rate:,.0f} tokens/s" if self.tokens else "")
+            + (f", {duration(left)} left" if left is not None else "")
+        )
 
 
 class Progress:
-    """Shows how far a run is, with its rate and the time left. A context manager; other ranks show nothing.
-
-    Args:
-        title: of the run.
-        total: its steps.
-        done: those already done.
-        unit: what a step is called.
-        clock: the time in seconds.
-    """
+    """Shows how far a run of `total` steps is, with its rate and the time left. A context manager; other ranks show
+    nothing. `done`: the steps before this process; `clock`: the time in seconds."""
 
     def __init__(
         self, title: str, total: int, done: int = 0, unit: str = "step", clock: Callable[[], float] = time.monotonic
     ):
-        self.title = title
-        self.total = total
-        self.done = done
-        self.unit = unit
-        self.clock = clock
+        self.title, self.total, self.done, self.unit, self.clock = title, total, done, unit, clock
         self.note = ""
         self.phase: _Phase | None = None
-        now = clock()
+        self._printed = now = clock()
         self._ends: deque[tuple[float, float]] = deque([(now, 0.0)], maxlen=WINDOW + 1)  # (time, tokens) of steps
-        self._printed = now
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -87,12 +75,10 @@ class Progress:
             if sys.stderr.isatty():
                 rows = shutil.get_terminal_size().lines  # of a terminal without a size, too, such as that of a CI
                 self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
-                self._bar.set_description_str(self._fitted())
+                self._redraw()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self in _SHOWN:
             _SHOWN.remove(self)
         if self._bar is not None:
@@ -107,7 +93,7 @@ class Progress:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
         self.done, self.note, self.phase = self.done + 1, note, None
         self._ends.append((self.clock(), tokens))
-        self._draw(at_once=self.done == self.total)
+        self._draw(is_end=self.done == self.total)
 
     def line_printed(self) -> None:
         """Postpone the next plain line, because a line about this step was printed."""
@@ -139,51 +125,39 @@ class Progress:
     def left(self) -> str:
         """The time left, such as "1:24", at least that of the phase in progress; "" before the first step."""
         each = self.seconds_per_step
-        if each is None:
-            return ""
         of_phase = self.phase.seconds_left(self.clock()) if self.phase is not None else None
-        return duration(max(each * (self.total - self.done), of_phase or 0.0))
+        return "" if each is None else duration(max(each * (self.total - self.done), of_phase or 0.0))
 
     def text(self) -> str:
         """The whole line."""
         parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
+        each = self.seconds_per_step
         if self.phase is not None:
             parts.append(self.phase.text(self.clock()))
-        if each := self.seconds_per_step:
-            if self.phase is None:
-                parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
-            if self.done < self.total:
-                parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
+        elif each:
+            parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
+        if each and self.done < self.total:
+            parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
         return " | ".join([*parts, self.note] if self.note else parts)
 
-    def _fitted(self) -> str:
-        return self.text()[: max(shutil.get_terminal_size().columns - 1, 1)]
+    def _redraw(self) -> None:
+        self._bar.set_description_str(self.text()[: max(shutil.get_terminal_size().columns - 1, 1)])
 
-    def _draw(self, at_once: bool = False) -> None:
-        if not _SHOWN or _SHOWN[-1] is not self:
-            return
-        now = self.clock()
-        if now - self._printed < (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS) and not (
-            at_once and self._bar is not None
-        ):
-            return
-        self._printed = now
-        if self._bar is None:
-            print_line(self.text())
-        else:
-            self._bar.set_description_str(self._fitted())
+    def _draw(self, is_end: bool = False) -> None:
+        """Show the line if the last one is old enough; in a terminal also at the end."""
+        since, is_terminal = self.clock() - self._printed, self._bar is not None
+        is_due = since >= (REDRAW_SECONDS if is_terminal else PLAIN_SECONDS) or (is_end and is_terminal)
+        if is_due and _SHOWN and _SHOWN[-1] is self:
+            self._printed = self.clock()
+            if is_terminal:
+                self._redraw()
+            else:
+                print_line(self.text())
 
 
 def report_phase(done: int, total: int, unit: str, tokens: float = 0.0, name: str | None = None) -> None:
-    """Show how far the phase in progress is, if a `Progress` is shown. Cheap; called between passes.
-
-    Args:
-        done: things done, from 0 on.
-        total: things in all.
-        unit: what they are.
-        tokens: those of this rank since the last call. The rate shown is this one times the number of ranks.
-        name: of the phase; None: `current_phase()`.
-    """
+    """Show that `done` of `total` things of the phase in progress are done, if a `Progress` is shown. Cheap; called
+    between passes. `tokens`: those of this rank since the last call; `name`: of the phase, if not `current_phase()`."""
     if _SHOWN:
         _SHOWN[-1].report(name or current_phase(), done, total, unit, tokens)
 

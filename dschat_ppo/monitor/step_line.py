@@ -12,17 +12,11 @@ from dschat_ppo.config.run_flags import ConsoleFlags
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a step line.
-
-    Attributes:
-        label: a word for it.
-        metric: its name in `metrics.jsonl`.
-        form: format specification with a width, such as "7.3f".
-    """
+    """A number of a step line."""
 
     label: str
-    metric: str
-    form: str
+    metric: str  # its name in metrics.jsonl
+    form: str  # format specification with a width, such as "7.3f"
 
     def text(self, metrics: Mapping[str, float]) -> str:
         """Label and number; "-" in its width for a step without the metric."""
@@ -56,12 +50,7 @@ def ppo_columns(has_reference: bool, has_critic: bool) -> list[Column]:
 
 
 def supervised_columns(headline: Sequence[str], rates: Container[str]) -> list[Column]:
-    """The columns of steps 1 and 2.
-
-    Args:
-        headline: names of the objective's metrics.
-        rates: names of the learning rates, "lr" and "lora_lr".
-    """
+    """The columns of steps 1 and 2; `headline` names the objective's metrics, `rates` has "lr" or "lora_lr"."""
     known = [rate for rate in (LEARNING_RATE, LORA_LEARNING_RATE) if rate.metric in rates]
     return [*(_SUPERVISED.get(name, Column(name, name, "7.4g")) for name in headline), *known, GRAD_NORM]
 

@@ -23,10 +23,8 @@ class Samples:
     """Writes answers of the first PPO step, and of every so many.
 
     Args:
-        folder: output folder.
         every: PPO steps from one sample to the next; 0 writes none.
         count: answers of a step, see `shown_rows`.
-        tokenizer: of the actor.
         sources: names of the reward sources, in the order of `source_scores`.
         data_sources: names of the data sets, in the order of their numbers in the rows.
     """
@@ -47,15 +45,7 @@ class Samples:
         return self.every > 0 and (step == 1 or step % self.every == 0)
 
     def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
-        """Write answers of PPO step `step` and return them; only rank 0 does anything.
-
-        Args:
-            step: the number of the PPO step.
-            rows: of all ranks.
-
-        Raises:
-            StorageError: the file cannot be written; only on rank 0.
-        """
+        """Write answers of PPO step `step`, of the rows of all ranks, and return them; only rank 0 does anything."""
         if not dist.is_main():
             return []
         index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
@@ -67,12 +57,8 @@ class Samples:
 
 def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
     """At most `count` rows: of each prompt, in the order of the run, the answer with the highest and the one with the
-    lowest score. Of equal scores, the first row is the highest and the last the lowest.
-
-    Args:
-        groups: number of each row's prompt.
-        scores: of the rows.
-        count: how many.
+    lowest score. Of equal scores, the first row is the highest and the last the lowest. `groups`: the number of each
+    row's prompt.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -90,13 +76,7 @@ def sample_lines(
     rows: ScoredRollout, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], data_sources: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """What `samples.jsonl` says of each row, without the step.
-
-    Args:
-        rows: B rows, on the CPU.
-        tokenizer: see `Samples`, as the names that follow.
-        sources: of the reward sources.
-        data_sources: of the data sets.
-    """
+    The rows are on the CPU; for the names, see `Samples`."""
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
