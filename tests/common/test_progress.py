@@ -155,10 +155,13 @@ def test_other_ranks_show_nothing(clock, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "") and bar.phase is None
 
 
-def test_the_innermost_progress_is_shown_and_none_after_it(clock):
+def test_the_innermost_progress_is_shown_and_none_after_it(clock, capsys):
     with Progress("outer", 2, clock=clock) as outer:
         with Progress("inner", 2, clock=clock) as inner:
             report_phase(1, 2, "batches", name="score")
+            clock.now += 60.0
+            outer.advance()
+            assert capsys.readouterr().out == ""
         assert inner.phase is not None and outer.phase is None
     assert progress._SHOWN == []
     report_phase(1, 2, "batches", name="score")
