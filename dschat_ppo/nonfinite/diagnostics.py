@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch
-from dschat_ppo.types import Rollout, select_rows, tensors_of
+from dschat_ppo.types import tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
 # log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
 UNUSED = ("source_scores", "rollout_logprobs")
-SHOWN_TOKENS = 12
 
 
 def bad_places(record: Any) -> dict[str, list[list[int]]]:
@@ -84,40 +79,3 @@ def _is_finite(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_finite(part) for part in value)
     return all(_is_finite(part) for part in value.values()) if isinstance(value, dict) else True
-
-
-def single_rows(record: Any) -> Iterator[Any]:
-    """Split a record into records of one row each (one pair each for a batch of pairs)."""
-    values: dict[str, Any] = tensors_of(record)
-    if type(record) in (PairBatch, AnswerBatch, PreferenceBatch):
-        pairs = len(record.pair_mask)
-        for number in range(pairs):
-            # a tensor has one line per pair, or all chosen answers and then all rejected ones
-            yield replace(record, **{
-                name: value[[number]] if len(value) == pairs else value[[number, number + pairs]]
-                for name, value in values.items()
-            })  # fmt: skip
-        return
-    for number in range(len(next(iter(values.values())))):
-        if isinstance(record, Rollout):
-            yield select_rows(record, torch.tensor([number], device=record.response_ids.device))
-        else:
-            yield replace(record, **{name: value[number : number + 1] for name, value in values.items()})
-
-
-def describe_row(alone: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Lines about a record of one row or pair: its tokens as text, and its numbers that are not finite."""
-    if isinstance(alone, Rollout):
-        texts = {
-            "prompt": alone.prompt_ids[0][alone.prompt_mask[0]],
-            "answer": alone.response_ids[0][alone.response_mask[0]],
-        }
-    else:
-        names = ("chosen", "rejected") if len(alone.input_ids) == 2 else ("row",)
-        texts = dict(zip(names, alone.input_ids, strict=True))
-    lines = [f"{name}: {tokenizer.decode(ids.tolist())!r}" for name, ids in texts.items()]
-    for name, places in bad_places(alone).items():
-        tokens = [place[1] for place in places if len(place) == 2]
-        shown = ", ".join(map(str, tokens[:SHOWN_TOKENS])) + (", ..." if len(tokens) > SHOWN_TOKENS else "")
-        lines.append(f"{name}: not finite" + (f" at tokens {shown} of the answer" if tokens else ""))
-    return lines

@@ -7,9 +7,7 @@ import torch
 from tiny_experience import experience, with_bad
 from torch import nn
 
-from dschat_ppo.data.collators import PairBatch
-from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights, single_rows
-from dschat_ppo.types import select_rows, tensors_of
+from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights
 
 NAN, INF = math.nan, math.inf
 
@@ -64,24 +62,3 @@ def test_outputs_in_nested_containers_are_checked_and_hooks_are_removed():
         pass
     model(torch.tensor([0.0]))
     assert outputs.first is None
-
-
-def test_single_rows_of_pairs_keep_both_answers():
-    batch = PairBatch(
-        input_ids=torch.tensor([[11, 12, 13], [14, 15, 0], [21, 22, 0], [23, 301, 24]]),  # two chosen, two rejected
-        lengths=torch.tensor([3, 2, 2, 3]), margin=torch.tensor([1.0, 2.0]), pair_mask=torch.tensor([True, True]),
-    )  # fmt: skip
-    parts = list(single_rows(batch))
-    assert [part.input_ids.tolist() for part in parts] == [
-        [[11, 12, 13], [21, 22, 0]],
-        [[14, 15, 0], [23, 301, 24]],
-    ]
-    assert [(part.lengths.tolist(), part.margin.tolist()) for part in parts] == [([3, 2], [1.0]), ([2, 3], [2.0])]
-
-
-def test_single_rows_of_answers_are_cut_to_their_length():
-    rows = experience()
-    parts = list(single_rows(rows))
-    assert [part.response_mask.sum().item() for part in parts] == [3, 0, 1]
-    expected = select_rows(rows, torch.tensor([2]))
-    assert all(torch.equal(value, tensors_of(expected)[name]) for name, value in tensors_of(parts[2]).items())

@@ -1,6 +1,7 @@
 """NaN and infinity on one of two real ranks: both ranks skip the update, at every ZeRO stage."""
 
 import json
+import re
 
 import pytest
 from launch import forked, succeed
@@ -123,9 +124,9 @@ def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     assert main([str(out / "skip/nonfinite" / folders[0])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said
-    assert "advantages: not finite at tokens 0 of the answer" in said
+    assert re.search(r"advantages: \d+ numbers? not finite, the first at row \d+ and token 0", said)
     assert main([str(out / "skip/nonfinite" / folders[1])]) == 1, "the critic itself is fine"
-    assert "row 12:" in capsys.readouterr().out
+    assert "the first at row 12" in capsys.readouterr().out
 
 
 def test_limits_end_a_ppo_step_after_or_before_the_update(found):
