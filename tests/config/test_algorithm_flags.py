@@ -3,7 +3,6 @@
 from typing import get_args
 
 import pytest
-from command_lines import read
 
 from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
@@ -111,21 +110,3 @@ def test_flags_without_effect_or_out_of_range_are_refused(flags, message):
     with pytest.raises(UserError) as problem:
         AlgorithmFlags(**flags)
     assert message in str(problem.value)
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("ppo", "gamma", "1.1"),
-        ("ppo", "gae_lambda", "-0.1"),
-        ("ppo", "clip_eps", "0"),
-        ("ppo", "value_clip_eps", "-1"),
-        ("ppo", "kl_coef", "-0.1"),
-        ("ppo", "reward_clip", "-1"),
-        ("ppo", "missing_eos_penalty", "-1"),
-        ("ppo", "entropy_coef", "-1"),
-    ],
-)
-def test_values_out_of_range_are_refused(step, name, value):
-    with pytest.raises(UserError, match=f"--{name}"):
-        read(step, f"--{name}", value)

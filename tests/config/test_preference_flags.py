@@ -111,26 +111,3 @@ def test_only_objectives_without_a_reference_take_a_stream(objective):
         return
     with pytest.raises(UserError, match=f"--objective {objective} computes log-probs of the reference"):
         read("reward", *words)
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("reward", "objective", "ppo"),
-        ("reward", "simpo_gamma", "-1"),
-        ("reward", "kto_desirable_weight", "0"),
-        ("reward", "kto_undesirable_weight", "-1"),
-        ("reward", "step_separator", ""),
-        ("reward", "center_rewards_coef", "-0.1"),
-        ("reward", "center_rewards_coef", "nan"),
-        ("reward", "beta", "0"),
-        ("reward", "beta", "-0.1"),
-        ("reward", "beta", "inf"),
-        ("reward", "label_smoothing", "-0.1"),
-        ("reward", "nll_coef", "0"),
-        ("reward", "nll_coef", "-1"),
-    ],
-)
-def test_values_out_of_range_are_refused(step, name, value):
-    with pytest.raises(UserError, match=f"--{name}"):
-        read(step, f"--{name}", value)

@@ -6,19 +6,6 @@ from command_lines import read
 from dschat_ppo.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("ppo", "reward_workers", "1025"),
-        ("ppo", "reward_timeout", "1e7"),
-        ("ppo", "remote_reward_timeout", "1e7"),
-    ],
-)
-def test_values_out_of_range_are_refused(step, name, value):
-    with pytest.raises(UserError, match=f"--{name}"):
-        read(step, f"--{name}", value)
-
-
 @pytest.mark.parametrize("how", ["min", "mean", "last", "product"])
 def test_the_aggregation_of_step_scores_needs_a_learned_reward(how):
     assert read("ppo", "--process_reward", how)["process_reward"] == how

@@ -21,18 +21,6 @@ def test_the_first_and_the_last_step_are_printed():
     assert [step for step in range(1, 11) if flags.prints(step, 10)] == [1, 4, 8, 10]
 
 
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("sft", "collective_timeout", "0.9"),
-        ("sft", "collective_timeout", "1e9"),
-    ],
-)
-def test_values_out_of_range_are_refused(step, name, value):
-    with pytest.raises(UserError, match=f"--{name}"):
-        read(step, f"--{name}", value)
-
-
 @pytest.mark.parametrize(("text", "name", "higher"), [
     (None, "eval_loss", False),
     ("loss", "eval_loss", False),
