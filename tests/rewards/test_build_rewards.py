@@ -12,6 +12,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import build_rewards, remote_reward
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
 from dschat_ppo.rewards.reward_source import RewardRequest
+from dschat_ppo.rewards.sandbox import Isolation
 from dschat_ppo.types import Rollout
 
 FILE = str(Path(__file__).parents[1] / "reward_functions.py")
@@ -26,6 +27,12 @@ class Model:
 
     def __call__(self, request, rollout):
         return torch.tensor([10.0, 20.0])
+
+
+@pytest.fixture(autouse=True)
+def sandbox(monkeypatch):
+    """As on a machine with bubblewrap."""
+    monkeypatch.setattr(build_rewards, "isolation", lambda: Isolation(bwrap=True, has_proc=True, leaves_root=False))
 
 
 def flags(**changes) -> RewardSourceFlags:
