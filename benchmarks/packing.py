@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def trainer_of(rows: Dataset, packing: bool, packs: bool = True) -> SupervisedTr
         model, fit_ds_config(config.fit, config.run), TokenRows(rows, None), sft_objective(0, False, dist.device()),
         config.fit, config.run,
     )  # fmt: skip
-    trainer.engine.module.packed &= packs
+    module = trainer.engine.module
+    module.layout = replace(module.layout, packed=module.layout.packed and packs)
     return trainer
 
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.forward import response_scores
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, repeat_rows, to_device
@@ -66,9 +67,8 @@ def scored(
     model: PreTrainedModel, rows: Rollout, choice: str, layout: str, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of all response tokens (N,) fp32, and the gradient of their mean as one vector."""
-    policy = PolicyModel(model)
-    policy.attention = choice
-    policy.packed, policy.shares = LAYOUTS[layout]
+    packs, shares = LAYOUTS[layout]
+    policy = PolicyModel(model, Layout(packed=packs, shares=shares, attention=choice))
     with torch.set_grad_enabled(with_gradient):
         logprobs = response_scores(policy, rows, 1.0).logprobs[rows.response_mask]
     return logprobs.detach(), gradients(model, logprobs) if with_gradient else None
@@ -118,7 +118,6 @@ def apart(one: Tensor | None, other: Tensor | None) -> float:
 @torch.no_grad()
 def selected(model: PreTrainedModel, choice: str) -> str:
     """What a run would do with rows."""
-    policy = PolicyModel(model)
-    policy.attention = choice
+    policy = PolicyModel(model, Layout(attention=choice))
     reason = select_kernels(policy)
-    return reason or ("packs and shares" if policy.shares else "packs")
+    return reason or ("packs and shares" if policy.layout.shares else "packs")

@@ -106,10 +106,7 @@ class RLHFEngine:
         share_gathering(reward, self.actor)
         engine = eval_engine(reward, ds_config)
         if self.critic is not None and folders.reward == folders.critic:
-            critic = self.critic.module
-            # the same model, already tested
-            reward.packed, reward.divided = critic.packed, critic.divided
-            reward.shares, reward.reads_few = critic.shares, critic.reads_few
+            reward.layout = self.critic.module.layout  # the same model, already tested
         else:
             select_kernels(engine)
         return engine

@@ -61,8 +61,7 @@ class RoleModels:
         else:
             adapter = "a frozen copy of its first adapter" if is_adapter_folder(self._folders.actor) else "no adapter"
             logger().info(f"reference: the actor's frozen weights with {adapter}; no reference model is held")
-        actor = self.actor
-        return PolicyModel(lm, actor.fused, actor.packed, actor.divided, actor.shares, actor.reads_few)
+        return PolicyModel(lm, self.actor.layout)
 
     def critic(self, folder: str, ds_config: Config) -> ScalarModel:
         """The model of the critic."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
 
@@ -48,7 +49,7 @@ def response_scores(
     """
     policy = engine
     if not isinstance(unwrap(engine), PolicyModel):
-        policy = PolicyModel(cast(PreTrainedModel, engine), fused=False)
+        policy = PolicyModel(cast(PreTrainedModel, engine), Layout(fused=False))
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     starts = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)

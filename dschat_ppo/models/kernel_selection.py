@@ -5,6 +5,7 @@ A way that ends with an error counts as infinitely far from the model's own, on 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set `fused`, `packed`, `shares` and `reads_few` of the model inside, and `divided` where ranks share rows.
+    """Set the `layout` of the model inside: what gives the numbers of its own whole, padded forward pass.
 
     On a GPU rows are packed where the attention computes all of them in one call: FlashAttention, in half precision, or
     flex attention. Segment by segment, each layer would launch kernels for each row.
@@ -59,12 +60,13 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     ids = torch.linspace(0, size - 1, ROWS * TOKENS, device=engine.device).long().view(ROWS, TOKENS)
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
-    reason, in_one_call = reason_not_to_pack(module.backbone, module.attention), False
+    reason, in_one_call = reason_not_to_pack(module.backbone, module.layout.attention), False
     if reason is None:
         reason, in_one_call = _select_packed(engine, module, ids)
     quick = engine.device.type == "cpu" or in_one_call
     if reason is None and not (quick or pack_on_gpu):
-        module.packed, reason = False, "no kernel computes the attention of all of them in one call on this GPU"
+        _set(module, packed=False)
+        reason = "no kernel computes the attention of all of them in one call on this GPU"
     if reason is None and quick and sequence_ranks() == 1 and not (was_training and _draws_noise(module)):
         _select_shared(engine, module, ids)
     if sequence_ranks() > 1:
@@ -74,21 +76,25 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     engine.train(was_training)
     if reason is not None:
         logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
-    if reason is None and isinstance(module, PolicyModel) and not module.fused:
+    if reason is None and isinstance(module, PolicyModel) and not module.layout.fused:
         return "its output head needs whole logits"
     return reason
+
+
+def _set(module: PolicyModel | ScalarModel, **ways: Any) -> None:
+    module.layout = replace(module.layout, **ways)
 
 
 def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     """Keep the fused head if it gives the log-probs and entropies of whole logits; else use those, with a warning."""
     reason = ""
-    if policy.fused:
-        policy.fused = False
+    if policy.layout.fused:
+        _set(policy, fused=False)
         whole = _outputs(engine, ids)
-        policy.fused = True
+        _set(policy, fused=True)
         fused, reason = _tried(engine, ids, whole)
-        policy.fused = _largest((fused - whole).abs().mean(dim=-1)) < TOLERANCE[policy.lm.dtype]
-    if not policy.fused:
+        _set(policy, fused=_largest((fused - whole).abs().mean(dim=-1)) < TOLERANCE[policy.lm.dtype])
+    if not policy.layout.fused:
         logger().warning(
             f"{type(policy.lm).__name__}: its output head is more than a matrix product with a known scale and soft "
             f"cap{reason and f': {reason}'}; log-probs are computed from whole logits, which costs memory and time"
@@ -102,19 +108,19 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     whether the attention computed all of them in one call.
     """
     padded = _outputs(engine, ids)
-    module.packed = True
+    _set(module, packed=True)
     with recorded_attention() as recorded:
         packed, error = _tried(engine, ids, padded)
     needs_mask = not error and hidden_window(module.config, recorded.windows)
-    if needs_mask and module.attention in WITHOUT_MASKS:
-        name, choice = type(module.backbone).__name__, module.attention
+    if needs_mask and module.layout.attention in WITHOUT_MASKS:
+        name, choice = type(module.backbone).__name__, module.layout.attention
         raise UserError(f"--attn_implementation {choice}: the sliding window of {name} is in its mask alone; use sdpa")
     changed, error = (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
     of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = (packed - padded).abs().mean(dim=-1) / spread / PACKED_TOLERANCE[module.backbone.dtype]
     leak = (packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread / LEAK_TOLERANCE
-    dropped = module.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
+    dropped = module.layout.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
     several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
     differs, leaks, several = (_largest(values) for values in (difference, leak, several_calls))
     reason = None
@@ -126,7 +132,7 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
         reason = "a row's numbers depend on the row before it"
     elif not differs < 1:
         reason = "packed rows do not give the numbers of padded rows"
-    module.packed = reason is None
+    _set(module, packed=reason is None)
     return reason, not several
 
 
@@ -135,13 +141,13 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
     Only the attention differs from that of packed rows.
     """
-    if isinstance(module, PolicyModel) and not module.fused:
+    if isinstance(module, PolicyModel) and not module.layout.fused:
         return
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
     separate = _outputs(engine, ids)
-    module.shares = True
+    _set(module, shares=True)
     found, error = _tried(engine, ids, separate)
-    module.shares = _is_close(found, separate, module.backbone.dtype)
+    _set(module, shares=_is_close(found, separate, module.backbone.dtype))
     _log_error(module, "shared prompts", error)
 
 
@@ -150,12 +156,12 @@ def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: T
 
     Dropout would draw other numbers for fewer tokens, so a model that trains with it runs all tokens.
     """
-    if last_mlp(module.backbone) is None or (isinstance(module, PolicyModel) and not module.fused):
+    if last_mlp(module.backbone) is None or (isinstance(module, PolicyModel) and not module.layout.fused):
         return
     every = _outputs(engine, ids, first=TOKENS // 2)
-    module.reads_few = True
+    _set(module, reads_few=True)
     found, error = _tried(engine, ids, every, first=TOKENS // 2)
-    module.reads_few = _is_close(found, every, module.backbone.dtype)
+    _set(module, reads_few=_is_close(found, every, module.backbone.dtype))
     _log_error(module, "a last MLP for some tokens", error)
 
 
@@ -171,7 +177,7 @@ def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Divide the columns of rows among the ranks that share them; checks that this gives the numbers of whole rows."""
     whole = _outputs(engine, ids)
-    module.divided = True
+    _set(module, divided=True)
     with recorded_attention() as recorded:
         divided, error = _tried(engine, ids, whole)
     is_close = _is_close(divided, whole, module.backbone.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> 
     """Switch `--tiled_mlp`, `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
     if flags.tiled_mlp:
         tile_mlps(model.backbone)
-    model.offload_activations = flags.offload_activations
-    model.attention = flags.attn_implementation
+    model.layout = replace(
+        model.layout, attention=flags.attn_implementation, offload_activations=flags.offload_activations
+    )
 
 
 def _backbone_without_weights(folder: str, flag: str, scalar: bool) -> PreTrainedModel:

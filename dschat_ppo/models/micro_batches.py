@@ -7,6 +7,7 @@ together, and their prompt counts once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class RowPrompts:
 
 def share_prompts(*engines: Model | None) -> bool:
     """Whether all of these models that are not None run the prompt of several rows once."""
-    return all(getattr(unwrap(engine), "shares", False) for engine in engines if engine is not None)
+    modules: list[Any] = [unwrap(engine) for engine in engines if engine is not None]
+    return all(module.layout.shares for module in modules)
 
 
 def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:

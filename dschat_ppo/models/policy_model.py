@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dschat_ppo.models.backbone import (
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.last_layer import read_tokens_only
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.shared_prompts import lay_out
@@ -35,27 +37,15 @@ class PolicyModel(nn.Module):
 
     Args:
         lm: causal language model.
-        fused: whether to use the fused head.
-        packed: run rows end to end as one row, without padding; needs `fused`.
-        divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
-        shares: run the beginning that rows share once; needs `fused`.
-        reads_few: run the last MLP only for tokens whose states are read; needs `fused`.
+        layout: how it runs rows; not fused if its head is more than a linear layer.
     """
 
-    def __init__(
-        self, lm: PreTrainedModel, fused: bool = True, packed: bool = False, divided: bool = False,
-        shares: bool = False, reads_few: bool = False,
-    ):  # fmt: skip
+    def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
         self.lm: Any = lm
-        self.packed = packed
-        self.divided = divided
-        self.shares = shares
-        self.reads_few = reads_few
         use_fast_layers(lm)
-        self.attention = "auto"  # the value of `--attn_implementation`
-        self.offload_activations = False  # keep what the backward pass needs in host memory
-        self.fused = fused and type(lm.get_output_embeddings()).forward is nn.Linear.forward
+        is_linear = type(lm.get_output_embeddings()).forward is nn.Linear.forward
+        self.layout = replace(layout, fused=layout.fused and is_linear)
         text = lm.config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
         divisor = getattr(text, "logits_scaling", None) or 1.0
@@ -98,12 +88,12 @@ class PolicyModel(nn.Module):
             Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
             (N, V) fp32.
         """
-        with activations_on_host(self.offload_activations):
-            if self.divided:
+        with activations_on_host(self.layout.offload_activations):
+            if self.layout.divided:
                 if distributions:
                     raise ValueError("ranks that share rows do not compute whole distributions")
                 return self._divided_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
-            if self.fused and not distributions:
+            if self.layout.fused and not distributions:
                 return self._fused_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
             return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
 
@@ -115,7 +105,7 @@ class PolicyModel(nn.Module):
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
-        with padded_attention(self.lm, self.attention):
+        with padded_attention(self.lm, self.layout.attention):
             output = self.lm(
                 input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
                 **last_logits_argument(self.lm, count), **router_arguments(),
@@ -135,17 +125,17 @@ class PolicyModel(nn.Module):
         # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
         row, column = wanted[:, 1:].nonzero(as_tuple=True)
         tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
-        rows = lay_out(input_ids, lengths, self.packed, self.shares)
+        rows = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares)
         if rows is not None:
             places = rows.places[row, column]  # (N,)
-            read = rows.each_once(places) if self.reads_few else places
-            with read_tokens_only(self.backbone, self.reads_few, read):
-                packed = packed_states(self.backbone, input_ids, lengths, rows, self.attention)
+            read = rows.each_once(places) if self.layout.reads_few else places
+            with read_tokens_only(self.backbone, self.layout.reads_few, read):
+                packed = packed_states(self.backbone, input_ids, lengths, rows, self.layout.attention)
             states = packed[places]  # (N, H)
         else:
             with (
-                padded_attention(self.backbone, self.attention, self.packed),
-                read_tokens_only(self.backbone, self.reads_few, column, row),
+                padded_attention(self.backbone, self.layout.attention, self.layout.packed),
+                read_tokens_only(self.backbone, self.layout.reads_few, column, row),
             ):
                 states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
         if forbidden is not None:
@@ -157,16 +147,16 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The scores of all wanted tokens, from those of this rank's columns."""
         predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
-        rows = DividedRows.of(input_ids, _read_lengths(wanted), self.packed)
+        rows = DividedRows.of(input_ids, _read_lengths(wanted), self.layout.packed)
         own = rows.own(predicts)  # (b, n)
         tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
         if forbidden is not None:
             forbidden = rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own], forbidden[1]
-        if self.fused:
-            states = rows.run(self.backbone, input_ids, self.attention).last_hidden_state[own]
+        if self.layout.fused:
+            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state[own]
             scores = self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
         else:
-            logits = rows.run(self.lm, input_ids, self.attention).logits[own].float()
+            logits = rows.run(self.lm, input_ids, self.layout.attention).logits[own].float()
             forbid_(logits, forbidden)
             entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
             scores = token_logprobs(logits, tokens, temperature), entropy

@@ -12,6 +12,7 @@ from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import backbone_states
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.last_layer import read_tokens_only
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.shared_prompts import lay_out
 
@@ -23,23 +24,14 @@ class ScalarModel(nn.Module):
 
     Args:
         classifier: with a head named `score`.
-        packed: run rows end to end as one row, without padding.
-        shares: run the beginning that rows share once.
-        reads_few: run the last MLP only for tokens whose states are read.
+        layout: how it runs rows.
     """
 
-    def __init__(
-        self, classifier: PreTrainedModel, packed: bool = False, shares: bool = False, reads_few: bool = False
-    ):  # fmt: skip
+    def __init__(self, classifier: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
         self.classifier: Any = classifier
-        self.packed = packed
-        self.shares = shares
-        self.divided = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
-        self.reads_few = reads_few
+        self.layout = layout
         use_fast_layers(classifier)
-        self.attention = "auto"  # the value of `--attn_implementation`
-        self.offload_activations = False  # keep what the backward pass needs in host memory
 
     @property
     def config(self) -> PretrainedConfig:
@@ -68,18 +60,18 @@ class ScalarModel(nn.Module):
         With `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens
         where it is True, row after row. Packed rows then need no memory for padding.
         """
-        with activations_on_host(self.offload_activations):
+        with activations_on_host(self.layout.offload_activations):
             return self._values(input_ids, lengths, last_only, wanted)
 
     def _values(self, input_ids: Tensor, lengths: Tensor, last_only: bool, wanted: Tensor | None) -> Tensor:
-        if self.divided:
-            rows = DividedRows.of(input_ids, lengths, self.packed)
-            states = rows.run(self.backbone, input_ids, self.attention).last_hidden_state
+        if self.layout.divided:
+            rows = DividedRows.of(input_ids, lengths, self.layout.packed)
+            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
             values = rows.values(self._head(states))  # (B, T)
             if wanted is not None:
                 return values[wanted]
             return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
-        packed, width = lay_out(input_ids, lengths, self.packed, self.shares), input_ids.shape[1]
+        packed, width = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares), input_ids.shape[1]
         if packed is not None:
             places = packed.places
         else:
@@ -88,13 +80,13 @@ class ScalarModel(nn.Module):
             places = places[wanted]
         elif last_only:
             places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
-        few = self.reads_few and (wanted is not None or last_only)
+        few = self.layout.reads_few and (wanted is not None or last_only)
         if packed is not None:
             with read_tokens_only(self.backbone, few, packed.each_once(places) if few else places):
-                states = packed_states(self.backbone, input_ids, lengths, packed, self.attention)
+                states = packed_states(self.backbone, input_ids, lengths, packed, self.layout.attention)
         else:
             with (
-                padded_attention(self.backbone, self.attention, self.packed),
+                padded_attention(self.backbone, self.layout.attention, self.layout.packed),
                 read_tokens_only(self.backbone, few, places % width, places // width),
             ):
                 states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)

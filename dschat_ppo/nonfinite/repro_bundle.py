@@ -30,6 +30,7 @@ from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.skip_update import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
@@ -127,6 +128,7 @@ class ReproBundles:
     def _write_what(self, folder: Path, context: FailureContext, details: dict[str, Any]) -> str | None:
         """Write `what.json`; an error message or None."""
         module = None if context.engine is None else unwrap(context.engine)
+        layout: Any = Layout() if module is None else module.layout
         what = {
             "format": FORMAT,
             "step_name": self.step_name,
@@ -135,10 +137,10 @@ class ReproBundles:
             "dtype": self.config.run.dtype,
             "loss_scale": 1.0 if context.engine is None else loss_scale(context.engine),
             "model": context.model if module is None else MODEL,
-            "fused": getattr(module, "fused", True),
-            "packed": getattr(module, "packed", False),
-            "shares": getattr(module, "shares", False),
-            "reads_few": getattr(module, "reads_few", False),
+            "fused": layout.fused,
+            "packed": layout.packed,
+            "shares": layout.shares,
+            "reads_few": layout.reads_few,
             "records": [type(record).__name__ for record in context.records],
             "constants": context.constants,
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},

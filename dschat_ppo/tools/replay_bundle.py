@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.attention_choice import check_attention
 from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
@@ -62,7 +64,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     model = load_model(folder, what, config, dtype)
     tokenizer = load_tokenizer(tokenizer_folder(folder, what, config), "model")
     if model is not None:
-        model.attention = attention_of(config, dtype, device)
+        model.layout = replace(model.layout, attention=attention_of(config, dtype, device))
         model.to(device)
         for name in bad_weights(model)[:SHOWN]:
             print(f"weights that are not finite: {name}")
@@ -96,13 +98,13 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.trains_classifier
-    packed = what["packed"]
-    shares, few = (what.get(name, False) for name in ("shares", "reads_few"))  # not in bundles of earlier versions
+    ways = {name: what.get(name, False) for name in ("shares", "reads_few")}  # not in bundles of earlier versions
+    layout = Layout(what["fused"], what["packed"], **ways)
     if scalar:
         classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
-        return ScalarModel(classifier, packed, shares, few)
+        return ScalarModel(classifier, layout)
     lm = load_causal_lm(path, dtype, None, resize=resize)
-    return PolicyModel(lm, what["fused"], packed, shares=shares, reads_few=few)
+    return PolicyModel(lm, layout)
 
 
 def attention_of(config: Any, dtype: str, device: torch.device) -> str:
@@ -149,7 +151,9 @@ def loss_function(
         path = model_folder(config.reference_folder, "--ref_model_name_or_path or --actor_model_name_or_path")
         if config.ppo_schedule.ref_sync_interval > 0:
             print("note: the reference is that of the start of the run; --ref_sync_interval may have moved it")
-        reference = PolicyModel(load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), fused=False)
+        reference = PolicyModel(
+            load_causal_lm(path, dtype, None, resize=config.run.resize_vocabulary), Layout(fused=False)
+        )
         reference.to(device).eval().requires_grad_(False)
     late_ends = late_ends_of(config, tokenizer, model)
     actor_loss = ActorLoss(model, reference, flags, config.ppo.temperature, late_ends=late_ends)

@@ -12,6 +12,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.optimizer_step import learning_rate
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 
@@ -47,7 +48,7 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
     assert not any(parameter.requires_grad for parameter in frozen)
     assert engines.actor_average is None
     assert engines.hybrid.model is engines.actor.module.lm
-    assert engines.reward.module.packed is engines.critic.module.packed
+    assert engines.reward.module.layout.packed is engines.critic.module.layout.packed
 
 
 def test_every_role_has_the_attention_of_the_flag(assets):
@@ -55,8 +56,8 @@ def test_every_role_has_the_attention_of_the_flag(assets):
     for choice in ("auto", "eager"):
         engines = engines_of(assets, "--attn_implementation", choice, reference=str(assets / "uniform_lm"))
         modules = [getattr(engines, role).module for role in roles]
-        assert [module.attention for module in modules] == 4 * [choice]
-        assert all(module.packed and module.shares for module in modules)
+        assert [module.layout.attention for module in modules] == 4 * [choice]
+        assert all(module.layout.packed and module.layout.shares for module in modules)
         assert [module.config._attn_implementation for module in modules] == 4 * ["sdpa"]
     torch.testing.assert_close(logprobs(engines.actor), logprobs(engines_of(assets).actor), rtol=0, atol=1e-5)
 
@@ -108,14 +109,14 @@ def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets, lora
     """With LoRA too, where it would otherwise be the actor without its adapter."""
     other = str(assets / "uniform_lm")
     engines = engines_of(assets, "--ref_model_name_or_path", other, *lora, reference=other)
-    expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), fused=False)
+    expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), Layout(fused=False))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         expected = expected(ids, torch.ones_like(ids, dtype=torch.bool))[0]
     assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5)
     assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
     assert engines.reference_sync is None and not engines.reference.module.training
-    kernels = [(engine.module.fused, engine.module.packed) for engine in (engines.reference, engines.actor)]
+    kernels = [engine.module.layout for engine in (engines.reference, engines.actor)]
     assert kernels[0] == kernels[1], "selected for it by itself; the architecture is the same"
 
 
@@ -164,7 +165,7 @@ def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
             size += float(weight.square().sum())
             weight.copy_(0.25 * source + 0.75 * weight)
         ids = torch.tensor([[5, 6, 7, 8]])
-        expected = PolicyModel(expected, fused=False)(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+        expected = PolicyModel(expected, Layout(fused=False))(ids, torch.ones_like(ids, dtype=torch.bool))[0]
     assert moved == pytest.approx((change / size) ** 0.5, rel=1e-5)
     assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5), "in the next forward pass"
     assert not torch.allclose(before.cpu(), expected, atol=1e-2)

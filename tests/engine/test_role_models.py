@@ -14,6 +14,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -75,7 +76,7 @@ def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_
 def test_an_actor_that_continues_an_adapter_has_a_frozen_copy_of_it_as_the_reference(adapters, said):
     engines = engines_of(adapters, "role_actor", *FROZEN)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(adapters / "lm"), adapters / "role_actor")
-    expected = logprobs(PolicyModel(plain.merge_and_unload().eval(), fused=False).to(dist.device()))
+    expected = logprobs(PolicyModel(plain.merge_and_unload().eval(), Layout(fused=False)).to(dist.device()))
     torch.testing.assert_close(logprobs(engines.reference), expected, rtol=1e-5, atol=1e-5)
     before = logprobs(engines.reference)
     assert torch.equal(logprobs(engines.actor), before)
@@ -135,6 +136,6 @@ def test_the_actor_generates_merged_or_layer_by_layer_with_its_adapter_beside(ad
         expected = logprobs(engines.actor)
         with engines.hybrid.generating() as model:
             assert bool(adapter_layers(model)) is not plain
-            found = logprobs(PolicyModel(model, fused=False))
+            found = logprobs(PolicyModel(model, Layout(fused=False)))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert adapter_layers(engines.actor.module)

@@ -9,6 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.engine.router_term import RouterSettings, replayed_term, router_settings, with_router_term
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_loss
@@ -38,7 +39,7 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
     expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
     lm.zero_grad()
 
-    policy, sums, total = PolicyModel(lm, packed=packed), MetricSums(), wanted.sum()
+    policy, sums, total = PolicyModel(lm, Layout(packed=packed)), MetricSums(), wanted.sum()
     batches = [SFTBatch(ids[rows], wanted[rows]) for rows in parts]
     settings = router_settings(0.5, policy)
     loss_of, constants = with_router_term(
@@ -60,7 +61,7 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
 
 def test_dropout_is_the_same_in_both_passes():
     lm = new_model("mixtral", attention_dropout=0.5).train()
-    policy = PolicyModel(lm, fused=False)
+    policy = PolicyModel(lm, Layout(fused=False))
     ids, wanted, *_ = whole_step(lm)
     batch, seen = SFTBatch(ids, wanted), []
 

@@ -1,6 +1,7 @@
 """MLPs in pieces of the sequence, and activations in host memory."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_activations_on_the_host_change_no_number(hosted, checkpointing):
         model.gradient_checkpointing_enable()
     expected, gradients = scores_and_gradients(model)
     assert not hosted
-    model.offload_activations = True
+    model.layout = replace(model.layout, offload_activations=True)
     found, others = scores_and_gradients(model)
     assert torch.equal(found, expected)
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)

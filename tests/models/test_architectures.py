@@ -115,9 +115,7 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
     again = tmp_path / "again"
     save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), again)
     assert check_sequence_classifier(str(again), new_head=False) is False
-    loaded = ScalarModel(
-        load_sequence_classifier(str(again), "fp32", None, new_head=False), model.packed, reads_few=model.reads_few
-    ).eval()
+    loaded = ScalarModel(load_sequence_classifier(str(again), "fp32", None, new_head=False), model.layout).eval()
     torch.testing.assert_close(last_token_scores(loaded, IDS, LENGTHS), scores, rtol=0, atol=1e-6)
     in_bf16 = ScalarModel(load_sequence_classifier(str(again), "bf16", None, new_head=False)).eval()
     select_kernels(in_bf16)

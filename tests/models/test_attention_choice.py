@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from dschat_ppo.models.attention_choice import check_attention, check_attention_
 from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.forward import response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -59,8 +61,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, choice, layou
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    policy = PolicyModel(lm, **LAYOUTS[layout])
-    policy.attention = choice
+    policy = PolicyModel(lm, Layout(**LAYOUTS[layout], attention=choice))
     found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True))
     assert lm.config._attn_implementation == before
     found, expected = tuple(part[rows.response_mask] for part in found), scores_alone(lm, rows)
@@ -75,8 +76,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, choice, layou
 @pytest.mark.parametrize(("name", "choice"), [case for case in CASES if FAMILIES[case[0]][2] and case[0] != "gemma2"])
 def test_values_are_those_of_each_row_alone(name, choice, layout):
     classifier, rows = without_dropout(model_of(name, 2)), rollout()
-    model = ScalarModel(classifier, **LAYOUTS[layout])
-    model.attention = choice
+    model = ScalarModel(classifier, Layout(**LAYOUTS[layout], attention=choice))
     with torch.no_grad():
         alone = [classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0]
                  for start, ids in rows_alone(rows)]  # fmt: skip
@@ -90,8 +90,7 @@ def test_sinks_in_flex_and_eager_attention():
         expected = scores_alone(lm, rows)
         for choice in ("flex_attention", "eager"):
             for layout in LAYOUTS.values():
-                policy = PolicyModel(lm, **layout)
-                policy.attention = choice
+                policy = PolicyModel(lm, Layout(**layout, attention=choice))
                 found = both(response_scores(policy, rows, TEMPERATURE))
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
@@ -128,8 +127,8 @@ LAYERS, SEGMENTS = 2, {"padded": 1, "packed": 8, "shared": 8}
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("choice", ["auto", *CHOICES])
 def test_each_choice_calls_its_kernel_and_no_other(monkeypatch, kernels, choice, layout):
-    policy, rows = PolicyModel(new_model("llama"), **LAYOUTS[layout]), rollout(48)
-    policy.attention = choice
+    policy, rows = PolicyModel(new_model("llama"), Layout(**LAYOUTS[layout])), rollout(48)
+    policy.layout = replace(policy.layout, attention=choice)
     calls = count_calls(monkeypatch, kernels)
     with torch.no_grad():
         response_scores(policy, rows, 1.0)
@@ -152,8 +151,8 @@ def test_each_choice_calls_its_kernel_and_no_other(monkeypatch, kernels, choice,
 def test_checkpointed_layers_attend_alike_in_the_backward_pass(monkeypatch, kernels, choice, layout):
     gradients = []
     for checkpointing in (False, True):
-        policy = PolicyModel(new_model("llama"), **LAYOUTS[layout]).train()
-        policy.attention = choice
+        policy = PolicyModel(new_model("llama"), Layout(**LAYOUTS[layout])).train()
+        policy.layout = replace(policy.layout, attention=choice)
         if checkpointing:
             policy.gradient_checkpointing_enable()
             calls = count_calls(monkeypatch, kernels)
@@ -169,8 +168,8 @@ def test_checkpointed_layers_attend_alike_in_the_backward_pass(monkeypatch, kern
 
 
 def test_whole_logits_use_it_too(kernels):
-    policy = PolicyModel(new_model("llama"), fused=False)
-    policy.attention = "flash_attention_2"
+    policy = PolicyModel(new_model("llama"), Layout(fused=False))
+    policy.layout = replace(policy.layout, attention="flash_attention_2")
     with torch.no_grad():
         response_scores(policy, rollout(48), 1.0)
     assert len(kernels) == LAYERS
@@ -180,9 +179,9 @@ def test_whole_logits_use_it_too(kernels):
 def test_kernels_are_selected_and_saved_models_do_not_name_the_choice(tmp_path, choice):
     policy = PolicyModel(new_model("llama"))
     apply_memory_flags(policy, MemoryFlags(attn_implementation=choice))
-    assert policy.attention == choice
+    assert policy.layout.attention == choice
     assert select_kernels(policy) is None
-    assert policy.packed and policy.shares and policy.fused
+    assert policy.layout.packed and policy.layout.shares and policy.layout.fused
     policy.lm.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert not [key for key in saved if "attn" in key]
@@ -192,7 +191,7 @@ def test_kernels_are_selected_and_saved_models_do_not_name_the_choice(tmp_path, 
 @pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
 def test_a_window_that_is_only_in_the_mask_is_found_before_training(choice):
     policy = PolicyModel(new_model("phimoe"))
-    policy.attention = choice
+    policy.layout = replace(policy.layout, attention=choice)
     with pytest.raises(
         UserError, match=rf"^--attn_implementation {choice}: the sliding window of PhimoeModel .* sdpa$"
     ):
@@ -201,9 +200,9 @@ def test_a_window_that_is_only_in_the_mask_is_found_before_training(choice):
 
 def test_soft_caps_pack_in_flex_attention():
     policy = PolicyModel(new_model("gemma2"))
-    policy.attention = "flex_attention"
+    policy.layout = replace(policy.layout, attention="flex_attention")
     select_kernels(policy)
-    assert policy.packed and policy.shares
+    assert policy.layout.packed and policy.layout.shares
 
 
 # Refusals
@@ -299,7 +298,7 @@ def test_models_that_a_kernel_suits(name, choice):
 def test_the_models_own_attention_is_always_allowed(kind, choice):
     policy = PolicyModel(new_model(kind))
     assert reason_against(choice, policy.backbone) is None
-    policy.attention, rows = choice, rollout(48)
+    policy.layout, rows = replace(policy.layout, attention=choice), rollout(48)
     with torch.no_grad():
         found = both(response_scores(policy, rows, TEMPERATURE))
         for a, b in zip(found, scores_alone(policy.lm, rows), strict=True):

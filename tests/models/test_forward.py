@@ -8,6 +8,7 @@ import transformers as hf
 
 from dschat_ppo.algorithms.kl import kl_full
 from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import LateEnds, Rollout
@@ -140,8 +141,8 @@ def scores_alone(lm, rows: Rollout, ends: LateEnds | None = None):
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_scores_are_those_of_each_row_alone(name, way):
     lm, rows = model_of(name, 1), rollout()
-    policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
-    assert policy.fused is (way != "plain")
+    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
+    assert policy.layout.fused is (way != "plain")
     with torch.no_grad():
         found = both(response_scores(policy, rows, TEMPERATURE))
         expected = scores_alone(lm, rows)
@@ -158,7 +159,7 @@ def test_ends_that_could_not_be_drawn_have_no_probability(way, dtype):
     rows = replace(rows, response_ids=torch.where(rows.response_ids == 3, 4, rows.response_ids))
     with torch.no_grad():
         lm.lm_head.weight[250] *= 8
-    policy = PolicyModel(lm, fused=way != "plain", packed=way == "packed")
+    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
     found = response_scores(policy, rows, TEMPERATURE, True, late_ends=ends)
     expected, free = scores_alone(lm.float(), rows, ends), scores_alone(lm, rows)
     for a, b in zip(both(found), expected, strict=True):
@@ -184,7 +185,7 @@ def test_gradients_are_those_of_rows_alone(name, way, ends):
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    policy = PolicyModel(lm, way != "plain", way == "packed")
+    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
     found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
     found = gradients(*(part[rows.response_mask] for part in found))
     for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows, ends)), strict=True):
@@ -198,7 +199,7 @@ def test_gradients_are_those_of_rows_alone(name, way, ends):
 def test_values_are_those_of_each_row_alone(name, packed):
     classifier, rows = model_of(name, 2), rollout()
     with torch.no_grad():
-        found = response_values(ScalarModel(classifier, packed), rows)
+        found = response_values(ScalarModel(classifier, Layout(packed=packed)), rows)
         expected = [
             classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0]
             for start, ids in rows_alone(rows)

@@ -1,5 +1,6 @@
 """The probe that selects kernels: fused or plain heads, packed or padded rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, probes, segment_attention
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 
@@ -23,8 +25,8 @@ from dschat_ppo.models.scalar_model import ScalarModel
 def test_known_heads_stay_fused_without_a_warning(name, dtype, said):
     policy = PolicyModel(model_of(name, 1).to(dtype)).train()
     select_kernels(policy)
-    assert policy.fused
-    assert policy.packed is (name in PACKED)
+    assert policy.layout.fused
+    assert policy.layout.packed is (name in PACKED)
     assert policy.training
     assert not [line for line in said if "output head" in line]
 
@@ -46,7 +48,7 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
     lm.forward = forward
     policy = PolicyModel(lm)
     select_kernels(policy)
-    assert not policy.fused
+    assert not policy.layout.fused
     [line] = said
     assert "LlamaForCausalLM" in line
     rows = rollout()
@@ -63,7 +65,7 @@ def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
     lm = model_of("llama", 1)
     lm.lm_head.__class__ = Head
     policy = PolicyModel(lm)
-    assert not policy.fused
+    assert not policy.layout.fused
     select_kernels(policy)
     assert len(said) == 1
     rows = rollout()
@@ -84,7 +86,7 @@ def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
     for mixes in (False, True):
         module = PolicyModel(model) if kind == 1 else ScalarModel(model)
         select_kernels(module)
-        assert module.packed is not mixes
+        assert module.layout.packed is not mixes
         model.base_model.layers[0].register_forward_hook(add_previous)
 
 
@@ -92,13 +94,13 @@ def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
 def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
     policy = PolicyModel(tiny_model_of(name))
     select_kernels(policy)
-    assert policy.packed is packed
+    assert policy.layout.packed is packed
 
 
 def test_wrong_positions_are_found_in_bf16(monkeypatch):
     policy = PolicyModel(new_model("llama").to(torch.bfloat16))
     select_kernels(policy)
-    assert policy.packed
+    assert policy.layout.packed
     backbone_forward = policy.backbone.forward
 
     def without_positions(**inputs):
@@ -107,9 +109,9 @@ def test_wrong_positions_are_found_in_bf16(monkeypatch):
         return backbone_forward(**inputs)
 
     monkeypatch.setattr(policy.backbone, "forward", without_positions)
-    policy.packed = False
+    policy.layout = replace(policy.layout, packed=False)
     select_kernels(policy)
-    assert not policy.packed
+    assert not policy.layout.packed
 
 
 @pytest.mark.parametrize("name", ["bloom", "gemma2"])
@@ -127,10 +129,10 @@ def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name,
     """RWKV's MLP takes a state, ELECTRA projects before its head, hybrids carry states; Doge adds a learned bias that
     is 0 at first, so packed rows would have the same numbers."""
     policy = PolicyModel(new_model(name)).eval()
-    plain = PolicyModel(policy.lm, fused=False).eval()
+    plain = PolicyModel(policy.lm, Layout(fused=False)).eval()
     select_kernels(policy)
     assert [line for line in said if said_of in line]
-    assert (policy.fused, policy.packed) == (name != "electra", name == "electra")
+    assert (policy.layout.fused, policy.layout.packed) == (name != "electra", name == "electra")
     ids, wanted = torch.randint(2, 48, (3, 12), generator=torch.Generator().manual_seed(0)), torch.ones(3, 12).bool()
     wanted[1, 5:] = wanted[2, 8:] = False
     torch.testing.assert_close(policy(ids, wanted), plain(ids, wanted), rtol=0, atol=1e-5)
@@ -148,7 +150,7 @@ def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
     monkeypatch.setattr(probes, "all_reduce", lambda value, op: torch.ones_like(value))
     policy = PolicyModel(new_model("llama"))
     assert "another rank" in select_kernels(policy)
-    assert not (policy.fused or policy.packed or policy.shares or policy.reads_few)
+    assert not (policy.layout.fused or policy.layout.packed or policy.layout.shares or policy.layout.reads_few)
     assert [line for line in said if "another rank cannot run it" in line]
 
 
@@ -166,7 +168,7 @@ def fail(problem, *args, **kwargs):
 @pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
 def test_a_chosen_attention_without_masks_refuses_a_model_that_makes_its_own(choice):
     policy = PolicyModel(new_model("doge"))
-    policy.attention = choice
+    policy.layout = replace(policy.layout, attention=choice)
     with pytest.raises(UserError, match=f"--attn_implementation {choice}: DogeAttention needs a mask.*use auto"):
         select_kernels(policy)
 
@@ -178,18 +180,18 @@ def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False, **chan
     """A model in fp32, for which PyTorch has no FlashAttention."""
     with pretended_gpu():
         policy = moved(PolicyModel(new_model("llama", **changes)))
-        policy.attention = attention
+        policy.layout = replace(policy.layout, attention=attention)
         return policy, select_kernels(policy, pack_on_gpu)
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 def test_a_gpu_pads_rows_that_it_would_compute_segment_by_segment(attention, said):
     policy, reason = selected_on_a_gpu(attention)
-    assert not policy.packed and not policy.shares
+    assert not policy.layout.packed and not policy.layout.shares
     assert reason == "no kernel computes the attention of all of them in one call on this GPU"
     assert [line for line in said if reason in line]
     policy, reason = selected_on_a_gpu(attention, pack_on_gpu=True)  # --packing
-    assert reason is None and policy.packed and not policy.shares
+    assert reason is None and policy.layout.packed and not policy.layout.shares
 
 
 def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
@@ -197,8 +199,8 @@ def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
     monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
     monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
     policy, reason = selected_on_a_gpu()
-    assert reason is None and policy.packed and policy.shares and calls
+    assert reason is None and policy.layout.packed and policy.layout.shares and calls
     policy, _ = selected_on_a_gpu("sdpa")  # not the kernel of auto
-    assert not policy.packed
+    assert not policy.layout.packed
     policy, _ = selected_on_a_gpu(attention_dropout=0.1)  # which the kernel does not have
-    assert not policy.packed
+    assert not policy.layout.packed

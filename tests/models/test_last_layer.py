@@ -10,6 +10,7 @@ from dschat_ppo.models.activation_memory import tile_mlps
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.last_layer import last_mlp
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import full_sequences
@@ -48,7 +49,7 @@ def tokens_of_products(backbone) -> list[int]:
 def test_log_probs_and_gradients_are_those_of_each_row_alone(name, way, change):
     lm, rows = without_dropout(model_of(name, 1)), rollout()
     plain = without_dropout(model_of(name, 1))
-    policy = PolicyModel(lm, packed=way != "padded", shares=way == "shared", reads_few=True)
+    policy = PolicyModel(lm, Layout(packed=way != "padded", shares=way == "shared", reads_few=True))
     if change == "checkpointing":
         policy.gradient_checkpointing_enable()
         policy.train()
@@ -66,7 +67,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, way, change):
 @pytest.mark.parametrize(("name", "way"), OF_CLASSIFIERS)
 def test_values_and_scores_and_gradients_are_those_of_each_row_alone(name, way):
     classifier, rows = model_of(name, 2), rollout()
-    model = ScalarModel(classifier, way != "padded", way == "shared", reads_few=True)
+    model = ScalarModel(classifier, Layout(packed=way != "padded", shares=way == "shared", reads_few=True))
     alone = [classifier.score(classifier.base_model(input_ids=row).last_hidden_state)[0, :, 0]
              for _, row in rows_alone(rows)]  # fmt: skip
     before = torch.cat([v[start - 1 : -1] for v, (start, _) in zip(alone, rows_alone(rows), strict=True)])
@@ -82,10 +83,10 @@ def test_the_last_mlp_gets_the_tokens_that_are_read():
     rows = rollout()
     answers = int(rows.response_mask.sum())
     for shares in (False, True):
-        policy = PolicyModel(model_of("llama", 1), packed=True, shares=shares, reads_few=True)
+        policy = PolicyModel(model_of("llama", 1), Layout(packed=True, shares=shares, reads_few=True))
         sizes = tokens_of_products(policy.backbone)
         response_scores(policy, rows, 1.0)
-        critic = ScalarModel(model_of("llama", 2), packed=True, shares=shares, reads_few=True)
+        critic = ScalarModel(model_of("llama", 2), Layout(packed=True, shares=shares, reads_few=True))
         of_critic = tokens_of_products(critic.backbone)
         response_values(critic, rows)
         last_token_scores(critic, *full_sequences(rows))
@@ -97,7 +98,7 @@ def test_the_last_mlp_gets_the_tokens_that_are_read():
 def test_the_same_operations_are_recorded_however_many_tokens_are_read():
     """Under ZeRO-3 the ranks gather weights together, also while activation checkpointing runs layers again."""
     ids = torch.randint(2, 300, (2, 20), generator=torch.Generator().manual_seed(0))
-    policy = PolicyModel(model_of("llama", 1), reads_few=True)
+    policy = PolicyModel(model_of("llama", 1), Layout(reads_few=True))
     sizes = tokens_of_products(policy.backbone)
     recorded = []
     for first_read in (0, 10):  # all tokens, and half of them
@@ -115,7 +116,7 @@ def test_the_same_operations_are_recorded_however_many_tokens_are_read():
 def test_models_with_an_mlp_in_the_last_layer_are_selected(name):
     policy = PolicyModel(new_model(name)).eval()
     select_kernels(policy)
-    assert policy.reads_few
+    assert policy.layout.reads_few
 
 
 @pytest.mark.parametrize("name", ["opt", "mixtral", "phimoe", "gpt-oss", "mamba"])
@@ -123,7 +124,7 @@ def test_models_without_one_or_with_experts_run_all_tokens(name):
     policy = PolicyModel(new_model(name))
     assert last_mlp(policy.backbone) is None
     select_kernels(policy)
-    assert not policy.reads_few
+    assert not policy.layout.reads_few
 
 
 def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
@@ -131,7 +132,7 @@ def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
     lm.model.norm.forward = lambda states: states.cumsum(dim=1) / 10
     policy = PolicyModel(lm)
     select_kernels(policy)
-    assert policy.fused and not policy.reads_few
+    assert policy.layout.fused and not policy.layout.reads_few
 
 
 def test_a_model_that_trains_with_dropout_runs_all_tokens():
@@ -140,4 +141,4 @@ def test_a_model_that_trains_with_dropout_runs_all_tokens():
         policy.lm.model.layers[0].mlp.dropout = torch.nn.Dropout(0.1)
     select_kernels(policies[0].train())
     select_kernels(policies[1].eval())
-    assert [policy.reads_few for policy in policies] == [False, True]
+    assert [policy.layout.reads_few for policy in policies] == [False, True]

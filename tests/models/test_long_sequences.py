@@ -100,8 +100,8 @@ def test_flags_are_switched_on_in_the_model():
     mlp = model.lm.model.layers[0].mlp
     plain = type(mlp)
     apply_memory_flags(model, MemoryFlags())
-    assert not model.offload_activations
+    assert not model.layout.offload_activations
     assert type(mlp) is plain
     apply_memory_flags(model, MemoryFlags(offload_activations=True, tiled_mlp=True))
-    assert model.offload_activations
+    assert model.layout.offload_activations
     assert type(mlp).__name__ == "TiledLlamaMLP"

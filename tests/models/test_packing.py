@@ -5,6 +5,7 @@ import torch
 from test_forward import FAMILIES, model_of, rollout
 
 from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import NAME, packed_states, reason_not_to_pack, segments
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -22,7 +23,7 @@ def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
 
 
 def test_no_padding_and_nothing_after_the_last_wanted_token_is_run():
-    policy = PolicyModel(model_of("llama", 1), packed=True)
+    policy = PolicyModel(model_of("llama", 1), Layout(packed=True))
     seen = seen_by_the_backbone(policy)
     response_scores(policy, rollout(), 1.0)
     # Prompts of 2, 9, 1, 6, 4 and responses of 8, 3, 5, 0, 1 tokens. The last token predicts nothing; of the row
@@ -32,7 +33,7 @@ def test_no_padding_and_nothing_after_the_last_wanted_token_is_run():
 
 
 def test_a_reward_model_runs_the_real_tokens():
-    model = ScalarModel(model_of("llama", 2), packed=True)
+    model = ScalarModel(model_of("llama", 2), Layout(packed=True))
     seen = seen_by_the_backbone(model)
     response_values(model, rollout())
     assert seen == [(torch.Size([1, 10 + 12 + 6 + 6 + 5]), NAME)]
@@ -42,7 +43,7 @@ def test_a_reward_model_runs_the_real_tokens():
 def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
     gradients = []
     for checkpointing in (False, True):
-        policy = PolicyModel(model_of(name, 1), packed=True).train()
+        policy = PolicyModel(model_of(name, 1), Layout(packed=True)).train()
         for module in policy.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -86,7 +87,7 @@ def test_states_are_those_of_each_row_alone():
 
 def test_a_policy_needs_no_memory_for_padding_beside_a_long_row():
     """Nothing of (rows, longest row, hidden size) is made where one row is long and many are short."""
-    policy, rows, longest = PolicyModel(model_of("llama", 1), packed=True), 20, 50
+    policy, rows, longest = PolicyModel(model_of("llama", 1), Layout(packed=True)), 20, 50
     lengths = torch.tensor([longest] + [2] * (rows - 1))
     wanted = (torch.arange(longest) < lengths.unsqueeze(1)) & (torch.arange(longest) > 0)
     sizes = []

@@ -6,6 +6,7 @@ from tiny_models import new_model
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from dschat_ppo.algorithms.router_loss import router_load
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -44,7 +45,7 @@ def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, pack
     ids, wanted = rows()
     real = torch.tensor([i in counted_rows for i in range(3)])
     with recorded_router(real, 2) as recorder:
-        logprobs, _ = PolicyModel(lm, fused, packed)(ids, wanted)
+        logprobs, _ = PolicyModel(lm, Layout(fused, packed))(ids, wanted)
     [load] = recorder.loads
     assert_equal(load, load_alone(lm.model, ids, LENGTHS - 1, counted_rows))
     (logprobs.sum() * 0 + load.probability[0]).backward()
@@ -62,7 +63,7 @@ def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
     classifier = MixtralForSequenceClassification(config).eval()
     ids, _ = rows()
     with recorded_router(torch.tensor([True, False, True]), 2) as recorder:
-        ScalarModel(classifier, packed)(ids, LENGTHS, last_only)
+        ScalarModel(classifier, Layout(packed=packed))(ids, LENGTHS, last_only)
     [load] = recorder.loads
     assert_equal(load, load_alone(classifier.model, ids, LENGTHS, [0, 2]))
 
@@ -80,7 +81,7 @@ def test_recomputed_activations_give_the_same_gradient():
     ids, wanted = rows()
     found = []
     for checkpointing in (False, True):
-        policy = PolicyModel(new_model("mixtral"), packed=True).train()
+        policy = PolicyModel(new_model("mixtral"), Layout(packed=True)).train()
         if checkpointing:
             policy.gradient_checkpointing_enable()
         with recorded_router(torch.ones(3, dtype=torch.bool), 2) as recorder:

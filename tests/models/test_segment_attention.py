@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from test_shared_prompts import rollout
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import packed_states, segments
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment, whole_row_kernel
@@ -226,8 +228,8 @@ def test_segments_are_copied_to_the_device_once():
 def test_bf16_on_a_cpu_is_computed_in_blocks(monkeypatch, lengths, dtype, choice, most_keys, in_blocks):
     monkeypatch.setattr(segment_attention, "MOST_KEYS", most_keys)
     """Rows of one length, which are not packed, and others."""
-    policy, calls = PolicyModel(model_of("llama", 1).to(dtype), packed=True), []
-    policy.attention = choice
+    policy, calls = PolicyModel(model_of("llama", 1).to(dtype), Layout(packed=True)), []
+    policy.layout = replace(policy.layout, attention=choice)
     ids = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     wanted = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
     with monkeypatch.context() as patch:

@@ -1,6 +1,7 @@
 """Rows that begin alike, run with their beginning once, against each row alone in plain transformers."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.blockwise_attention import Parts
 from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import packed_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
@@ -58,7 +60,7 @@ def without_dropout(model):
 
 
 def test_the_packed_row_holds_each_beginning_once():
-    policy = PolicyModel(model_of("llama", 1), shares=True)
+    policy = PolicyModel(model_of("llama", 1), Layout(shares=True))
     seen = seen_by_the_backbone(policy)
     response_scores(policy, rollout(), 1.0)
     # The last token of a row predicts nothing; of the row without an answer one token remains.
@@ -187,7 +189,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name):
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    found = both(response_scores(PolicyModel(lm, shares=True), rows, TEMPERATURE, entropy_grad=True))
+    found = both(response_scores(PolicyModel(lm, Layout(shares=True)), rows, TEMPERATURE, entropy_grad=True))
     found, expected = tuple(part[rows.response_mask] for part in found), scores_alone(lm, rows)
     assert expected[0].std() > 0.2
     for a, b in zip(found, expected, strict=True):
@@ -202,7 +204,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name):
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
 def test_values_and_last_scores_are_those_of_each_row_alone(name):
     classifier, rows = model_of(name, 2), rollout()
-    model = ScalarModel(classifier, shares=True)
+    model = ScalarModel(classifier, Layout(shares=True))
     ids, lengths = full_sequences(rows)
     with torch.no_grad():
         alone = [classifier.score(classifier.base_model(input_ids=row).last_hidden_state)[0, :, 0]
@@ -222,7 +224,7 @@ def test_values_and_last_scores_are_those_of_each_row_alone(name):
 def test_checkpointed_layers_share_again_in_the_backward_pass(name):
     gradients = []
     for checkpointing in (False, True):
-        policy = PolicyModel(without_dropout(model_of(name, 1)), shares=True).train()
+        policy = PolicyModel(without_dropout(model_of(name, 1)), Layout(shares=True)).train()
         if checkpointing:
             policy.gradient_checkpointing_enable()
         response_scores(policy, rollout(), 1.0).logprobs.sum().backward()
@@ -250,7 +252,7 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     counted = torch.arange(8) != 2
     loads = []
     for shares in (False, True):
-        policy.shares = shares
+        policy.layout = replace(policy.layout, shares=shares)
         with recorded_router(counted, 2) as recorder:
             response_scores(policy, rows, 1.0)
         [load] = recorder.loads
@@ -272,8 +274,8 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
 def test_models_share_where_they_pack(name):
     policy = PolicyModel(without_dropout(tiny_model(name)))
     select_kernels(policy)
-    assert policy.shares is policy.packed
-    assert policy.packed is (name not in ("phimoe", *PADDED_ONLY))
+    assert policy.layout.shares is policy.layout.packed
+    assert policy.layout.packed is (name not in ("phimoe", *PADDED_ONLY))
 
 
 @pytest.mark.parametrize("kind", ["module", "config", "router"])
@@ -287,9 +289,9 @@ def test_a_model_with_noise_in_training_does_not_share(kind):
         model.config.router_jitter_noise = 0.1
     policy = PolicyModel(model)
     select_kernels(policy)
-    assert policy.packed and not policy.shares
+    assert policy.layout.packed and not policy.layout.shares
     select_kernels(policy.eval())
-    assert policy.shares, "a reference or a reward model runs without noise"
+    assert policy.layout.shares, "a reference or a reward model runs without noise"
 
 
 def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
@@ -298,7 +300,7 @@ def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
     assert model.config.classifier_dropout > 0
     policy = PolicyModel(model)
     select_kernels(policy)
-    assert policy.shares
+    assert policy.layout.shares
 
 
 @pytest.mark.parametrize("by_blocks", [True, False])
@@ -308,7 +310,7 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
         monkeypatch.setattr(operations, "kernels", lambda: None)
     policy = PolicyModel(tiny_model("llama").to(torch.bfloat16))
     select_kernels(policy)
-    assert policy.shares
+    assert policy.layout.shares
     blocks, grouped = segment_attention.blockwise_attention, segment_attention._grouped_attention
     broken = {
         "blockwise_attention": lambda q, k, v, parts, *o: blocks(q, k, v, Parts(parts.lengths), *o),
@@ -316,19 +318,19 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     }
     for name, function in broken.items():
         monkeypatch.setattr(segment_attention, name, function)
-    policy.shares = False
+    policy.layout = replace(policy.layout, shares=False)
     select_kernels(policy)
-    assert policy.packed and not policy.shares
+    assert policy.layout.packed and not policy.layout.shares
 
 
 def test_a_head_that_needs_whole_logits_is_not_shared():
     lm, rows = model_of("llama", 1), rollout()
-    policy = PolicyModel(lm, fused=False, shares=True)
+    policy = PolicyModel(lm, Layout(fused=False, shares=True))
     scores = response_scores(policy, rows, TEMPERATURE, distributions=True)
     torch.testing.assert_close(scores.logprobs[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
-    policy.fused, policy.shares = False, False
+    policy.layout = Layout(fused=False)
     select_kernels(policy)
-    assert not policy.shares
+    assert not policy.layout.shares
 
 
 @pytest.mark.parametrize(("alike", "shared"), [(7, [0, 0]), (8, [0, 8])])

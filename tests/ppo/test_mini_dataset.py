@@ -10,6 +10,7 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
@@ -268,7 +269,7 @@ def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_r
             updates = list(dataset.minibatches(rows, 1, 1))
         else:
             updates = [rank[0] for rank in updates_of_two_ranks(dataset, rows, monkeypatch)]
-        module = (PolicyModel if kind == "policy" else ScalarModel)(model, packed=True, shares=shares)
+        module = (PolicyModel if kind == "policy" else ScalarModel)(model, Layout(packed=True, shares=shares))
         ran = []
         hook = module.backbone.register_forward_pre_hook(
             lambda _, args, named, ran=ran: ran.append(named["input_ids"].numel()), with_kwargs=True

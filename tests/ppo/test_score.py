@@ -16,6 +16,7 @@ from transformers import (
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.forward import response_values
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
@@ -266,14 +267,14 @@ def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monke
     prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[[0, 0, 1, 2, 2]]  # as in GROUPS
     rows = replace(rollout(), prompt_ids=prompts, prompt_mask=torch.ones(5, 12, dtype=torch.bool))
     for model in models.values():
-        monkeypatch.setattr(model, "shares", True)
+        monkeypatch.setattr(model, "layout", Layout(shares=True))
     require_rows_alone(models, rows, scored(models, rows, budget=budget, kl=kl), kl)
 
 
 def test_answers_to_one_prompt_are_scored_in_one_pass_if_all_models_share(models, monkeypatch):
     rows = replace(rollout(), prompt_ids=torch.arange(12).repeat(5, 1), prompt_mask=torch.ones(5, 12).bool())
     for name, passes in (("actor", 3), ("reference", 3), ("critic", 2)):
-        monkeypatch.setattr(models[name], "shares", True)
+        monkeypatch.setattr(models[name], "layout", Layout(shares=True))
         seen = watched_passes(monkeypatch)
         scored(models, rows, budget=40)
         assert len(seen) == passes, name

@@ -11,6 +11,7 @@ from tiny_models import new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.models import segment_attention
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -94,7 +95,7 @@ def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, read
     wanted = (torch.arange(20) >= 12) & (torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1))
     with pretended_gpu() as seen:
         engine, until_second = moved(policy()), []
-        engine.packed, engine.shares, engine.reads_few = True, shares, reads_few
+        engine.layout = Layout(packed=True, shares=shares, reads_few=reads_few)
         engine.lm.model.layers[1].register_forward_pre_hook(lambda *_: until_second.append(seen.waits.total()))
         arguments = on_gpu(ids), on_gpu(wanted)
         seen.waits.clear()

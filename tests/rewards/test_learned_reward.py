@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards import learned_reward as rewards_model
 from dschat_ppo.rewards import reward_source
@@ -78,7 +79,7 @@ def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
 def test_answers_to_one_prompt_are_scored_in_one_pass(engine, monkeypatch):
     prompts = [list(range(5, 25)), list(range(30, 50))]
     rows = [[*prompts[number % 2], 50 + number, *range(number)] for number in range(6)]
-    monkeypatch.setattr(engine, "shares", True)
+    monkeypatch.setattr(engine, "layout", Layout(shares=True))
     passes = []
     hook = engine.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0][:, 0].tolist()))
     scores = scores_in_batches(engine, *right_padded(rows, 0), 40)

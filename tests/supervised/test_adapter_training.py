@@ -1,6 +1,7 @@
 """Steps 1 and 2 with LoRA, with a real engine on one rank: rates, metrics, kernels, references and what is saved."""
 
 import json
+from dataclasses import replace
 
 import peft
 import pytest
@@ -91,7 +92,7 @@ def test_gradient_checkpointing_does_not_change_what_lora_learns(assets, tmp_pat
 def test_the_fused_head_and_packed_rows_work_with_adapters(assets, tmp_path, said):
     trainer = make(assets, tmp_path, *FROZEN, "--packing")
     policy = trainer.engine.module
-    assert policy.fused and policy.packed
+    assert policy.layout.fused and policy.layout.packed
     assert not any("whole logits" in line or "rows are padded" in line for line in said)
     run(trainer, tmp_path)
     ids = torch.randint(3, 300, (3, 9), generator=torch.Generator().manual_seed(4))
@@ -99,7 +100,7 @@ def test_the_fused_head_and_packed_rows_work_with_adapters(assets, tmp_path, sai
     with torch.no_grad():
         policy.eval()
         fused = policy(ids, wanted)[0]
-        policy.fused = policy.packed = False
+        policy.layout = replace(policy.layout, fused=False, packed=False)
         torch.testing.assert_close(policy(ids, wanted)[0], fused, rtol=1e-4, atol=1e-4)
 
 

@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.forward import answer_logprobs
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
@@ -195,8 +196,8 @@ def test_gradients_match_plain_transformers(reference, rows):
 def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(reference):
     found = []
     for shares in (False, True):
-        trained = PolicyModel(language_model(1), packed=True, shares=shares)
-        rows = add_reference(PolicyModel(reference, shares=shares), LONG_PROMPTS, 0, CPU, batch_size=2)
+        trained = PolicyModel(language_model(1), Layout(packed=True, shares=shares))
+        rows = add_reference(PolicyModel(reference, Layout(shares=shares)), LONG_PROMPTS, 0, CPU, batch_size=2)
         tokens = tokens_run(trained)
         loss, metrics = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo")), trained, rows, (2, 0, 1))
         loss.backward()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -77,7 +79,7 @@ def packed_and_alone(module, of_packing, rows, max_len: int):
     micro_batches = [sum(plan[start : start + 2], []) for start in range(0, len(plan), 2)]
     assert max(map(len, micro_batches)) > 3 and len(micro_batches) > 1
     found = gradients_of(module, of_packing(True), rows, micro_batches)
-    module.packed = False
+    module.layout = replace(module.layout, packed=False)
     return found, gradients_of(module, of_packing(False), rows, [[row] for row in range(len(rows))])
 
 
@@ -113,7 +115,7 @@ def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_head_on_last_tokens_alone_gives_the_same_scores(packed):
-    model = ScalarModel(classifier("llama"), packed=packed)
+    model = ScalarModel(classifier("llama"), Layout(packed=packed))
     for lengths in (torch.tensor([7, 1, 4]), torch.tensor([7, 7, 7])):
         tokens = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
         last = model(tokens, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)

@@ -69,7 +69,7 @@ def test_steps_of_one_kind_have_no_accuracy_of_the_other(classifier):
 def test_loss_and_metrics_match_single_steps(classifier, packed):
     model = ScalarModel(classifier)
     if packed:
-        assert select_kernels(model) is None and model.packed
+        assert select_kernels(model) is None and model.layout.packed
     loss, metrics = run(model, [2, PADDING_ROW, 0, 1], 6)
     with torch.no_grad():
         steps = [(float(value), label) for value, label in steps_of(classifier, [2, 0, 1])]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -102,7 +103,7 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(words
     found = []
     for shares in (False, True):
         torch.manual_seed(3)
-        model = ScalarModel(LlamaClassifier(tiny_config(num_labels=1)).eval(), packed=True, shares=shares)
+        model = ScalarModel(LlamaClassifier(tiny_config(num_labels=1)).eval(), Layout(packed=True, shares=shares))
         tokens = tokens_run(model)
         loss, metrics = run_loss(reward_objective(0, CPU, config_of(*words)), model, LONG_PROMPTS, (2, 0, 1))
         loss.backward()

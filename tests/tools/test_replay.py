@@ -18,6 +18,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.skip_update import random_state
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -216,12 +217,12 @@ def test_losses_of_passes_that_give_old_log_probs_and_values_match_the_run(asset
 
 def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
     engine = engine_of("policy")
-    engine.module.fused, engine.module.packed, engine.module.shares = False, True, True
+    engine.module.layout = Layout(fused=False, packed=True, shares=True)
     what = json.loads(
         (Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
     )
     model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
-    assert (model.fused, model.packed, model.shares) == (False, True, True)
+    assert model.layout == Layout(fused=False, packed=True, shares=True)
 
 
 def test_the_attention_is_that_of_the_run_where_it_can_run_here(assets, tmp_path, capsys, monkeypatch):

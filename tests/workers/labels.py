@@ -8,6 +8,7 @@ Ranks that share rows train some of the splits of one rank.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,9 +52,9 @@ def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, de
     seed_everything(1)
     trained = load_trained_model(model, config, ds_config)
     fit = SupervisedTrainer(trained, ds_config, rows, OBJECTIVES[task](0, device, config), config.fit, config.run)
-    assert trained.divided == (dist.sequence_ranks() > 1)
+    assert trained.layout.divided == (dist.sequence_ranks() > 1)
     if name.endswith("packed"):
-        fit.engine.module.packed = True
+        fit.engine.module.layout = replace(fit.engine.module.layout, packed=True)
     order = [epoch_order(11, 7, epoch) for epoch in range(2)]
     steps = [step for part in order for step in optimizer_steps(
         part, micro, accumulation, dist.data_ranks(), dist.data_rank()

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models import activation_memory
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
@@ -82,9 +84,9 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
     rows = TokenRows(rows.select(range(12)), held_out)
     plan = adapter_plan(config)
     fit = SupervisedTrainer(trained, ds_config, rows, objective, config.fit, config.run, adapter=plan)
-    assert trained.divided == (dist.sequence_ranks() > 1)
-    assert trained.packed  # chosen on a CPU
-    trained.packed = packed
+    assert trained.layout.divided == (dist.sequence_ranks() > 1)
+    assert trained.layout.packed  # chosen on a CPU
+    trained.layout = replace(trained.layout, packed=packed)
     order = [index for epoch in range(3) for index in epoch_order(12, 7, epoch)]
     taken = optimizer_steps(order, 2, fit.plan.accumulation, dist.data_ranks(), dist.data_rank())
     steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
@@ -104,8 +106,8 @@ def ppo(assets: Path, stage: int, packed: bool, device, *more: str) -> list[list
     words += ["--old_logprobs", "recompute", "--sequence_parallel_size", str(dist.sequence_ranks()), *more]
     parts = ppo_of(parse("ppo", words), Dataset.from_dict({"row": ["{}"] * 40}), device)
     for engine in (*parts.engines.trained.values(), parts.engines.reference, parts.engines.reward):
-        assert engine.module.divided == (dist.sequence_ranks() > 1)
-        engine.module.packed = packed
+        assert engine.module.layout.divided == (dist.sequence_ranks() > 1)
+        engine.module.layout = replace(engine.module.layout, packed=packed)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     stored = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
     experience = experience_of(parts, select_rows(stored, mine))
@@ -132,13 +134,13 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: st
     if scalar:
         lm.score = torch.nn.Linear(32, 1)
         torch.nn.init.normal_(lm.score.weight, generator=torch.Generator().manual_seed(5))
-        model = ScalarModel(lm, packed)
+        model = ScalarModel(lm, Layout(packed=packed))
     else:
-        model = PolicyModel(lm, packed=packed)
+        model = PolicyModel(lm, Layout(packed=packed))
     results = []
     for divided in (False, True):
         model.zero_grad()
-        model.divided, model.attention = divided, choice if divided else "auto"
+        model.layout = replace(model.layout, divided=divided, attention=choice if divided else "auto")
         if scalar:
             outputs = model(ids, lengths)[wanted].unsqueeze(0)
             assert torch.equal(model(ids, lengths, last_only=True), model(ids, lengths).gather(
@@ -157,10 +159,10 @@ def router_against_whole_rows(packed: bool) -> list[float]:
     """Largest differences of the load of the routers, summed over the ranks, and of its gradients."""
     lengths, ids = torch.tensor([41, 9, 15]), torch.randint(2, VOCABULARY, (3, 41), generator=torch.manual_seed(3))
     wanted = torch.arange(41) < lengths.unsqueeze(1)
-    model, results = PolicyModel(new_model("mixtral"), packed=packed), []
+    model, results = PolicyModel(new_model("mixtral"), Layout(packed=packed)), []
     for divided in (False, True):
         model.zero_grad()
-        model.divided = divided
+        model.layout = replace(model.layout, divided=divided)
         with recorded_router(torch.tensor([True, True, False]), 2) as recorder:
             model(ids, wanted)
         [load] = recorder.loads

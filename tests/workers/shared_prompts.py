@@ -50,7 +50,7 @@ def trajectory(assets: Path, shares: bool) -> dict[str, object]:
         counted[0] += named["input_ids"].numel()
 
     for engine in (ppo.engines.actor, ppo.engines.reference, ppo.engines.critic):
-        assert engine.module.shares is shares
+        assert engine.module.layout.shares is shares
         engine.module.backbone.register_forward_pre_hook(count, with_kwargs=True)
     mine = torch.arange(PROMPTS * SAMPLES).view(ranks, -1)[dist.rank()]
     prompts = list(range(PROMPTS // ranks))
