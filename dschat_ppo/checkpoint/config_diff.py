@@ -24,7 +24,7 @@ WHERE_AND_WHEN = frozenset({
     "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
     "sample_interval", "samples_per_step", "validate_only",
-    "logging_steps", "verbose",
+    "logging_steps", "verbose", "metrics",
     "profile",
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout", "allow_weak_sandbox",
@@ -79,6 +79,7 @@ PATHS = frozenset({
     "data_path", "eval_data_path", "sft_only_data_path", "unsupervised_dataset_name", "chat_template",
     "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
     "ref_model_name_or_path", "deepspeed_config", "reward_function", "eval_reward_function",
+    "advantage_estimator", "policy_loss", "data_format",
 })  # fmt: skip
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
 CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from dschat_ppo.config.own_names import is_own_function
 from dschat_ppo.config.schema import flag, require, require_not_negative, require_positive
 
 ESTIMATOR = Literal[
@@ -33,9 +34,9 @@ class AlgorithmFlags:
 
     _argument_group_name: ClassVar[str] = "algorithm"
 
-    advantage_estimator: ESTIMATOR = flag(
+    advantage_estimator: ESTIMATOR | str = flag(
         "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
-        "--n_samples_per_prompt 2 or more",
+        "--n_samples_per_prompt 2 or more. docs/extending.md says how to write one",
         "gae",
     )
     gamma: float = flag("discount factor per token", 1.0)
@@ -49,7 +50,9 @@ class AlgorithmFlags:
         "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)", True
     )
 
-    policy_loss: POLICY_LOSS = flag("policy loss; docs/algorithms.md describes them", "ppo")
+    policy_loss: POLICY_LOSS | str = flag(
+        "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one", "ppo"
+    )
     loss_aggregation: AGGREGATION | None = flag(
         "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
         "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean",
@@ -195,19 +198,21 @@ class AlgorithmFlags:
     def _requirements(self) -> list[tuple[bool, str, str]]:
         """(whether the other flags let these flags have an effect, what these flags are for, their names)."""
         loss, estimator = self.policy_loss, self.advantage_estimator
+        own, own_loss = is_own_function(estimator), is_own_function(loss)  # they may use any constant
+        clips, standardises = own_loss or loss in CLIPPED_LOSSES, own or estimator in STANDARDISED
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
         biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
         adaptive_entropy = self.entropy_target is not None
         penalty = "--kl_coef above 0" + (f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else "")
         return [
-            (loss in CLIPPED_LOSSES, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
-            (loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
-            (loss == "sapo", "--policy_loss sapo", "sapo_tau_positive sapo_tau_negative"),
+            (clips, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
+            (own_loss or loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
+            (own_loss or loss == "sapo", "--policy_loss sapo", "sapo_tau_positive sapo_tau_negative"),
             (self.selects_tokens, _one_of("policy_loss", COVARIANCE_LOSSES), "covariance_share"),
             (self.has_critic, "--advantage_estimator gae", "critic_warmup_rollouts gae_lambda value_clip_eps"),
-            (estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
+            (own or estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
-            (estimator in STANDARDISED, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
+            (standardises, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
             (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),
             (self.kl_reward_coef > 0, f"a {penalty}, which it adapts", "kl_target"),
             (self.kl_target is not None, "--kl_target", "kl_horizon"),

@@ -69,9 +69,10 @@ class DataFlags:
     )
     dataset_config: str | None = flag("configuration of the hub data sets that name none themselves", None)
     dataset_split: str | None = flag("training split of the hub data sets that name none themselves", None)
-    data_format: DATA_FORMATS = flag(
+    data_format: DATA_FORMATS | str = flag(
         "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a"
-        " data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does",
+        " data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does; a function of your own makes rows of a"
+        " known form (docs/extending.md)",
         "auto",
     )
     prompt_column: str | None = flag(

@@ -16,6 +16,7 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from dschat_ppo.config.own_names import OrOwnFunction
 from dschat_ppo.config.retired_flags import RETIRED
 from dschat_ppo.errors import UserError, printable_line
 
@@ -103,7 +104,8 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
 def _expected(action: argparse.Action) -> str:
     """What values a flag takes: their kind and, from the first words of its help text, their unit or range."""
     if action.choices:
-        return f"one of {', '.join(map(str, action.choices))}"
+        own = ", or FILE.py:FUNCTION" if isinstance(action.choices, OrOwnFunction) else ""
+        return f"one of {', '.join(map(str, action.choices))}{own}"
     kinds: dict[Any, str] = {int: "a whole number", float: "a number", _bool_of: "true or false"}
     kind = kinds.get(action.type, "text")
     if not action.help or action.help == argparse.SUPPRESS:
@@ -119,7 +121,8 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     takes a value or none (true), and with the default True it also has `--no_some_name`. A list takes any number of
     values; with `commas` in its metadata, a list or a text takes them between commas or spaces. A field without a
     default has no attribute in the result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a
-    Literal, bool, int, float or str. `settings` are those of `argparse.ArgumentParser`.
+    Literal, bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. `settings` are those of
+    `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
     add_groups(parser, groups)
@@ -157,7 +160,11 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
 def values_of(kind: Any) -> dict[str, Any]:
     """What argparse needs to read values of a type: settings of `add_argument`."""
     if get_origin(kind) in (Union, UnionType):
-        [kind] = [part for part in get_args(kind) if part is not NoneType]
+        kinds = [part for part in get_args(kind) if part is not NoneType]
+        if len(kinds) == 2 and kinds[1] is str:
+            own = OrOwnFunction(get_args(kinds[0]))
+            return {"choices": own, "type": partial(_choice_or_own, own), "metavar": LONG_CHOICES}
+        [kind] = kinds
     if get_origin(kind) is list:
         [item] = get_args(kind)
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
@@ -174,7 +181,10 @@ def values_of(kind: Any) -> dict[str, Any]:
 def help_of(field: dataclasses.Field[Any], kind: Any) -> str:
     """The help text of a flag, with the choices if there are too many to list them before it."""
     read, text = values_of(kind), str(field.metadata["help"])
-    return f"{text}; one of {', '.join(map(str, read['choices']))}" if read["metavar"] == LONG_CHOICES else text
+    if read["metavar"] != LONG_CHOICES:
+        return text
+    own = ", or FILE.py:FUNCTION" if isinstance(read["choices"], OrOwnFunction) else ""
+    return f"{text}; one of {', '.join(map(str, read['choices']))}{own}"
 
 
 def _choice_of(by_text: dict[str, Any], text: str) -> Any:
@@ -182,6 +192,12 @@ def _choice_of(by_text: dict[str, Any], text: str) -> Any:
     if text not in by_text:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
     return by_text[text]
+
+
+def _choice_or_own(choices: OrOwnFunction, text: str) -> str:
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
+    return text
 
 
 def _bool_of(text: str) -> bool:

@@ -117,6 +117,11 @@ class PPOFlags:
     actor_dropout: float | None = flag("dropout of the actor in training; not given: 0", None)
     critic_dropout: float | None = flag("dropout of the critic in training; not given: 0", None)
 
+    metrics: list[str] = flag_list(
+        "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers are logged as "
+        "own/NAME (docs/extending.md)",
+        list,
+    )
     print_answers: bool = flag("print the prompts, answers and scores of all ranks", False)
     print_answers_interval: int = flag("print answers every N PPO steps", 1)
     sample_interval: int = flag(

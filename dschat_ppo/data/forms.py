@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.own_names import is_own_function
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_answer_lists import LABELS, group_by_prompt
@@ -22,6 +23,7 @@ from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, Kind, kind_named
 from dschat_ppo.data.form_rendering import Rendered, rendering_of
 from dschat_ppo.data.form_rows import LABELLED, Draft, Reading, Rendering, read_row
 from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates, from_json, leaves_out, looks_like_messages
+from dschat_ppo.data.own_form import made_by_own, made_of_first
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -98,6 +100,11 @@ def detect_form(
         UserError: no form fits, a flag names a column that does not exist, or the rows can be read in two ways; the
             message then shows both and how to choose.
     """
+    if is_own_function(flags.data_format):
+        columns, rows = made_of_first(flags.data_format, name, rows[:FIRST_ROWS])
+        through = f"{name} through {flags.data_format}"
+        form = detect_form(through, columns, rows, has_template, replace(flags, data_format="auto"), is_only)
+        return made_by_own(form, flags.data_format)
     ignored = tuple(column for column in columns if column in flags.ignore_columns)
     columns = [column for column in columns if column not in ignored]
     rows = [{column: value for column, value in row.items() if column in columns} for row in rows[:FIRST_ROWS]]

@@ -21,6 +21,7 @@ from dschat_ppo.algorithms.correction import (
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
 from dschat_ppo.checkpoint.resumable import load_saved
+from dschat_ppo.common.own_functions import named
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -44,6 +45,7 @@ class AdvantageComputation:
 
     def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
         self.flags = flags
+        self.estimate = named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS)
         self.score_clip = score_clip
         self.warmup_rollouts = warmup_rollouts
         self.max_length = max_length
@@ -83,7 +85,7 @@ class AdvantageComputation:
             flags.normalize_group_std, scores=self._answer_scores(rows),
         )  # fmt: skip
         with block("advantages"):
-            advantages, returns = ESTIMATORS[flags.advantage_estimator](inputs)  # (N, R) each
+            advantages, returns = self.estimate(inputs)  # (N, R) each
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
         experience = Experience(

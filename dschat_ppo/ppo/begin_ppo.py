@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
 from dschat_ppo.config.schedule_flags import ppo_schedules
@@ -30,6 +31,7 @@ from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.ppo.check_models import ACTOR, REFERENCE, check_models, model_folders, report_lengths
 from dschat_ppo.ppo.generate import check_stop_ids
+from dschat_ppo.ppo.own_functions import check_own_functions
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
@@ -63,11 +65,12 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
     models = [name for name in named if name is not None]
 
-    def check_rewards() -> None:
+    def check_functions() -> None:
         logger().info(
             f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}, "
             + (f"scores clipped to +- {config.score_clip:g}" if config.score_clip else "scores not clipped")
         )
+        check_own_functions(config)
         check_sources(config.rewards)
         if config.validation.eval_reward_function:
             evaluation_reward(config).close()  # fails here if it cannot be used
@@ -75,7 +78,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
                 config.rewards, [parse_function(config.validation.eval_reward_function, "--eval_reward_function")]
             )
 
-    device, output = begin_run("ppo", config, config.run, models, validate_only, check_rewards)
+    device, output = begin_run("ppo", config, config.run, models, validate_only, check_functions)
     require_agreement(config, dist.world_size())
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)
@@ -175,6 +178,10 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
         ),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
+            *own_files(
+                ("--advantage_estimator", config.algorithm.advantage_estimator),
+                ("--policy_loss", config.algorithm.policy_loss),
+            ),
             *function_files("--reward_function", config.rewards.reward_function),
             *function_files("--eval_reward_function", [evaluated_by] if evaluated_by else []),
         ],

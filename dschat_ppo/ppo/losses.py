@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3, kl_loss
+from dschat_ppo.common.own_functions import named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
@@ -55,6 +56,7 @@ class ActorLoss:
         self.counts_ratios = counts_ratios
         self.late_ends = late_ends
         self.full_kl = flags.full_kl_loss
+        self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
             clip_eps_high=flags.clip_eps if flags.clip_eps_high is None else flags.clip_eps_high,
@@ -84,7 +86,7 @@ class ActorLoss:
         if recorded is not None:
             recorded.record(rows, scores.logprobs)
         terms = PolicyTerms(scores.logprobs, old_logprobs, rows.advantages, mask, rows.selected)
-        policy = POLICY_LOSSES[flags.policy_loss](terms, self.settings)  # losses (b, R)
+        policy = self.policy_loss(terms, self.settings)  # losses (b, R)
         weights = rows.loss_weights  # (b, R)
         if flags.off_policy_delta is not None:
             keep = off_policy_rows(scores.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta)

@@ -33,6 +33,7 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
+from dschat_ppo.ppo.own_functions import own_metrics
 from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate
@@ -229,6 +230,7 @@ class PPOComponents:
                 clip = self.shaping.scaled(experience.scores), self.shaping.shaped(experience.scores)
             metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip)
             metrics["kl/coef"] = kl_coef
+            metrics |= own_metrics(self.config.ppo.metrics, experience)
             for role, engine in self.engines.trained.items():
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["policy/entropy_coef"] = self.entropy_coef.value

@@ -15,8 +15,6 @@ stop, and the trainer still needs the rewards of its last step.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -24,25 +22,18 @@ import pickle
 import select
 import signal
 import struct
-import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, NoReturn
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
+from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load, one_line
 from dschat_ppo.rewards.call_forms import CALL_FORMS, describe
 from dschat_ppo.rewards.returned_values import CallLog, returned_rows
 
 LENGTH = struct.Struct(">Q")
 _POLL_MILLISECONDS = 1000
-_LONGEST_TEXT = 500  # characters of an exception's text
-_MOST_NAMES = 8  # of functions, in a message
-
-
-class NoSuchFunctionError(Exception):
-    """A module has no function of the name; the message lists those that it defines."""
 
 
 def main(argv: list[str]) -> None:
@@ -61,7 +52,7 @@ def main(argv: list[str]) -> None:
         function = load(where, name)
         loaded, file = describe(function, json.loads(settings)), file_of(function)
     except NoSuchFunctionError as problem:
-        _send(replies, {"error": _one_line(str(problem))})
+        _send(replies, {"error": one_line(str(problem))})
         return
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
         _send(replies, {"error": cause_of(problem, os.path.abspath(where))})
@@ -120,26 +111,6 @@ def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
     replies.flush()
 
 
-def cause_of(problem: BaseException, file: str | None) -> str:
-    """Type and text of an exception and the innermost line of `file` in its traceback, as one line.
-
-    The exception may be a class of the user, whose `__str__` may raise anything.
-    """
-    kind, text, place = "an exception", "its text cannot be printed", ""
-    try:
-        kind = _one_line(type(problem).__name__)
-        lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
-        place = f" ({_one_line(str(file))}:{lines[-1]})" if lines else ""
-        text = _one_line(str(problem)[:_LONGEST_TEXT])
-    except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
-        pass
-    return (f"{kind}: {text}" if text else kind) + place
-
-
-def _one_line(text: str) -> str:
-    return " ".join(str.split(text)).encode(errors="backslashreplace").decode()
-
-
 def file_of(function: Callable[..., Any]) -> str | None:
     """The file that defines the function; None for a shipped rule or a function that is not written in Python."""
     plain = inspect.unwrap(function)
@@ -148,31 +119,3 @@ def file_of(function: Callable[..., Any]) -> str | None:
         if isinstance(code, CodeType) and Path(code.co_filename).parent != Path(__file__).parent:
             return code.co_filename
     return None
-
-
-def load(where: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of a file `*.py` or of an importable module, whose import may raise anything.
-
-    A file is loaded as if it were run: its folder comes first in the search path.
-    """
-    if where.endswith(".py"):
-        path = Path(where)
-        sys.path.insert(0, str(path.resolve().parent))
-        spec = importlib.util.spec_from_file_location(f"reward_function_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    if not hasattr(module, name):
-        own = [key for key, value in vars(module).items()
-               if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip
-        raise NoSuchFunctionError(
-            f"{Path(where).name} has no function '{name}'"
-            + (f"; it has: {', '.join(own[:_MOST_NAMES])}" if own else "")
-        )
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{name} is {type(function).__name__}, not a function")
-    return function

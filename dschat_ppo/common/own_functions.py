@@ -1,0 +1,116 @@
+"""Functions of one's own, which a flag names as `FILE.py:FUNCTION`. The loader needs only the standard library."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dschat_ppo.config.own_names import is_own_function
+from dschat_ppo.errors import UserError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_LONGEST_TEXT = 500  # characters of an exception's text
+_MOST_NAMES = 8  # of functions, in a message
+
+
+class NoSuchFunctionError(Exception):
+    """A module has no function of the name; the message lists those that it defines."""
+
+
+def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
+    """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names.
+
+    Raises:
+        UserError: it cannot be loaded; the message names `flag`.
+    """
+    return built_in[name] if name in built_in else own_function(flag, name)
+
+
+@cache  # a file runs once in a process
+def own_function(flag: str, name: str) -> Any:
+    """The function that `FILE.py:FUNCTION` names.
+
+    Raises:
+        UserError: there is no such file or function, or the file cannot be run.
+    """
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        raise UserError(f"{flag} {name}: there is no file {path}")
+    try:
+        return load(file_named(name), function)
+    except NoSuchFunctionError as problem:
+        raise UserError(f"{flag} {name}: {one_line(str(problem))}") from None
+    except Exception as problem:  # noqa: BLE001  the file may raise anything
+        raise UserError(f"{flag} {name}: cannot be loaded: {cause_of(problem, file_named(name))}") from None
+
+
+def file_named(name: str) -> str:
+    """The file of `FILE.py:FUNCTION`, from the root."""
+    return os.path.abspath(name.rpartition(":")[0])
+
+
+def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
+    """(flag, file) of those of these (flag, value) that name functions of one's own."""
+    return [(flag, file_named(name)) for flag, name in flags if is_own_function(name)]
+
+
+def load(where: str, name: str) -> Callable[..., Any]:
+    """The callable `name` of a file `*.py` or of an importable module.
+
+    A file is loaded as if it were run: its folder comes first in the search path.
+
+    Raises:
+        NoSuchFunctionError: the module has nothing of that name.
+        TypeError: what has that name is no function. Importing the module may raise anything.
+    """
+    if where.endswith(".py"):
+        path = Path(where)
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items()
+               if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip
+        raise NoSuchFunctionError(
+            f"{Path(where).name} has no function '{name}'"
+            + (f"; it has: {', '.join(own[:_MOST_NAMES])}" if own else "")
+        )
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    return function
+
+
+def cause_of(problem: BaseException, file: str | None) -> str:
+    """Type and text of an exception and the innermost line of `file` in its traceback, as one line.
+
+    The exception may be a class of the user, whose `__str__` may raise anything.
+    """
+    kind, text, place = "an exception", "its text cannot be printed", ""
+    try:
+        kind = one_line(type(problem).__name__)
+        lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+        place = f" ({one_line(str(file))}:{lines[-1]})" if lines else ""
+        text = one_line(str(problem)[:_LONGEST_TEXT])
+    except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
+        pass
+    return (f"{kind}: {text}" if text else kind) + place
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and without characters that UTF-8 lacks."""
+    return " ".join(str.split(text)).encode(errors="backslashreplace").decode()

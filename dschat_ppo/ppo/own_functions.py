@@ -1,0 +1,119 @@
+"""Estimators, policy losses and metrics of one's own: tried on made-up rows before a model is loaded."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, TokenLosses
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
+from dschat_ppo.common.own_functions import cause_of, file_named, own_function
+from dschat_ppo.config.own_names import is_own_function
+from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.types import Experience, FinishReason
+
+METRICS = "--metrics"
+_B, _R, _SOURCES = 4, 3, 1
+
+
+def check_own_functions(config: PPOConfig) -> None:
+    """Run each estimator, policy loss and metric of one's own once, on four made-up rows.
+
+    Raises:
+        UserError: it cannot be loaded, raises, or does not return what docs/extending.md asks for.
+    """
+    estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
+    rows = made_up_rows()
+    if is_own_function(estimator):
+        _try("--advantage_estimator", estimator, lambda function: _check_estimator(function, rows))
+    if is_own_function(loss):
+        _try("--policy_loss", loss, lambda function: _check_loss(function, rows))
+    for name in config.ppo.metrics:
+        if not is_own_function(name):
+            raise UserError(f"{METRICS} {name}: expected FILE.py:FUNCTION")
+        _try(METRICS, name, lambda function, name=name: _numbers_of(name, function(rows)))  # type: ignore[misc]
+
+
+def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
+    """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by `own/NAME`."""
+    return {key: value for name in names for key, value in _numbers_of(name, own_function(METRICS, name)(rows)).items()}
+
+
+def _numbers_of(name: str, found: Any) -> dict[str, float]:
+    """A number under the function's name, or a dict of numbers."""
+    by_name = found if isinstance(found, Mapping) else {name.rpartition(":")[2]: found}
+    for key, value in by_name.items():
+        is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not (isinstance(key, str) and is_number):
+            raise TypeError(
+                f"it must return a number or a dict of numbers by name, not {key!r}: {type(value).__name__}"
+            )
+    return {f"own/{key}": float(value) for key, value in by_name.items()}
+
+
+def _try(flag: str, name: str, check: Callable[[Callable[..., Any]], object]) -> None:
+    function = own_function(flag, name)
+    try:
+        check(function)
+    except Exception as problem:  # noqa: BLE001  the function may raise anything
+        raise UserError(f"{flag} {name}: {cause_of(problem, file_named(name))}") from None
+
+
+def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
+    inputs = AdvantageInputs(rows.rewards, None, rows.response_mask, rows.groups, None, 0.9, 0.9, scores=rows.scores)
+    found = function(inputs)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise TypeError(f"it must return (advantages, returns), not {type(found).__name__}")
+    for word, values in zip(("advantages", "returns"), found, strict=True):
+        _require_per_token(word, values, rows.rewards)
+        if values[~rows.response_mask].any():
+            raise ValueError(f"{word} must be 0 outside response_mask")
+
+
+def _check_loss(function: Callable[..., Any], rows: Experience) -> None:
+    assert rows.old_logprobs is not None
+    logprobs = rows.old_logprobs.clone().requires_grad_()
+    terms = PolicyTerms(logprobs, rows.old_logprobs, rows.advantages, rows.loss_mask)
+    found = function(terms, PolicyLossSettings())
+    if not isinstance(found, TokenLosses):
+        raise TypeError(f"it must return TokenLosses, not {type(found).__name__}")
+    _require_per_token("losses", found.losses, logprobs)
+    _require_per_token("ratio", found.ratio, logprobs)
+    _require_per_token("clipped", found.clipped, rows.loss_mask)
+    if not found.losses.requires_grad:
+        raise ValueError("losses have no gradient: they must be computed from terms.logprobs")
+    if found.losses[~rows.loss_mask].any():
+        raise ValueError("losses must be 0 outside terms.mask")
+
+
+def _require_per_token(word: str, values: Any, like: Tensor) -> None:
+    if not isinstance(values, Tensor) or values.shape != like.shape or values.dtype != like.dtype:
+        is_tensor = isinstance(values, Tensor)
+        got = f"{tuple(values.shape)} {values.dtype}" if is_tensor else type(values).__name__
+        raise ValueError(f"{word} must be a tensor {tuple(like.shape)} {like.dtype}, got {got}")
+    if values.is_floating_point() and not bool(values.isfinite().all()):
+        raise ValueError(f"{word} are not finite")
+
+
+def made_up_rows() -> Experience:
+    """Two answers to each of two prompts, of 3, 2, 1 and 0 tokens."""
+    mask = torch.arange(_R) < torch.tensor([[3], [2], [1], [0]])  # (B, R)
+    scores = torch.tensor([1.0, 0.0, -1.0, 2.0])  # (B,)
+    per_token = torch.where(mask, torch.linspace(-1.0, -0.1, _B * _R).view(_B, _R), 0.0)  # (B, R)
+    made: dict[str, Tensor] = {
+        field.name: per_token for field in fields(Experience) if field.name not in ("selected", "data_sources")
+    }
+    made |= {
+        "prompt_ids": torch.ones(_B, 2, dtype=torch.int64), "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),
+        "response_ids": torch.ones(_B, _R, dtype=torch.int64), "response_mask": mask, "loss_mask": mask,
+        "finish_reason": torch.full((_B,), FinishReason.EOS, dtype=torch.int8),
+        "source_scores": scores.unsqueeze(1), "scores": scores, "baselines": scores,
+        "groups": torch.tensor([0, 0, 1, 1]), "numbers": torch.arange(_B), "loss_weights": mask.float(),
+    }  # fmt: skip
+    return Experience(**made, selected=None)

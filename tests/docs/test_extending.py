@@ -1,0 +1,150 @@
+"""The functions of docs/extending.md run, as they stand there."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from bash_blocks import ROOT, blocks_of
+
+from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, rloo
+from dschat_ppo.checkpoint.config_diff import HARMLESS
+from dschat_ppo.common.own_functions import named, own_function
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.forms import detect_form
+from dschat_ppo.errors import UserError
+from dschat_ppo.ppo.own_functions import check_own_functions, made_up_rows, own_metrics
+from dschat_ppo.rewards.function_reward import parse_function
+
+PAGE = ROOT / "docs/extending.md"
+FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
+FLAGS = [word for block in blocks_of(PAGE) for command in block.commands for word in command.split()]
+NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
+TICKET = {
+    "ticket": "The lid is broken.",
+    "replies": [{"text": t, "rating": r} for t, r in (("Sorry!", 3), ("No.", 1), ("We send one.", 5))],
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """The files of the page, in the current folder."""
+    assert len(FILES) == 5
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    own_function.cache_clear()
+    return tmp_path
+
+
+def config(*words):
+    return parse("ppo", [*NEEDED, "--use_reward_model", "False", "--reward_function", "brevity.py:brevity", *words])
+
+
+def of_flag(flag: str) -> str:
+    return FLAGS[FLAGS.index(flag) + 1]
+
+
+def test_the_commands_of_the_page_pass_the_checks_of_a_run():
+    step3 = [word for word in FLAGS if word not in ("tickets.jsonl", "--data_path", "--data_format", "tickets.py:read")]
+    found = parse("ppo", [*NEEDED, *step3])
+    check_own_functions(found)
+    assert found.algorithm.advantage_estimator == "leave_one_out.py:leave_one_out"
+    assert not found.algorithm.has_critic and not found.algorithm.whitens
+    parse_function(of_flag("--reward_function"))
+    assert "metrics" in HARMLESS and "policy_loss" not in HARMLESS
+
+
+def test_the_estimator_is_rloo():
+    torch.manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([[5], [2], [4], [1], [3], [2]])
+    rewards = torch.where(mask, torch.randn(6, 5), 0.0)
+    inputs = AdvantageInputs(rewards, None, mask, torch.tensor([7, 7, 7, 2, 2, 9]), None, 1.0, 1.0)
+    function = named("--advantage_estimator", of_flag("--advantage_estimator"), {"rloo": rloo})
+    torch.testing.assert_close(function(inputs)[0], rloo(inputs)[0])
+    assert named("--advantage_estimator", "rloo", {"rloo": rloo}) is rloo
+
+
+def test_the_loss_has_the_gradient_of_its_formula():
+    mask = torch.tensor([[True, True], [True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, float("nan")]], requires_grad=True)
+    terms = PolicyTerms(
+        logprobs, torch.tensor([[-1.2, -2.0], [-0.4, 0.0]]), torch.tensor([[2.0, -1.0], [0.5, 3.0]]), mask
+    )
+    found = own_function("--policy_loss", of_flag("--policy_loss"))(terms, PolicyLossSettings(clip_eps_high=0.5))
+    found.losses.sum().backward()
+    ratio = torch.tensor([0.2, 0.0, -0.1]).exp()
+    expected = ratio * (-torch.tensor([2.0, -1.0, 0.5]) + (ratio - 1) / 0.5)
+    torch.testing.assert_close(logprobs.grad[mask], expected)
+    assert logprobs.grad[1, 1] == 0
+
+
+def test_the_form_serves_all_steps_and_leaves_rows_out():
+    flags = DataFlags(["tickets.jsonl"], data_format=of_flag("--data_format"))
+    alike = TICKET | {"replies": TICKET["replies"][:1]}
+    form = detect_form("tickets.jsonl", list(TICKET), [alike, TICKET], False, flags)
+    assert form.read(alike, "preference", "row 0") == []
+    [pair] = form.read(TICKET, "preference", "row 1")
+    assert (pair.prompt, pair.answers) == ("The lid is broken.", ["We send one.", "No."])
+    assert form.read(TICKET, "prompt", "row 1")[0].prompt == "The lid is broken."
+    with pytest.raises(UserError, match=r"row 2: tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"):
+        form.read({"ticket": "?"}, "prompt", "row 2")
+
+
+def test_the_identity_of_a_form_is_that_of_its_file(files):
+    flags = DataFlags(["tickets.jsonl"], data_format="tickets.py:read")
+    before = detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags)
+    (files / "tickets.py").write_text(FILES["tickets.py"] + "\n")
+    assert detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != before.identity
+
+
+def test_the_metric_by_hand():
+    rows = made_up_rows()
+    assert own_metrics([of_flag("--metrics")], rows) == {"own/long_answers": 0.0, "own/score_of_long_answers": 0.0}
+    wide = torch.ones(4, 101, dtype=torch.bool) & torch.tensor([[True], [False], [True], [False]])
+    found = own_metrics(["answers.py:long_answers"], replace(rows, response_mask=wide))
+    assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
+
+
+WRONG = {
+    "there is no file none.py": ("--policy_loss", "none.py:f", ""),
+    "own.py has no function 'g'; it has: f": ("--metrics", "own.py:g", "def f(rows): return 1"),
+    "cannot be loaded: ZeroDivisionError": ("--policy_loss", "own.py:f", "1 / 0"),
+    r"TypeError: f\(\) takes 0 positional": ("--advantage_estimator", "own.py:f", "def f(): pass"),
+    r"advantages must be a tensor \(4, 3\) torch.float32, got \(4,\)": (
+        "--advantage_estimator", "own.py:f", "def f(i): return i.scores, i.rewards"),
+    "advantages must be 0 outside response_mask": (
+        "--advantage_estimator", "own.py:f", "def f(i): return i.rewards + 1, i.rewards"),
+    "it must return TokenLosses, not Tensor": ("--policy_loss", "own.py:f", "def f(t, s): return t.logprobs"),
+    "losses have no gradient": (
+        "--policy_loss", "own.py:f",
+        "from dschat_ppo.algorithms.actor_critic_losses import *\n"
+        "def f(t, s): return TokenLosses(t.advantages, t.advantages, t.mask)"),
+    "it must return a number or a dict of numbers": ("--metrics", "own.py:f", "def f(rows): return 'x'"),
+    "expected FILE.py:FUNCTION": ("--metrics", "kl", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", WRONG)
+def test_a_wrong_function_ends_the_run_before_a_model_is_loaded(files, cause):
+    flag, name, text = WRONG[cause]
+    if text:
+        (files / "own.py").write_text(text)
+    with pytest.raises(UserError, match=f"{flag} {re.escape(name)}: .*{cause}"):
+        check_own_functions(config(flag, name))
+
+
+def test_a_misspelt_built_in_name_is_refused_with_all_names():
+    with pytest.raises(UserError, match="expected one of gae, grpo, .*, or FILE.py:FUNCTION; did you mean grpo"):
+        config("--advantage_estimator", "grop")
+
+
+def test_what_a_form_makes_must_fit(files):
+    (files / "own.py").write_text("def f(row): return [row['ticket']]\ndef g(row): return None")
+    for name, cause in (("f", "must return a dict, a list of dicts or None"), ("g", "returns None for each")):
+        flags = DataFlags(["tickets.jsonl"], data_format=f"own.py:{name}")
+        with pytest.raises(UserError, match=f"--data_format own.py:{name}: makes no row: .*{cause}"):
+            detect_form("tickets.jsonl", list(TICKET), [json.loads(json.dumps(TICKET))], False, flags)
