@@ -34,7 +34,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
 LONGEST, MICRO_BATCH, VOCABULARY = 512, 8, 8192
 
@@ -56,7 +56,7 @@ def trainer_of(rows: Dataset, packing: bool, packs: bool = True) -> SupervisedTr
     model = PolicyModel(AutoModelForCausalLM.from_config(config_of(VOCABULARY), dtype=torch.float32))
     trainer = SupervisedTrainer(
         model, fit_ds_config(config.fit, config.run), TokenRows(rows, None), sft_objective(0, False, dist.device()),
-        config.fit, config.run,
+        TrainerFlags.of(config),
     )  # fmt: skip
     module = trainer.engine.module
     module.layout = replace(module.layout, packed=module.layout.packed and packs)

@@ -19,7 +19,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
 GLOBAL_BATCH = 2  # packed rows: two gradients add up to the same bits in either order
 MEASURED = ("time", "time/", "memory/")
@@ -58,7 +58,7 @@ def packed_run(task: str, folder: Path) -> dict:
         model_config.num_labels = 1
         model = ScalarModel(AutoModelForSequenceClassification.from_config(model_config))
         objective = reward_objective(0, dist.device(), config)
-    trainer = SupervisedTrainer(model, fit_ds_config(config.fit, config.run), rows, objective, config.fit, config.run)
+    trainer = SupervisedTrainer(model, fit_ds_config(config.fit, config.run), rows, objective, TrainerFlags.of(config))
     with MetricsWriter(folder, None, None) as writer:
         trainer.run(writer, NO_CHECKPOINTS, task)
     weights = hashlib.sha256()

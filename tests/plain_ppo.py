@@ -32,7 +32,7 @@ from dschat_ppo.ppo.plain_text import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.rewards.reward_mixture import RewardMixture
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ class PlainRun:
             blocks = Dataset.from_dict({"prompt_ids": [[7]] * 5, "answers": [[[9, 10 + row]] for row in range(5)]})
             texts = TextBatches(blocks, plan.global_batch, 1, 3, 0, CPU)
         engines = PlainEngines(assets, config)
-        self.ppo = PPOComponents(config, plan, engines, prompts_of(PROMPTS), tokenizer, mixture, CPU, texts)
+        self.ppo = PPOComponents(config, plan, PPOData(prompts_of(PROMPTS), tokenizer, texts=texts), engines, mixture)
         self.saved_best: list[tuple[float, int]] = []
         self.evaluation = None
         if config.validation.eval_data_path:

@@ -16,13 +16,14 @@ from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.common.atomic_files import sync_entries, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.monitor.writers import METRICS
 
 CONFIG = "config.yaml"
 _OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
 
 
-def write_config(config: Any, folder: Path) -> Path:
+def write_config(config: StepConfig, folder: Path) -> Path:
     """Write the resolved configuration to `folder/config.yaml`, durably, in the format that `--config` reads."""
     return _write_flags(flatten(config), folder)
 

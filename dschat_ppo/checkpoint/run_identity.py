@@ -22,6 +22,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 
@@ -60,7 +61,7 @@ class RunInputs:
 
 
 def identify_run(
-    kind: Literal["sft", "reward", "ppo"], config: Any, inputs: RunInputs, derived: Mapping[str, int]
+    kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
     """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`.
 

@@ -17,6 +17,7 @@ from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import set_verbose
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.runtime.launch import run_step
 
 STEPS = ("sft", "reward", "dpo", "ppo")
@@ -32,7 +33,7 @@ def run_training(step: str, argv: Sequence[str]) -> int:
     return run_step(lambda words: parse(step, words), lambda config: train(step, config), argv)
 
 
-def train(step: str, config: Any) -> None:
+def train(step: str, config: StepConfig) -> None:
     """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks have nothing to do."""
     set_verbose(config.console.verbose)
     if config.run.dry_run and not ranks.is_main():

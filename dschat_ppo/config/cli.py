@@ -20,7 +20,7 @@ from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
-from dschat_ppo.config.steps import STEPS, Step
+from dschat_ppo.config.steps import STEPS, Step, StepConfig
 from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
@@ -233,13 +233,13 @@ def _hint(unknown: str, known: set[str]) -> str:
     return ""
 
 
-def flatten(config: Any) -> dict[str, Any]:
+def flatten(config: StepConfig) -> dict[str, Any]:
     """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
     groups = dataclasses.asdict(config).values()
     return {name: without_credentials(value) for group in groups for name, value in group.items()}
 
 
-def notes(step_name: str, config: Any) -> list[str]:
+def notes(step_name: str, config: StepConfig) -> list[str]:
     """One line for each flag that was given but has no effect, with the reason; one for all flags that left."""
     step = STEPS[step_name]
     defaults = {

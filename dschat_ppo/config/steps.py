@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
@@ -269,6 +269,9 @@ class PPOConfig:
         if self.ppo.old_logprobs == "auto":
             return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
         return self.ppo.old_logprobs == "recompute"
+
+
+StepConfig: TypeAlias = SFTConfig | PreferenceConfig | PPOConfig
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ together, and their prompt counts once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.shared_prompts import LEAST_SAVING, LEAST_TOKENS, common_beginnings
 from dschat_ppo.types import Model
 
@@ -47,8 +47,11 @@ class RowPrompts:
 
 def share_prompts(*engines: Model | None) -> bool:
     """Whether all of these models that are not None run the prompt of several rows once."""
-    modules: list[Any] = [unwrap(engine) for engine in engines if engine is not None]
-    return all(module.layout.shares for module in modules)
+    layouts: list[Layout] = [
+        getattr(unwrap(engine), "layout", Layout())  # a plain language model has none
+        for engine in engines if engine is not None
+    ]  # fmt: skip
+    return all(layout.shares for layout in layouts)
 
 
 def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:

@@ -132,33 +132,38 @@ class PPOState:
             self.experience = to_device(record_of(Experience, state["experience"]), device)
 
 
+@dataclass(frozen=True)
+class PPOData:
+    """What the actor learns from."""
+
+    prompts: Dataset  # token rows
+    tokenizer: PreTrainedTokenizerBase  # of the actor
+    sources: Sequence[str] = ()  # names of the data sets, which the column `source` of the prompts numbers
+    texts: TextBatches | None = None  # blocks of plain text for the PTX loss
+
+
 class PPOComponents:
     """The components that `run`, `make_experience` and `update` use. Constructing it is collective.
 
     Args:
         config: the resolved flags.
         plan: the batch sizes.
+        data: what the actor learns from.
         engines: of the four models.
-        prompts: token rows of the prompts.
-        tokenizer: of the actor.
         rewards: the reward sources.
-        device: of this rank.
-        texts: blocks of plain text for the PTX loss, or None.
-        data_sources: names of the data sets of the prompts, which their column `source` numbers.
     """
 
     def __init__(
-        self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, prompts: Dataset,
-        tokenizer: PreTrainedTokenizerBase, rewards: RewardMixture, device: torch.device,
-        texts: TextBatches | None = None, data_sources: Sequence[str] = (),
+        self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture
     ):  # fmt: skip
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
+        device, prompts, tokenizer = dist.device(), data.prompts, data.tokenizer
         self.config = config
         self.plan = plan
         self.engines = engines
         self.device = device
-        self.texts = texts
-        self.data_sources = tuple(data_sources)
+        self.texts = data.texts
+        self.data_sources = tuple(data.sources)
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
@@ -196,7 +201,13 @@ class PPOComponents:
                 algorithm.entropy_coef_max,
             )  # fmt: skip
         self.updates = PPOUpdate(
-            config, engines, texts, self.entropy_coef, self.nonfinite, self.clock, generator.config.stopping.late_ends
+            config,
+            engines,
+            data.texts,
+            self.entropy_coef,
+            self.nonfinite,
+            self.clock,
+            generator.config.stopping.late_ends,
         )
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:

@@ -35,7 +35,7 @@ from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import (
     SEPARATOR,
@@ -68,9 +68,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
-        components = PPOComponents(
-            config, plan, engines, rows.train, tokenizer, rewards, begun.device, begun.texts, rows.sources
-        )
+        data = PPOData(rows.train, tokenizer, rows.sources, begun.texts)
+        components = PPOComponents(config, plan, data, engines, rewards)
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.cpu_kernels.library import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.trackers import check_trackers
@@ -40,7 +40,7 @@ _LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds unti
 
 def begin_run(
     step: str,
-    config: Any,
+    config: StepConfig,
     run: RunFlags,
     models: list[str],
     validate_only: bool = False,
@@ -85,14 +85,15 @@ def begin_run(
         _check_trackers(run)
     seed_everything(run.seed)
     _check_dtype(run.dtype)
-    if config.memory.offload_optimizer or (config.ppo if step == "ppo" else config.fit).offload:
+    offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
+    if config.memory.offload_optimizer or offloads:
         announce("load operators")
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     _log_notes(step, config)
     return device, folder
 
 
-def _join_and_lock(config: Any, run: RunFlags, folder: Path) -> torch.device:
+def _join_and_lock(config: StepConfig, run: RunFlags, folder: Path) -> torch.device:
     """Join the ranks and lock the output folder; this rank's device. Collective."""
     is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
     if not is_locked:
@@ -108,7 +109,7 @@ def _join_and_lock(config: Any, run: RunFlags, folder: Path) -> torch.device:
     return device
 
 
-def _log_notes(step: str, config: Any) -> None:
+def _log_notes(step: str, config: StepConfig) -> None:
     for line in notes(step, config):
         logger().info(f"note: {line}")
 

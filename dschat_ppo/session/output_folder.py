@@ -19,6 +19,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.html_report.write_report import REPORT
@@ -97,7 +98,7 @@ def _appears(path: Path, seconds: float) -> bool:
     return True
 
 
-def check_earlier_outputs(folder: Path, config: Any, run: RunFlags) -> None:
+def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint. Collective.
 
     Raises:
@@ -126,7 +127,7 @@ def _clear_partials(folder: Path) -> str | None:
     return None
 
 
-def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+def _check_on_main(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str | None, str | None]:
     """(why the run must not write there, or None; why nothing is left to do, or None)."""
     for name in (METRICS, RESULT, CONFIG):
         if (folder / name).is_dir():
@@ -139,7 +140,7 @@ def _check_on_main(folder: Path, config: Any, run: RunFlags) -> tuple[str | None
         return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
 
 
-def _check_outputs(folder: Path, config: Any, run: RunFlags) -> tuple[str | None, str | None]:
+def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str | None, str | None]:
     """See `_check_on_main`. Raises `OSError` where a file cannot be written or renamed."""
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
@@ -200,7 +201,7 @@ def _has_steps(metrics: Path) -> bool:
         return True
 
 
-def _done(folder: Path, config: Any, saved: dict[str, Any]) -> str:
+def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
     """Why nothing is left to do in the folder of a finished run of these settings. Removes what a crash left of the
     removal of its checkpoints."""
     more = "to train longer, start another run from its model; --overwrite_output_dir starts over"
@@ -215,7 +216,7 @@ def _done(folder: Path, config: Any, saved: dict[str, Any]) -> str:
     return f"{folder / RESULT} is there: this run is done ({more})"
 
 
-def prepare_output_folder(folder: Path, config: Any, run: RunFlags, resumed: Path | None = None) -> None:
+def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None = None) -> None:
     """Prepare the output folder and save the resolved configuration. Collective.
 
     A run that starts from scratch removes the outputs of an earlier run. A run that resumes checks `metrics.jsonl`, see
@@ -253,7 +254,7 @@ def _remove_checkpoints(folder: Path, overwrite: bool) -> str | None:
     return None
 
 
-def _prepare_on_main(folder: Path, config: Any, run: RunFlags, resumed: Path | None) -> str | None:
+def _prepare_on_main(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if resumed is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.run_flags import AUTO, RunFlags, SafetyFlags
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.step_trace import StepTrace
@@ -96,7 +97,7 @@ class Session:
 
 
 def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: Any, inputs: RunInputs, derived: dict[str, int],
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int],
     steps: int,
 ) -> Session:  # fmt: skip
     """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.

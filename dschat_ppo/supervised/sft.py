@@ -19,8 +19,8 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import SupervisedTrainer
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
 from dschat_ppo.types import Model, to_device
 
 
@@ -70,18 +70,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         model.gradient_checkpointing_enable()
     apply_memory_flags(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
-    trainer = SupervisedTrainer(
-        model,
-        run.ds_config,
-        run.rows,
-        objective,
-        fit,
-        flags,
-        run.nonfinite,
-        adapter_plan(config),
-        config.best.best_metric,
-        config.schedule,
-        config.health,
-    )
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, TrainerFlags.of(config), run.nonfinite)
     chat = tool_command("chat", ["--model", str(run.output)])
     return train_and_save(trainer, run, chat)

@@ -49,7 +49,7 @@ from dschat_ppo.session.start_and_end import changes_of, short_count, show_end, 
 from dschat_ppo.session.validation import write_validation
 from dschat_ppo.supervised.plan_batches import plan_batches, show_batches
 from dschat_ppo.supervised.score_rows import score_rows
-from dschat_ppo.supervised.trainer import AdapterPlan, SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 MODEL = "--model_name_or_path"
 SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report
@@ -207,14 +207,6 @@ def start_model(
     dropout = 0.0 if without and fit.dropout is None else fit.dropout
     check_long_sequences(config.memory, MODEL, folder, scalar, dropout)
     return folder, tokenizer, adapter
-
-
-def adapter_plan(config: SFTConfig | PreferenceConfig) -> AdapterPlan | None:
-    """How the run trains and saves LoRA; None without LoRA."""
-    if config.lora.lora_dim == 0:
-        return None
-    merge = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-    return AdapterPlan(config.lora.lora_learning_rate, merge)
 
 
 def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:

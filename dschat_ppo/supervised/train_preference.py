@@ -31,8 +31,8 @@ from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.process_objective import process_loss, process_objective
 from dschat_ppo.supervised.reference_free_objective import reference_free_loss, reference_free_objective
 from dschat_ppo.supervised.reward_objective import reward_loss, reward_objective
-from dschat_ppo.supervised.supervised_run import adapter_plan, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import SupervisedTrainer
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
 
 # --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
 OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
@@ -100,19 +100,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
     objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)
-    trainer = SupervisedTrainer(
-        model,
-        run.ds_config,
-        run.rows,
-        objective,
-        config.fit,
-        config.run,
-        run.nonfinite,
-        adapter_plan(config),
-        config.best.best_metric,
-        config.schedule,
-        config.health,
-    )
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, TrainerFlags.of(config), run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -23,6 +23,7 @@ from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
+from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.packing_plan import plan_packing, samples_of
 from dschat_ppo.data.prepare import TokenRows
@@ -52,15 +53,31 @@ from dschat_ppo.types import Engine
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """How a model with a LoRA adapter is trained and saved.
+    """How a model with a LoRA adapter is trained and saved."""
 
-    Attributes:
-        learning_rate: of the LoRA parameters.
-        merge: save the whole model with its adapter merged, instead of an adapter folder.
-    """
+    learning_rate: float  # of the LoRA parameters
+    merge: bool  # save the whole model with its adapter merged, instead of an adapter folder
 
-    learning_rate: float
-    merge: bool
+
+@dataclass(frozen=True)
+class TrainerFlags:
+    """The flags that decide how a trainer trains, and which of its models is the best."""
+
+    fit: SupervisedFlags
+    run: RunFlags
+    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
+    health: FitHealthFlags = field(default_factory=FitHealthFlags)
+    best_metric: BestMetric = LOWEST_LOSS
+    adapter: AdapterPlan | None = None  # None without LoRA
+
+    @classmethod
+    def of(cls, config: SFTConfig | PreferenceConfig) -> TrainerFlags:
+        """Those of step 1 or 2."""
+        adapter = None
+        if config.lora.lora_dim > 0:
+            merge = config.adapters.lora_merge or not config.adapters.only_optimize_lora
+            adapter = AdapterPlan(config.lora.lora_learning_rate, merge)
+        return cls(config.fit, config.run, config.schedule, config.health, config.best.best_metric, adapter)
 
 
 class SupervisedTrainer(Generic[Batch]):
@@ -71,13 +88,8 @@ class SupervisedTrainer(Generic[Batch]):
         ds_config: the DeepSpeed config that the model was built with.
         rows: for training and evaluation.
         objective: what the model is trained for.
-        fit: flags of the training.
-        run: flags of the run.
+        flags: how it is trained.
         nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
-        adapter: of a model with LoRA; else None.
-        best_metric: of the evaluation; decides which model is the best.
-        schedule: flags of the schedule and the length.
-        health: flags of the health warnings.
 
     Raises:
         UserError: `--packing`, and the model cannot run packed rows.
@@ -85,11 +97,10 @@ class SupervisedTrainer(Generic[Batch]):
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
-        fit: SupervisedFlags, run: RunFlags, nonfinite: NonFinitePolicy | None = None,
-        adapter: AdapterPlan | None = None, best_metric: BestMetric = LOWEST_LOSS,
-        schedule: ScheduleFlags | None = None, health: FitHealthFlags | None = None,
+        flags: TrainerFlags, nonfinite: NonFinitePolicy | None = None,
     ):  # fmt: skip
-        self.schedule = schedule or ScheduleFlags()
+        fit, run, adapter = flags.fit, flags.run, flags.adapter
+        self.schedule = flags.schedule
         self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
         self.plan = plan_batches(fit, rows.train, self.packing, self.schedule.max_steps, dist.sequence_ranks())
@@ -101,8 +112,8 @@ class SupervisedTrainer(Generic[Batch]):
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
-        self.best = BestEvaluation(best_metric)
-        self.health = HealthWatch(health or FitHealthFlags())
+        self.best = BestEvaluation(flags.best_metric)
+        self.health = HealthWatch(flags.health)
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,

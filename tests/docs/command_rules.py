@@ -91,6 +91,9 @@ RULES: dict[str, Rule] = {
     ),
     r"python training/step1_sft/main\.py .*--dry_run": Run("bash"),
     # the three steps
+    r"deepspeed training/step2_reward/main\.py .*--data_format tickets\.py:read ": Elsewhere(
+        "its function is on the page", "tests/docs/test_extending.py"
+    ),
     r"deepspeed training/step1_sft/main\.py --model_name_or_path MODEL --data_path DATA --output_dir out/sft$": Run(
         "launcher", more=KEPT, ranks=2
     ),

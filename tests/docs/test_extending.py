@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bash_blocks import ROOT, blocks_of
+from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, rloo
@@ -21,7 +21,15 @@ from dschat_ppo.rewards.function_reward import parse_function
 
 PAGE = ROOT / "docs/extending.md"
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
-FLAGS = [word for block in blocks_of(PAGE) for command in block.commands for word in command.split()]
+STEP_3, STEP_2 = (
+    [
+        word
+        for block in blocks_of(PAGE)
+        if (FLAGS_OF_STEP_3 in block.text) is is_flags
+        for word in " ".join(block.commands).split()
+    ]
+    for is_flags in (True, False)
+)
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
 TICKET = {
     "ticket": "The lid is broken.",
@@ -45,13 +53,13 @@ def config(*words):
 
 
 def of_flag(flag: str) -> str:
-    return FLAGS[FLAGS.index(flag) + 1]
+    return [*STEP_3, *STEP_2][[*STEP_3, *STEP_2].index(flag) + 1]
 
 
 def test_the_commands_of_the_page_pass_the_checks_of_a_run():
-    step3 = [word for word in FLAGS if word not in ("tickets.jsonl", "--data_path", "--data_format", "tickets.py:read")]
-    found = parse("ppo", [*NEEDED, *step3])
+    found = parse("ppo", [*NEEDED, *STEP_3])
     check_own_functions(found)
+    assert parse("reward", STEP_2[2:]).data.data_format == "tickets.py:read"
     assert found.algorithm.advantage_estimator == "leave_one_out.py:leave_one_out"
     assert not found.algorithm.has_critic and not found.algorithm.whitens
     parse_function(of_flag("--reward_function"))

@@ -9,7 +9,7 @@ from plain_ppo import UPDATES, PlainRun
 
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.ppo.loop import make_experience, update
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.types import tensors_of
 
@@ -133,7 +133,7 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(run):
     expected = torch.rand(3)
     torch.manual_seed(99)
     scorer = ppo.collection.reward_scorer
-    PPOComponents(ppo.config, ppo.plan, ppo.engines, scorer.prompts, scorer.tokenizer, scorer.mixture, ppo.device)
+    PPOComponents(ppo.config, ppo.plan, PPOData(scorer.prompts, scorer.tokenizer), ppo.engines, scorer.mixture)
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -23,8 +23,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.supervised_run import adapter_plan
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -43,9 +42,7 @@ def make(assets, folder, *more: str) -> SupervisedTrainer:
     if config.fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(0, False, dist.device())
-    return SupervisedTrainer(
-        model, ds_config, TokenRows(TRAIN, None), objective, config.fit, config.run, adapter=adapter_plan(config)
-    )
+    return SupervisedTrainer(model, ds_config, TokenRows(TRAIN, None), objective, TrainerFlags.of(config))
 
 
 def run(trainer: SupervisedTrainer, folder) -> list[dict]:
@@ -139,9 +136,7 @@ def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path)
     ds_config = fit_ds_config(config.fit, config.run)
     model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, 0.0, adapter=adapter))
     objective = dpo_objective(0, dist.device(), config)
-    trainer = SupervisedTrainer(
-        model, ds_config, TokenRows(PAIRS, None), objective, config.fit, config.run, adapter=adapter_plan(config)
-    )
+    trainer = SupervisedTrainer(model, ds_config, TokenRows(PAIRS, None), objective, TrainerFlags.of(config))
     base = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None)).eval()
     batch = objective.collate(trainer.rows.train, [0, 1])
     with torch.no_grad():

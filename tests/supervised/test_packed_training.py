@@ -29,7 +29,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -133,7 +133,7 @@ def trainer_of(config, model=None, sources=("short", "long")) -> SupervisedTrain
     torch.manual_seed(3)
     rows, objective = TokenRows(SFT_ROWS, None, sources), sft_objective(0, False, dist.device())
     module = PolicyModel(model or new_model("llama"))
-    return SupervisedTrainer(module, fit_ds_config(config.fit, config.run), rows, objective, config.fit, config.run)
+    return SupervisedTrainer(module, fit_ds_config(config.fit, config.run), rows, objective, TrainerFlags.of(config))
 
 
 def run(trainer, folder, checkpointer=NO_CHECKPOINTS) -> list[dict]:

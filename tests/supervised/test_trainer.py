@@ -30,7 +30,7 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -86,8 +86,8 @@ def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT
     model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
     bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
-        model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective, config.fit,
-        config.run, NonFinitePolicy(config.safety, bundles), schedule=config.schedule, **more,
+        model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective,
+        replace(TrainerFlags.of(config), **more), NonFinitePolicy(config.safety, bundles),
     )  # fmt: skip
 
 
@@ -445,7 +445,7 @@ def test_rows_are_scored_in_order_without_fillers():
 
 def test_health_is_watched_and_the_watch_resumes(tmp_path):
     config = config_of(tmp_path, "--health", "loss_grows=1.001,window=2", "--stop_on_health", "error")
-    trainer, reasons = make(config, Seen(), health=config.health), []
+    trainer, reasons = make(config, Seen()), []
     trainer.health.begin(tmp_path)
     checkpointer = Checkpointer(trainer)
     checkpointer.stop_if = reasons.append
@@ -457,7 +457,7 @@ def test_health_is_watched_and_the_watch_resumes(tmp_path):
     assert stops == sorted({event["step"] for event in events if event["level"] == "error"})
 
     save_state(tmp_path / "state", trainer.shared_state())
-    after = make(config, Seen(), health=config.health)
+    after = make(config, Seen())
     after.load_state(load_state(tmp_path / "state"), RankStates({}, lambda: iter([])))
     assert after.health.state_dict() == trainer.health.state_dict()
     former = {name: value for name, value in trainer.shared_state().items() if name != "health"}

@@ -20,7 +20,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.session.session import open_session
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.supervised_run import MODEL
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from dschat_ppo.tools.export import main
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,7 +49,7 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
             "sft", folder / name, config, RunInputs(TRAIN, models=[(MODEL, str(folder / "base"))]), {}, len(TRAIN) // 2
         )
         trainer = SupervisedTrainer(
-            model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), config.fit, config.run
+            model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), TrainerFlags.of(config)
         )
         tokenizer = AutoTokenizer.from_pretrained(folder / "base")
         with session.training(trainer) as (writer, saver):

@@ -25,8 +25,7 @@ from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.supervised_run import adapter_plan
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick
 
 STEPS, ROWS = 4, 8
@@ -69,7 +68,7 @@ def trainer_of(case: str, stage: int, assets: Path, settings: Path) -> Supervise
         objective = reward_objective(0, dist.device(), config)
     module.gradient_checkpointing_enable()
     rows = TokenRows(rows_of(step), None)
-    return SupervisedTrainer(module, ds_config, rows, objective, config.fit, config.run, adapter=adapter_plan(config))
+    return SupervisedTrainer(module, ds_config, rows, objective, TrainerFlags.of(config))
 
 
 def trained(case: str, stage: int, assets: Path, settings: Path, out: Path) -> dict:

@@ -23,7 +23,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 4, 5
@@ -51,7 +51,7 @@ def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, de
     ds_config = fit_ds_config(config.fit, config.run)
     seed_everything(1)
     trained = load_trained_model(model, config, ds_config)
-    fit = SupervisedTrainer(trained, ds_config, rows, OBJECTIVES[task](0, device, config), config.fit, config.run)
+    fit = SupervisedTrainer(trained, ds_config, rows, OBJECTIVES[task](0, device, config), TrainerFlags.of(config))
     assert trained.layout.divided == (dist.sequence_ranks() > 1)
     if name.endswith("packed"):
         fit.engine.module.layout = replace(fit.engine.module.layout, packed=True)

@@ -22,7 +22,7 @@ from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.train_preference import load_trained_model
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 4, 4
@@ -60,7 +60,7 @@ def trajectory(assets: Path, task: str, stage: int, micro: int, device) -> dict:
     ds_config = fit_ds_config(config.fit, config.run)
     objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
     trained = load_trained_model(model, config, ds_config)
-    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
+    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, TrainerFlags.of(config))
     found = {"lead": 0.0 if task == "reward" else largest_lead(fit, fit.rows.train)}
     order = [epoch_order(len(rows), 7, epoch) for epoch in range(2)]
     steps = [step for part in order for step in optimizer_steps(

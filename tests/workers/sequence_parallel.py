@@ -45,9 +45,8 @@ from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.dpo_objective import dpo_objective
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.supervised_run import adapter_plan
 from dschat_ppo.supervised.train_preference import load_trained_model
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
@@ -82,8 +81,7 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
         objective = (reward_objective if task == "reward" else dpo_objective)(0, device, config)
     held_out = rows.select(range(12, 19))
     rows = TokenRows(rows.select(range(12)), held_out)
-    plan = adapter_plan(config)
-    fit = SupervisedTrainer(trained, ds_config, rows, objective, config.fit, config.run, adapter=plan)
+    fit = SupervisedTrainer(trained, ds_config, rows, objective, TrainerFlags.of(config))
     assert trained.layout.divided == (dist.sequence_ranks() > 1)
     assert trained.layout.packed  # chosen on a CPU
     trained.layout = replace(trained.layout, packed=packed)

@@ -24,7 +24,7 @@ from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.supervised.reward_objective import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, ppo_of, update_numbers
 from workers.quick import be_quick
@@ -55,7 +55,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
     else:
         classifier = load_sequence_classifier(str(assets / model), "fp32", ds_config, new_head=False)
         trained, objective = ScalarModel(classifier), reward_objective(0, device, config)
-    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, config.fit, config.run)
+    fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, TrainerFlags.of(config))
     order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
     taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
     steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
