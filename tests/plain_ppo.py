@@ -28,7 +28,7 @@ from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
-from dschat_ppo.ppo.plain_text import TextBatches
+from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.score import ModelScorer, RewardScorer

@@ -1,4 +1,5 @@
-"""The losses of one micro-batch of step 3: its part of the loss of the whole optimizer step, so the parts add up."""
+"""The losses of one micro-batch of step 3: its part of the loss of the whole optimizer step, so the parts add up; and
+the log-probs or values that their forward passes give."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3, kl_loss
+from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
@@ -24,9 +26,37 @@ from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.recorded_tokens import RecordedTokens
 from dschat_ppo.ppo.score import exact_kl
-from dschat_ppo.types import Experience, LateEnds, Model, RewardedRollout
+from dschat_ppo.types import Experience, LateEnds, Model, RewardedRollout, Rollout
+
+
+class RecordedTokens:
+    """One number for each response token, from the micro-batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[RewardedRollout, Tensor]] = {}
+
+    def record(self, rows: RewardedRollout, numbers: Tensor) -> None:
+        """Keep the numbers of a micro-batch, (b, R) fp32. A second pass over the same one replaces them."""
+        self._parts[id(rows)] = (rows, numbers.detach())
+
+    def gathered(self, rows: Rollout) -> Tensor:
+        """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask. Collective.
+
+        Args:
+            rows: the N rows that the micro-batches of all ranks were taken from.
+        """
+        device = next(iter(self._parts.values()))[1].device
+        found = torch.zeros(rows.response_mask.shape, device=device)
+        for part, numbers in self._parts.values():
+            assert part.numbers is not None
+            columns = slice(numbers.shape[1])
+            # a micro-batch that fills up this rank's share repeats a row, with no token in its mask
+            found[part.numbers, columns] = torch.where(part.response_mask, numbers, found[part.numbers, columns])
+        if dist.sequence_rank() > 0:  # another rank has recorded the same rows
+            found.zero_()
+        return dist.all_reduce(found).to(rows.response_mask.device)
+
 
 # Metrics that compare the policy in training with the one at scoring, over the tokens that the policy loss counts.
 KL_OF_UPDATE = "policy/kl_k3"

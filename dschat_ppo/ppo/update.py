@@ -22,10 +22,8 @@ from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
-from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, critic_loss, ptx_loss
-from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.plain_text import TextBatches
-from dschat_ppo.ppo.recorded_tokens import RecordedTokens
+from dschat_ppo.ppo.losses import KL_OF_UPDATE, LARGEST_LOG_RATIO, ActorLoss, RecordedTokens, critic_loss, ptx_loss
+from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
 from dschat_ppo.types import Engine, Experience, LateEnds, RewardedRollout
 
 

@@ -22,9 +22,8 @@ from dschat_ppo.data.collators import PreferenceBatch, collate_answers, collate_
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.objective import Objective
+from dschat_ppo.supervised.objective import Objective, score_rows
 from dschat_ppo.supervised.reward_objective import pair_size
-from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.types import Model, to_device
 
 

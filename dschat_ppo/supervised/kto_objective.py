@@ -37,8 +37,7 @@ from dschat_ppo.data.label_collators import (
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.score_rows import score_rows
+from dschat_ppo.supervised.objective import Objective, score_rows
 from dschat_ppo.types import Model, to_device
 
 MOST_RATIO = 4 / 3  # of the weights of desirable to undesirable answers, all together

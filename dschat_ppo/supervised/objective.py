@@ -1,15 +1,22 @@
-"""What a model is trained for in steps 1 and 2: batches, loss, denominator, metrics."""
+"""What a model is trained for in steps 1 and 2: batches, loss, denominator, metrics; its batches one step ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.progress import Progress
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.sampler import optimizer_steps
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.types import Model
 
@@ -48,3 +55,85 @@ class Objective(Generic[Batch]):
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
     score: Callable[[Model, Dataset, Sequence[int]], Tensor] | None = None
     complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
+
+
+@torch.no_grad()
+def score_rows(
+    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
+) -> Tensor:
+    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
+
+    Args:
+        model: put into eval mode, and back into training mode at the end.
+        rows: at least one.
+        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
+        batch_size: rows per batch and device.
+        title: of the progress line.
+
+    Returns:
+        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
+    """
+    model.eval()
+    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
+    parts = []
+    with Progress(title, len(batches), unit="batch") as progress:
+        for [indices] in batches:
+            parts.append(dist.gather_data_cat(score(rows, indices)).cpu())
+            heartbeat()
+            progress.advance()
+    model.train()
+    return torch.cat(parts)[: len(rows)]  # filler rows are at the end
+
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+MicroBatches = list[list[int]]  # row numbers
+
+
+def collated(
+    collate: Callable[[Dataset, Sequence[int]], Batch], rows: Any, steps: Iterable[MicroBatches], device: torch.device
+) -> Generator[tuple[MicroBatches, Callable[[], list[Batch]]], None, None]:
+    """For each step: the row numbers of its micro-batches, and a function that waits for their batches.
+
+    Rows of a stream are collated when they are needed: its reader works ahead already, and a rank that waits for it
+    must be the one that watches for stop requests. Close the generator to end the thread.
+
+    Args:
+        collate: `(rows, indices)` -> a batch on the device.
+        rows: a `Dataset` or `StreamedRows`.
+        steps: row numbers.
+        device: of the batches.
+    """
+
+    def make(micro_batches: MicroBatches) -> list[Batch]:
+        return [collate(rows, indices) for indices in micro_batches]
+
+    if isinstance(rows, Dataset):
+        yield from one_ahead(steps, make, device)
+    else:
+        yield from ((micro_batches, partial(make, micro_batches)) for micro_batches in steps)
+
+
+def one_ahead(
+    items: Iterable[Item], make: Callable[[Item], Made], device: torch.device
+) -> Generator[tuple[Item, Callable[[], Made]], None, None]:
+    """`(item, take)` for each item in order, where `take()` waits for `make(item)` and returns it.
+
+    A thread makes the next item while the caller uses the one before. An error of `make` is raised by the `take` of
+    its item.
+
+    Args:
+        items: drawn on the caller's thread, one ahead.
+        make: runs on the thread.
+        device: of what it makes. A thread whose copies go to another GPU than the current one would use both.
+    """
+    select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+    waiting: tuple[Item, Future[Made]] | None = None
+    with ThreadPoolExecutor(1, "collate", *select) as thread:
+        for item in items:
+            submitted = thread.submit(make, item)
+            if waiting is not None:
+                yield waiting[0], waiting[1].result
+            waiting = item, submitted
+        if waiting is not None:
+            yield waiting[0], waiting[1].result

@@ -15,9 +15,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import last_token_scores, scores_at
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
-from dschat_ppo.supervised.objective import Objective
+from dschat_ppo.supervised.objective import Objective, score_rows
 from dschat_ppo.supervised.reward_objective import measured_rows
-from dschat_ppo.supervised.score_rows import score_rows
 from dschat_ppo.types import Model, to_device
 
 

@@ -47,9 +47,8 @@ from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.session import Session, open_session
 from dschat_ppo.session.start_and_end import changes_of, short_count, show_end, show_models
 from dschat_ppo.session.validation import write_validation
-from dschat_ppo.supervised.plan_batches import plan_batches, show_batches
-from dschat_ppo.supervised.score_rows import score_rows
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.objective import score_rows
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, plan_batches, show_batches
 
 MODEL = "--model_name_or_path"
 SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report

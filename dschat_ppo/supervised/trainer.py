@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
@@ -19,13 +21,14 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
+from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
 from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
-from dschat_ppo.config.schedule_flags import ScheduleFlags
+from dschat_ppo.config.schedule_flags import ScheduleFlags, fit_schedules
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
-from dschat_ppo.data.packing_plan import plan_packing, samples_of
+from dschat_ppo.data.packing_plan import PackingPlan, plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
@@ -43,12 +46,94 @@ from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
+from dschat_ppo.session.begin_run import show_plan
 from dschat_ppo.session.kept_models import KeptModels
-from dschat_ppo.supervised.best_evaluation import BestEvaluation
-from dschat_ppo.supervised.collate_ahead import collated
-from dschat_ppo.supervised.objective import Batch, Objective
-from dschat_ppo.supervised.plan_batches import plan_batches
+from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine
+
+
+class BestEvaluation:
+    """Remembers the best evaluation during training; the one before the first step does not count.
+
+    Attributes:
+        metric: what is compared. Of equal values the first is the best; NaN and infinity never are.
+        found: (value, optimizer steps done) of the best evaluation so far, or None.
+    """
+
+    def __init__(self, metric: BestMetric = LOWEST_LOSS):
+        self.metric = metric
+        self.found: tuple[float, int] | None = None
+
+    def require_metric(self, names: Mapping[str, float]) -> None:
+        """Check that evaluations have the metric; `names` is {} where there are none.
+
+        Raises:
+            UserError: they do not.
+        """
+        if names and self.metric.name not in names:
+            raise UserError(
+                f"--metric_for_best: the evaluation has no {self.metric.name}; it has {', '.join(sorted(names))}"
+            )
+
+    def consider(self, metrics: Mapping[str, float], step: int) -> None:
+        """Compare the evaluation after `step` steps."""
+        value = metrics.get(self.metric.name, math.nan)
+        if math.isfinite(value) and (self.found is None or self.metric.is_better(value, self.found[0])):
+            self.found = (value, step)
+
+    def result(self) -> dict[str, float]:
+        """For `result.json`."""
+        return {} if self.found is None else {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Entries of a checkpoint."""
+        return {"best": self.found, "best_metric": self.metric.name, "best_higher": self.metric.higher}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the entries of a checkpoint, unless they are about another metric."""
+        name = state.get("best_metric", LOWEST_LOSS.name)
+        if BestMetric(name, state.get("best_higher", self.metric.higher)) == self.metric:
+            self.found = None if state["best"] is None else tuple(state["best"])
+        else:
+            logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")
+
+    def require_model(self, folder: Path) -> None:
+        """Forget an evaluation whose model was not kept in `folder`: by a run without `--metric_for_best`, or with
+        another `--output_dir`. Collective."""
+        if self.found is not None and not dist.broadcast_object(folder.is_dir()):
+            logger().info(
+                f"--metric_for_best: {folder} does not hold the model of step {self.found[1]}, the best so far; the "
+                "run looks for the best from here on"
+            )
+            self.found = None
+
+
+def plan_batches(
+    fit: SupervisedFlags, rows: Dataset, packing: PackingPlan | None, max_steps: int, shared: int
+) -> SupervisedPlan:
+    """The batch plan for the ranks of this launch; with `packing`, over packed rows.
+
+    Args:
+        fit: flags of the training.
+        rows: for training.
+        packing: of these rows; None without `--packing`.
+        max_steps: `--max_steps`.
+        shared: ranks that share their rows.
+    """
+    ranks = dist.world_size()
+    if packing is None:
+        tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
+        return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=max_steps)
+    held = PackedRows(len(rows), packing.capacity)
+    return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
+
+
+def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedule: ScheduleFlags) -> None:
+    """Log the table of batches and the warm-up of a step."""
+    total = plan.total_steps
+    [model] = fit_schedules(fit)
+    warmup = (schedule.warmup_of(model, fit.num_warmup_steps, total), total)
+    show_plan(f"{title}: batches", [*plan.table(), *schedule.warmup_shown(total)], warmup)
 
 
 @dataclass(frozen=True)

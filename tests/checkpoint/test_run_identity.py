@@ -33,7 +33,7 @@ from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.ppo.begin_ppo import inputs_of
-from dschat_ppo.ppo.plain_text import TextBatches
+from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.rewards.function_reward import function_files
 from dschat_ppo.supervised.supervised_run import supervised_inputs
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
-from dschat_ppo.ppo import group_pool
-from dschat_ppo.ppo.group_pool import GroupPool
+from dschat_ppo.ppo import collect
+from dschat_ppo.ppo.collect import GroupPool
 from dschat_ppo.types import ScoredRollout, tensors_of
 
 
@@ -100,6 +100,6 @@ def test_rows_are_held_in_host_memory_if_asked_for():
     assert pool.accepted is not None and pool.accepted.scores.device.type == "cpu"
     pool, moved = GroupPool(4, clipped, host=True), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_pool, "to_device", lambda record, device: moved.append(device) or record)
+        patch.setattr(collect, "to_device", lambda record, device: moved.append(device) or record)
         pool.add(kept)
     assert moved == ["cpu"]

@@ -16,9 +16,8 @@ from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES
 from dschat_ppo.ppo import losses
-from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.losses import ActorLoss, RecordedTokens, critic_loss, ptx_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.recorded_tokens import RecordedTokens
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.

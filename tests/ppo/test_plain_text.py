@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.ppo.plain_text import TextBatches
+from dschat_ppo.ppo.mini_dataset import TextBatches
 
 LENGTHS = (3, 2, 5, 4, 2, 3, 4)
 BLOCKS = Dataset.from_dict(

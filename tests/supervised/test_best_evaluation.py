@@ -6,7 +6,7 @@ import pytest
 
 from dschat_ppo.config.run_flags import BestMetric
 from dschat_ppo.errors import UserError
-from dschat_ppo.supervised.best_evaluation import BestEvaluation
+from dschat_ppo.supervised.trainer import BestEvaluation
 
 ACCURACY = BestMetric("eval_accuracy", higher=True)
 

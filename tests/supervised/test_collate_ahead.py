@@ -11,7 +11,7 @@ from one_rank import one_rank  # noqa: F401
 from test_trainer import NO_CHECKPOINTS, TRAIN, Seen, config_of, make, run
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.supervised.collate_ahead import collated, one_ahead
+from dschat_ppo.supervised.objective import collated, one_ahead
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_dict({"number": list(range(10))})

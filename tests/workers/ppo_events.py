@@ -17,7 +17,7 @@ from dschat_ppo.errors import StopRequested
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.evaluation import Evaluation
-from dschat_ppo.ppo.plain_text import TextBatches
+from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.runtime import stop_requests
