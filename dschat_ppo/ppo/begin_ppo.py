@@ -32,7 +32,7 @@ from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.ppo.check_models import ACTOR, REFERENCE, check_models, model_folders, report_lengths
 from dschat_ppo.ppo.generate import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
-from dschat_ppo.ppo.own_functions import check_own_functions
+from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.session.begin_run import begin_run, end_dry_run, show_plan, warn_of_little_data

@@ -33,7 +33,7 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
-from dschat_ppo.ppo.own_functions import own_metrics
+from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate
 from dschat_ppo.rewards.reward_mixture import RewardMixture

@@ -16,7 +16,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.forms import detect_form
 from dschat_ppo.errors import UserError
-from dschat_ppo.ppo.own_functions import check_own_functions, made_up_rows, own_metrics
+from dschat_ppo.ppo.own_algorithms import check_own_functions, made_up_rows, own_metrics
 from dschat_ppo.rewards.function_reward import parse_function
 
 PAGE = ROOT / "docs/extending.md"
