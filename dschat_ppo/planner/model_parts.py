@@ -68,15 +68,8 @@ class ModelParts:
 
 
 def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model_folder) -> dict[str, PretrainedConfig]:
-    """The model configurations of a step by role, from the folders that its flags name.
-
-    Args:
-        config: of the step.
-        folder_of: (folder or name on the hub, flag) -> local folder.
-
-    Returns:
-        Roles "actor", "reference", "critic" and "reward" of step 3, without those that the run does not have; of the
-        other steps "model".
+    """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
+    has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder.
 
     Raises:
         UserError: a folder is not there, or its `config.json` cannot be used.
@@ -114,15 +107,9 @@ def parts_of(
     config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False,
     on_gpu: bool = True,
 ) -> ModelParts:  # fmt: skip
-    """Count the parts of a model.
+    """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains.
 
-    Args:
-        config: of the model.
-        dtype: "bf16", "fp16" or "fp32".
-        scalar: whether it has a scalar head in place of that of a language model.
-        adapter: that trains in it.
-        tiled: `--tiled_mlp`.
-        on_gpu: it runs on a GPU. In bf16 on a CPU, layers with kernels save less for the backward pass.
+    `tiled`: `--tiled_mlp`. In bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`.
 
     Raises:
         UserError: transformers cannot build this model, or it has not the settings of a decoder; or the adapter does
@@ -235,10 +222,7 @@ def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedAc
     The count includes the fp32 copies of norms, inputs of linear layers that train, and the inputs and outputs of
     activation functions; frozen linear layers do not save their inputs. Parameters are not counted. A model that reads
     numbers in its forward pass, as some routers do, cannot run without data: it gets `formula_per_layer`.
-
-    Args:
-        backbone: without its head, on the meta device.
-        tiled: `--tiled_mlp`: of an MLP, only its input is kept.
+    `backbone` has no head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept.
     """
     text = backbone.config.get_text_config()
     positions = (number_of(text, "max_position_embeddings") or TOKENS) - first_position(backbone.config)
@@ -307,10 +291,6 @@ def formula_per_layer(text: Any, itemsize: int) -> int:
     2 s H bytes, for H numbers of s bytes. Attention: queries, keys, values and the output, and a log-sum (4 bytes) for
     each head: s (2 A + 2 K) + 4 h. The MLP: outputs of both first products, of the activation function, and of the
     product of the two: 4 s I. (Korthikanti et al. 2022, section 4, counts a layer of GPT in the same way.)
-
-    Args:
-        text: configuration of the language model.
-        itemsize: bytes of a number, s.
     """
     hidden = text.hidden_size
     heads, key_heads, size = _heads(text)

@@ -249,12 +249,8 @@ def head_memory(role: Role, tokens: int, with_gradient: bool = True) -> Memory:
 def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> int:
     """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them.
 
-    Args:
-        role: of the actor.
-        rows: sequences of a rollout on this rank.
-        length: tokens of the longest one.
-        wanted: `--rollout_rows`; 0: as many as memory allows.
-        free: bytes of the device that everything else leaves.
+    `rows`: sequences of a rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many
+    as memory allows; `free`: bytes of the device that everything else leaves.
     """
     per_row = max(1, role.parts.kv_bytes * length)
     if not role.on_gpu:

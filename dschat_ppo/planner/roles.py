@@ -19,15 +19,8 @@ from dschat_ppo.planner.role_memory import ITEMSIZE, Role, running_stage
 def roles_of(
     config: Any, models: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, on_gpu: bool
 ) -> list[Role]:
-    """The models that a step holds; the actor is the first of step 3.
-
-    Args:
-        config: of the step.
-        models: see `read_model_configs`.
-        ranks: of the run.
-        device_memory: bytes of a rank's device, or its share of the host's.
-        on_gpu: whether devices are GPUs.
-    """
+    """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a rank's device, or on
+    a CPU its share of the host's."""
     dtype, adapters, lora = config.run.dtype, config.adapters, config.lora
     fit: Any = config.ppo if isinstance(config, PPOConfig) else config.fit
 

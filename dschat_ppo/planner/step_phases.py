@@ -75,15 +75,7 @@ def update_phase(
     At the beginning there are all activations, the gradients of earlier micro-batches, and the gradient of the head; at
     the end all gradients, and the activations of the first layer.
 
-    Args:
-        name: of the phase.
-        role: that is updated.
-        roles: the models.
-        tokens: of a micro-batch on this rank, padding included.
-        scored: tokens whose log-probs the loss reads.
-        micro_batches: of an update.
-        config: of the step.
-        ema: `--enable_ema`.
+    `tokens`: of a micro-batch on this rank, padding included; `scored`: those whose log-probs the loss reads.
     """
     first, last = (steady_phase(name, roles, ema) for _ in range(2))
     for phase in (first, last):
@@ -120,16 +112,8 @@ def supervised_phases(config: Any, role: Role) -> list[Phase]:
 def ppo_phases(
     config: PPOConfig, plan: PPOPlan, roles: Sequence[Role], actor_config: Any, device_memory: int, sleeps: bool
 ) -> tuple[list[Phase], int]:
-    """The phases of step 3, and the number of sequences that are decoded at a time.
-
-    Args:
-        config: of the step.
-        plan: batch sizes.
-        roles: the models, the actor first.
-        actor_config: configuration of the actor's model.
-        device_memory: bytes that this rank's tensors may take.
-        sleeps: whether tensors sleep in the rollout.
-    """
+    """The phases of step 3, and the number of sequences that are decoded at a time. `device_memory`: bytes that this
+    rank's tensors may take; `sleeps`: whether tensors sleep in the rollout."""
     ppo, ema = config.ppo, config.ppo.enable_ema
     longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     # tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it
