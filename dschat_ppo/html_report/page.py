@@ -239,7 +239,8 @@ def described(run: Run) -> dict[str, str]:
     if "actor_model_name_or_path" in given:
         model = given.get("reward_model_name_or_path", given.get("critic_model_name_or_path"))
         learned = [model] if given.get("use_reward_model") else []
-        found["reward"] = [*learned, *given.get("reward_function", []), given.get("remote_reward_url")]
+        rules = given.get("reward_function", [])
+        found["reward"] = [*learned, *(rules if isinstance(rules, list) else [rules]), given.get("remote_reward_url")]
     found |= {"data": given.get("data_path"), "held-out data": given.get("eval_data_path")}
     found["held-out reward"] = given.get("eval_reward_function")
     rows = {name: value if isinstance(value, list) else [value] for name, value in found.items()}

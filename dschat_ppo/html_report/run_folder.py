@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -147,12 +148,13 @@ def related_runs(run: Run) -> list[Path]:
             is_near = path.is_file() and folder.name in path.read_text(encoding="utf-8", errors="replace")
             if is_near and folder in _starts_from(_read_mapping(path, {})):
                 found.append(path.parent)
-    return [other for other in dict.fromkeys(found) if other != folder and (other / METRICS).is_file()]
+    return [other for other in dict.fromkeys(found) if other != folder and os.path.isfile(other / METRICS)]
 
 
 def _starts_from(config: dict[str, Any]) -> list[Path]:
     """The model folders of a run, and the folders that hold them, as `actor/` is in that of step 3."""
-    named = [Path(str(path)).resolve() for flag, path in config.items() if path and flag.endswith("model_name_or_path")]
+    models = [value for flag, value in config.items() if flag.endswith("model_name_or_path") and isinstance(value, str)]
+    named = [Path(value).resolve() for value in models if value and "\0" not in value]
     return [folder for path in named for folder in (path, path.parent)]
 
 

@@ -124,6 +124,12 @@ def test_reports_link_the_steps_before_and_after(tmp_path):
     assert links(again) == {"../out/ppo/report.html"}
 
 
+@pytest.mark.parametrize("value", ["x" * 3000, 7, "a\0b", [["f"]]])
+def test_a_configuration_of_strange_values_stops_no_report(tmp_path, value):
+    config = {"actor_model_name_or_path": value, "reward_function": value, "use_reward_model": True}
+    assert "<html" in page(read_runs([write_run(tmp_path / "a", ppo_lines(1), config)]), 0.0, tmp_path)
+
+
 def test_one_evaluation_is_one_number(tmp_path):
     """As --validate_only writes it."""
     found = text_of(
