@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -255,6 +256,33 @@ def test_root_stays_root_where_other_users_cannot_read_python(tmp_path):
     python.symlink_to("/usr/bin/env")
     assert all(folder.stat().st_mode & 5 == 5 for folder in Path("/usr/bin/env").resolve().parents)
     assert others_may_run("/usr/bin/env") and not others_may_run(str(python)), "pytest's folder is its user's alone"
+
+
+OPEN = "/usr/bin/python3"
+FORKS = """
+import ctypes, os, time
+fork, children = ctypes.CDLL(None).fork, []  # past the hook of Python
+while len(children) < 60:
+    child = fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    if child < 0:
+        break
+    children.append(child)
+assert len(children) < 20, len(children)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists(OPEN) or not others_may_run(OPEN), reason="not root")
+@pytest.mark.parametrize("bwrap", [pytest.param(True, marks=needs_bwrap), False])
+def test_root_gives_up_its_user_number(bwrap, monkeypatch):
+    """Where other users can read Python: its files are closed, and the kernel counts processes."""
+    monkeypatch.setattr(sandbox.sys, "executable", OPEN)
+    how = Isolation(bwrap, bwrap and FOUND.has_proc, leaves_root=True)
+    tests = [f"import os; assert os.getuid() {'== 1000' if bwrap else '> 2**29'}", "open('own', 'w').write('x')", FORKS]
+    assert passed(*tests, refusal("open('/etc/shadow')"), how=how) == [True] * 4
+    assert passed(refusal("open('/etc/shadow')"), how=replace(how, leaves_root=False)) == [False]
 
 
 THREADS = """
