@@ -358,13 +358,26 @@ def test_a_model_without_a_classifier_is_rejected(assets):
         TextScorer(str(assets / "lm"), "fp32", 60)
 
 
-def test_a_server_process_stops_cleanly(assets):
+def test_a_server_process_limits_its_clients_and_stops_cleanly(assets):
     command = [sys.executable, "-m", "dschat_ppo.tools.serve_reward", "--model", str(assets / "reward"), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([*command, "--dtype", "fp32"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [*command, "--dtype", "fp32", "--max_clients", "2"], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         line = next(line for line in process.stdout if line.startswith("serving "))
         url = line.split(" at ")[1].strip()
         status, answer = ask(url.removesuffix("/get_reward"), TEXTS)
+        host, port = url.removeprefix("http://").removesuffix("/get_reward").split(":")
+        idle = []
+        for clients in (1, 2):
+            idle.append(socket.create_connection((host, int(port)), 10))
+            time.sleep(0.2)
+            first = raw(
+                f"http://{host}:{port}", b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
+            assert first.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503")[clients - 1]), "--max_clients 2"
+        for client in idle:
+            client.close()
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
         assert process.wait(20) == 0
