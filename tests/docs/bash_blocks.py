@@ -42,4 +42,9 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(name, text.count("\n", 0, match.start(1)) + 1, match[1]) for match in _BLOCK.finditer(text)]
 
 
+def files_of(page: Path) -> dict[str, str]:
+    """The Python blocks of a page that begin with the name of a file, by that name."""
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block
+from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block, files_of
 from command_rules import RULES, Elsewhere, NotRun, Run, Serve, rule_of
 from documents_folder import free_output, make_folder
 from launch import _free_port, environment, forked, metrics_of, succeed
@@ -140,6 +140,8 @@ def test_commands_of_the_readme(readme):
 @pytest.mark.parametrize("page", OTHER_PAGES)
 def test_commands_of_a_page(page, readme, assets, tmp_path):
     folder = make_folder(tmp_path / "page", assets, readme)
+    for name, text in files_of(ROOT / page).items():
+        (folder / name).write_text(text, encoding="utf-8")
     run_commands([command for command in COMMANDS[page] if command not in COMMANDS[README]], folder)
     if page == "docs/your-data.md":
         assert any("eval_loss" in line for line in metrics_of(folder / "out/sft"))

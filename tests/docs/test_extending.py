@@ -1,4 +1,4 @@
-"""The functions of docs/extending.md run, as they stand there."""
+"""The functions of docs/extending.md run, as they stand there; `main.py` reads the flags that name them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of
+from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, rloo
@@ -20,7 +20,7 @@ from dschat_ppo.ppo.own_algorithms import check_own_functions, made_up_rows, own
 from dschat_ppo.rewards.function_reward import parse_function
 
 PAGE = ROOT / "docs/extending.md"
-FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
+FILES = files_of(PAGE)
 STEP_3, STEP_2 = (
     [
         word
