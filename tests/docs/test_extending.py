@@ -15,7 +15,10 @@ from dschat_ppo.common.own_functions import named, own_function
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.forms import detect_form
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.engine.role_models import ModelFolders
 from dschat_ppo.errors import UserError
+from dschat_ppo.ppo.begin_ppo import inputs_of
 from dschat_ppo.ppo.own_algorithms import check_own_functions, made_up_rows, own_metrics
 from dschat_ppo.rewards.function_reward import parse_function
 
@@ -115,6 +118,16 @@ def test_the_metric_by_hand():
     wide = torch.ones(4, 101, dtype=torch.bool) & torch.tensor([[True], [False], [True], [False]])
     found = own_metrics(["answers.py:long_answers"], replace(rows, response_mask=wide))
     assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
+
+
+def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
+    words = ["--advantage_estimator", of_flag("--advantage_estimator"), "--policy_loss", of_flag("--policy_loss")]
+    inputs = inputs_of(config(*words), ModelFolders("model", None, None), TokenRows(None, None), None)
+    found = {flag: path for flag, path in inputs.files if flag in words}
+    assert found == {words[0]: str(files / "leave_one_out.py"), words[2]: str(files / "squared_ratio.py")}
+    assert not {"--advantage_estimator", "--policy_loss"} & {
+        flag for flag, _ in inputs_of(config(), ModelFolders("model", None, None), TokenRows(None, None), None).files
+    }
 
 
 WRONG = {
