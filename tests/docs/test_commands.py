@@ -143,6 +143,9 @@ def test_commands_of_a_page(page, readme, assets, tmp_path):
     for name, text in files_of(ROOT / page).items():
         (folder / name).write_text(text, encoding="utf-8")
     run_commands([command for command in COMMANDS[page] if command not in COMMANDS[README]], folder)
+    if page == "docs/extending.md":
+        own = [line for path in folder.glob("out/line_*") for line in metrics_of(path) if "own/long_answers" in line]
+        assert own and all(0 <= line["own/long_answers"] <= 1 for line in own)
     if page == "docs/your-data.md":
         assert any("eval_loss" in line for line in metrics_of(folder / "out/sft"))
         assert any("eval_accuracy" in line for line in metrics_of(folder / "out/reward"))

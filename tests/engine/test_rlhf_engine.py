@@ -48,7 +48,8 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
     assert not any(parameter.requires_grad for parameter in frozen)
     assert engines.actor_average is None
     assert engines.hybrid.model is engines.actor.module.lm
-    assert engines.reward.module.layout.packed is engines.critic.module.layout.packed
+    assert engines.reward.module.layout == engines.critic.module.layout
+    assert engines.reference.module.layout == engines.actor.module.layout, "the same bits before any update"
 
 
 def test_every_role_has_the_attention_of_the_flag(assets):
