@@ -126,7 +126,7 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
     try:
         splits = use == "unpaired" and reading.form not in LABELLED
         drafts = read(row, reading, "preference" if splits else use)
-        if any(row.get(column) not in (None, "", [], {}) for column in reading.pictures):
+        if any(has_value(row, column) and row[column] not in ("", [], {}) for column in reading.pictures):
             drafts = [replace(one, prompt=_without(one.prompt), answers=_without(one.answers)) for one in drafts]
         drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
         margin = margin_of(row) if reading.column("rejected") else 0.0

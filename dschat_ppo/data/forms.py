@@ -338,7 +338,7 @@ def _require_no_content(where: str, reading: Reading, uses: tuple[Use, ...], row
     Raises:
         UserError: the message shows the column, the reading and the way out.
     """
-    held = [column for column in reading.unused if _has_content(column, row.get(column))]
+    held = [column for column in reading.unused if has_value(row, column) and _has_content(column, row[column])]
     drafts = _all_drafts(reading, uses, row) if held else []
     by_use = [list(_lines([[draft.prompt, *draft.answers] for draft in found])) for found in drafts]
     everything = "\n".join(line for lines in by_use for line in lines)
@@ -371,7 +371,7 @@ def _all_drafts(reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[
 
 def _has_content(column: str, value: Any) -> bool:
     """Whether a column that a reading does not use holds content: weights of 1 change nothing."""
-    return leaves_out(value) if column in WEIGHTS else value not in (None, "", [], {})
+    return leaves_out(value) if column in WEIGHTS else value not in ("", [], {})
 
 
 def _is_label(value: Any) -> bool:

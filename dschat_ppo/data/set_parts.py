@@ -87,7 +87,10 @@ def usable_parts(
             raise UserError(f"{source.spec}{suffix}: every answer is cut by {limit}; raise it")
         order = order[usable[order]]
         if for_training and len(order) == 0:
-            raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
+            reason = f"no row is within {limit}; raise it, or use --truncation left"
+            raise UserError(
+                f"{source.spec}: {reason if len(readable) else 'none of its rows for training serves this step'}"
+            )
         found.append(Part(source, table.rows, order))
     return found
 

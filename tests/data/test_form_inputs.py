@@ -1,6 +1,7 @@
 """Shapes of data sets of other projects (`inputs/`), and the rule behind them: no content is left out silently."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,8 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
         ({"prompt": "Q:", "response": "a", "loss_mask": [1, 1.0]}, "prompt_response", "Q:", "a", "loss_mask"),
         ({"prompt": "Q:", "response": "a", "weights": [[1], True]}, "prompt_response", "Q:", "a", "weights"),
         ({"prompt": "Q:", "response": "a", "weight": "1"}, "prompt_response", "Q:", "a", "weight"),
+        ({"prompt": "Q:", "response": "a", "weight": math.nan}, "prompt_response", "Q:", "a", "weight"),
+        ({"prompt": "Q:", "response": "a", "context": math.nan}, "prompt_response", "Q:", "a", "context"),
         ({"prompt": "Q:", "response": "a", "train": True}, "prompt_response", "Q:", "a", "train"),
         # as in Cosmopedia: the text that a prompt asks for
         ({"prompt": "Tell of lamps:", "text": " They shine.", "format": "blog"}, "prompt_response", "Tell of lamps:",

@@ -416,6 +416,14 @@ def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path
     assert not any("labelled" in line or "nothing for this step" in line for line in said)
 
 
+def test_a_part_for_training_of_bad_answers_alone_is_explained(tmp_path):
+    rows = [{"prompt": f"p {n}", "completion": "yes", "label": n == 9} for n in range(10)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    words = "d.jsonl: none of its rows for training serves this step"
+    with pytest.raises(UserError, match=words):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.9)
+
+
 def test_prompts_without_a_pair_are_counted(tmp_path, said):
     rows = [{"prompt": f"p {n}", "completion": f"yes {k}", "label": k == n} for n in range(3) for k in range(2)]
     path = write_jsonl(tmp_path / "d.jsonl", rows)  # of the third prompt, both answers are bad
