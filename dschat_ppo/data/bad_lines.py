@@ -26,29 +26,21 @@ def way_out(bad: int, rows: int, policy: str) -> str:
 
 @dataclass
 class BadLines:
-    """Counts the bad lines of one file.
-
-    Attributes:
-        skip: True leaves them out, False raises at the first one.
-        count: lines left out.
-        first: place, cause and first characters of the first one; "" if there is none.
-    """
+    """Counts the bad lines of one file. `skip` leaves them out; otherwise the first one raises `UserError`."""
 
     skip: bool
     count: int = 0
     first: str = ""
 
     def add(self, place: str, cause: str, content: str, lines: int = 1) -> None:
-        """Count a bad line, or several that belong to one row.
+        """Count a bad line of a file, or the several lines of one bad row. The message of the error does not name the
+        file.
 
         Args:
             place: such as "line 7".
             cause: a predicate, such as "is not JSON".
             content: of the line; its first `QUOTED_CHARACTERS` are quoted.
             lines: how many lines are skipped.
-
-        Raises:
-            UserError: bad lines are errors. The message does not name the file.
         """
         shown = f"{content[:QUOTED_CHARACTERS]!r}" + ("..." if len(content) > QUOTED_CHARACTERS else "")
         message = f"{place} {cause}: {shown}"
@@ -58,11 +50,7 @@ class BadLines:
         self.count += lines
 
     def add_bytes(self, place: str, content: bytes) -> None:
-        """Count a line that is not UTF-8; the text around its first bad byte is quoted.
-
-        Raises:
-            UserError: see `add`.
-        """
+        """Count a line that is not UTF-8; the text around its first bad byte is quoted."""
         self.add(place, NOT_UTF8, around_bad_byte(content))
 
 

@@ -21,10 +21,8 @@ _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
 
 
 def report_unreadable(name: str, splits: Splits, policy: str) -> None:
-    """Log the lines of files that `--bad_rows` left out because they cannot be read.
-
-    Raises:
-        UserError: they are `too_many`.
+    """Log the lines of files that `--bad_rows` left out because they cannot be read; `UserError` if they are
+    `too_many`.
     """
     count = splits.skipped.count
     if not count:
@@ -37,16 +35,8 @@ def report_unreadable(name: str, splits: Splits, policy: str) -> None:
 
 
 def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> None:
-    """Log the rows that `--bad_rows` drops: how many for each reason, and the first ones.
-
-    Args:
-        name: of the data set.
-        table: its token rows.
-        rows: number of raw rows that this step uses.
-        policy: `--bad_rows`.
-
-    Raises:
-        UserError: they are `too_many`.
+    """Log the rows that `--bad_rows` drops: how many of `rows` raw rows for each reason, and the first ones.
+    `UserError` if they are `too_many`.
     """
     found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     if not len(found):
@@ -69,14 +59,6 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
 def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray, form: str, use: Use) -> None:
     """Log what gives this step no sample although nothing is wrong with it: answers of KTO that are labelled bad in
     SFT, and rows of other forms without a pair.
-
-    Args:
-        name: of the data set.
-        table: its token rows.
-        raw: its rows.
-        used: numbers of the raw rows that this step uses.
-        form: its name.
-        use: of the step.
     """
     bad = table.fitted == Fitted.UNUSABLE
     if form == "kto" and use == "sft":
@@ -91,10 +73,8 @@ def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray
 
 
 def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:
-    """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes.
-
-    Returns:
-        (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none.
+    """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes. Returns
+    (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none.
     """
     usable = np.flatnonzero((table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE))
     _, first = np.unique(table.key[usable], return_index=True)

@@ -46,18 +46,14 @@ _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in
 
 
 def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """Return a cache entry, and make it first if it is missing or damaged.
+    """Return a cache entry, memory-mapped, with `key` as its fingerprint; make it first if it is missing or damaged.
 
     Args:
         root: folder of the cache; None for that of `datasets`.
         key: identifies the entry by everything that its content depends on.
         make: called with an empty folder; writes Arrow files below it and returns the rows (at least one) in them.
 
-    Returns:
-        The rows, memory-mapped from the files of the entry, with `key` as their fingerprint.
-
     Raises:
-        UserError: the cache cannot be written.
         StopRequested: the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
@@ -144,14 +140,7 @@ def _intact_files(folder: Path) -> list[str] | None:
 
 
 def regrouped(rows: Dataset, identity: str, regroup: Callable[[Dataset], Dataset], root: str | None) -> Dataset:
-    """`regroup(rows)`, from the cache.
-
-    Args:
-        rows: of a data set.
-        identity: differs between functions that give other rows.
-        regroup: joins rows of the data set.
-        root: see `cached_dataset`.
-    """
+    """`regroup(rows)`, from the cache. `identity` differs between functions that give other rows."""
     key = _digest(rows._fingerprint, identity, _code())
 
     def make(folder: Path) -> Dataset:

@@ -46,12 +46,8 @@ _CHECKS = """\
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """A template that `--chat_template` knows by name.
-
-    Attributes:
-        end: token that ends a turn; None for the tokenizer's EOS.
-        tokens: further tokens that the template writes.
-        text: Jinja text after `_CHECKS`.
+    """A template that `--chat_template` knows by name: `text` is its Jinja text after `_CHECKS`, `end` the token that
+    ends a turn (None for the tokenizer's EOS), `tokens` further tokens that it writes.
     """
 
     end: str | None
@@ -156,10 +152,8 @@ UNBOUNDED = "computes a power (**) or a product of two variables, which can take
 def has_unbounded_numbers(template: str) -> bool:
     """Whether the Jinja text computes powers or products of two variables; False if it has a syntax error.
 
-    Repeated squaring gives numbers of millions of digits, and nothing interrupts a single operation on them.
-
-    Raises:
-        RecursionError: it is nested too deeply.
+    Repeated squaring gives numbers of millions of digits, and nothing interrupts a single operation on them. Raises
+    `RecursionError` for a text that is nested too deeply.
     """
     try:
         tree = _JINJA.parse(template)
@@ -171,18 +165,7 @@ def has_unbounded_numbers(template: str) -> bool:
 
 
 def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
-    """Give `tokenizer` the template of `--chat_template` with the variables of `--chat_template_kwargs`.
-
-    Args:
-        tokenizer: of the model to train; changed in place.
-        flags: see above. Without both the tokenizer keeps its template.
-
-    Returns:
-        `tokenizer`.
-
-    Raises:
-        UserError: the template or a variable cannot be used.
-    """
+    """Give `tokenizer`, in place, the template of `--chat_template` with the variables of `--chat_template_kwargs`."""
     if flags.chat_template in NAMED:
         tokenizer.chat_template = named_template(flags.chat_template, tokenizer)
     elif flags.chat_template is not None:
@@ -225,11 +208,8 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_of_file(name: str) -> str:
-    """The text of a Jinja file, checked.
-
-    Raises:
-        UserError: there is no such file, it is not UTF-8, computes numbers of unbounded size, has a syntax error, is
-            nested too deeply or never uses `messages`.
+    """The text of a Jinja file, checked: its syntax, its depth, no numbers of unbounded size, and that it uses
+    `messages`.
     """
     path = Path(name)
     if not path.is_file():
@@ -252,10 +232,7 @@ def template_of_file(name: str) -> str:
 def with_variables(templates: dict[str, str], variables: dict[str, Any]) -> dict[str, str]:
     """Jinja texts that set `variables` first, each those that it reads, and otherwise render as before.
 
-    Values that an earlier call has set under the same names are replaced.
-
-    Raises:
-        UserError: a name is not a variable that a template reads, or a value has no Jinja literal.
+    Values that an earlier call has set under the same names are replaced. A name that no template reads is refused.
     """
     result, readable = {}, set[str]()
     for which, text in templates.items():
@@ -282,11 +259,7 @@ def _variables_read(template: str) -> set[str]:
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as a Jinja literal on one line.
-
-    Raises:
-        UserError: it is not a finite number.
-    """
+    """A finite JSON value as a Jinja literal on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

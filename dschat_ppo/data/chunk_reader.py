@@ -35,11 +35,8 @@ _ENDED = (
 
 
 class ChunkReader:
-    """The reader process of this node. A rank has at most one: `in_free_folder` ends the one before.
-
-    Args:
-        home: the folder of the stream.
-        lock: held as long as the reader lives, so that no other run uses the folder.
+    """The reader process of this node. A rank has at most one: `in_free_folder` ends the one before. `lock` is held as
+    long as the reader lives, so that no other run uses the folder of the stream, `home`.
     """
 
     _running: list[ChunkReader] = []
@@ -51,11 +48,7 @@ class ChunkReader:
 
     @classmethod
     def in_free_folder(cls, home: Callable[[int], Path]) -> ChunkReader:
-        """A reader, not yet started, in the first of the folders `home(0)`, `home(1)`, ... that no other run uses.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """A reader, not yet started, in the first of the folders `home(0)`, `home(1)`, ... that no other run uses."""
         while cls._running:
             cls._running.pop().end()
         number = 0
@@ -100,13 +93,10 @@ def want(home: Path, rank: int, first: int, last: int) -> None:
 
 
 def wait_until_ready(home: Path, chunk: int, may_stop: bool) -> None:
-    """Wait for a chunk. The watchdog ends the run if the reader makes no progress.
+    """Wait for a wanted chunk. The watchdog ends the run if the reader makes no progress.
 
-    Args:
-        home: the folder of the stream.
-        chunk: its number; wanted before.
-        may_stop: whether a stop request ends the wait. In training it does not: the chunk is completed, and the state
-            is saved after the optimizer step.
+    In training a stop request does not end the wait (`may_stop` is False): the chunk is completed, and the state is
+    saved after the optimizer step.
 
     Raises:
         UserError: the chunk cannot be made, or the reader has ended.

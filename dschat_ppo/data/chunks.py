@@ -28,13 +28,8 @@ _WRITTEN_ROWS = 1000  # at a time
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token rows made from a batch of raw rows.
-
-    Attributes:
-        rows: the rows that are kept.
-        counts: what was done -> number of rows, for the log.
-        unusable: raw rows that are skipped because something is wrong with them.
-        problem: of the first such row, "" if there is none.
+    """Token rows that are kept of a batch of raw rows, and for the log what was done to how many. `unusable` raw rows
+    are skipped because something is wrong with them; `problem` is that of the first one, or "".
     """
 
     rows: list[Row]
@@ -45,14 +40,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """One data set of a stream.
-
-    Attributes:
-        name: for messages.
-        weight: its share of the rows, relative to the other data sets.
-        raw: its raw rows.
-        tokenise: its token rows; raises `UserError` for a row that ends the run.
-        bad_rows: of `--bad_rows`, for the rows of a chunk.
+    """One data set of a stream: its raw rows, and what makes token rows of them (`UserError` for a row that ends the
+    run). `weight` is its share of the rows, relative to the other data sets.
     """
 
     name: str
@@ -123,12 +112,8 @@ class ChunkMaker:
 
     Args:
         root: folder of the cache; None for that of `datasets`.
-        folder: name of the stream's folder in it.
-        home: that folder, for the saved positions.
-        sources: the data sets.
-        num_rows: rows of the stream.
-        chunk_rows: rows of a chunk; the last one may have fewer.
-        features: columns of the token rows.
+        folder, home: name of the stream's folder in it, and its path, for the saved positions.
+        num_rows, chunk_rows: rows of the stream, and of a chunk; the last chunk may have fewer.
         on_batch: called after each batch of raw rows.
     """
 
@@ -147,10 +132,8 @@ class ChunkMaker:
         self._next = 0  # the chunk for which the readers are in place
 
     def provide(self, chunk: int) -> Dataset:
-        """The rows of a chunk, from the cache if it is there.
-
-        Raises:
-            UserError: a row cannot be used, a file cannot be read, or the stream has fewer than `num_rows` rows.
+        """The rows of a chunk, from the cache if it is there; `UserError` if the stream has fewer than `num_rows`
+        rows.
         """
 
         def make(folder: Path) -> Dataset:

@@ -18,13 +18,10 @@ _OUT_OF_MEMORY = "memory is too short to convert it whole: free memory, split th
 
 
 def conversion_error(convert: Callable[[], None]) -> str | None:
-    """Run `convert` in a forked child process, so that a file that crashes the reader ends only the child.
-
-    Returns:
-        None on success, or the reason why the file cannot be read.
+    """Run `convert` in a forked child process, so that a file that crashes the reader ends only the child. Returns
+    None, or the reason why the file cannot be read.
 
     Raises:
-        StopRequested: the run receives a stop request.
         EOFError: the child ended because of a stop request; see `stop_requests.subprocesses_may_stop`.
     """
     context = multiprocessing.get_context("fork")

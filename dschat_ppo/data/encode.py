@@ -28,13 +28,8 @@ from dschat_ppo.errors import UserError, reading
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """Token ids of one example.
-
-    Attributes:
-        prompt: ids of the prompt.
-        answers: ids of each answer, with its final token.
-        prompt_spans: half-open ranges of `prompt` that are earlier answers of the assistant, each with its end-of-turn
-            token if the chat template has one.
+    """Token ids of one example; each answer with its final token. `prompt_spans` are half-open ranges of `prompt` that
+    are earlier answers of the assistant, each with its end-of-turn token if the chat template has one.
     """
 
     prompt: list[int]
@@ -55,11 +50,7 @@ class _Texts:
         self._offsets: list[list[Span]] = []
 
     def add(self, text: str) -> None:
-        """To be encoded by `encode`.
-
-        Raises:
-            UserError: it is too long.
-        """
+        """To be encoded by `encode`; `UserError` if it is too long."""
         if text not in self._slots:
             self.size += check_size(text)
             self._slots[text] = len(self._slots)
@@ -87,11 +78,7 @@ class _Texts:
             return problem
 
     def ids(self, text: str) -> list[int]:
-        """Ids of an added text, shared by all who ask for them.
-
-        Raises:
-            UserError: the tokenizer rejects it.
-        """
+        """Ids of an added text, shared by all who ask for them; `UserError` if the tokenizer rejects it."""
         found = self._ids[self._slots[text]]
         if isinstance(found, UserError):
             raise found
@@ -126,10 +113,7 @@ def encode_examples(
 ) -> Iterator[EncodedExample | UserError]:
     """Encode examples in few calls of the tokenizer. The ids equal those of `encode_prompt` and `encode_answer`.
 
-    Args:
-        tokenizer: of the model.
-        examples: to encode.
-        all_turns: also find the earlier answers in prompts that are chat messages; otherwise `prompt_spans` is empty.
+    With `all_turns` the earlier answers in prompts of chat messages are found too; otherwise `prompt_spans` is empty.
 
     Yields:
         For each example its ids, or the reason why it cannot be encoded (without the row's name). Examples with equal
@@ -170,11 +154,7 @@ class _Group:
             self._rendered.append((example, problem))
 
     def _add_texts(self, example: Example) -> _Rendered | None:
-        """Add the texts of an example; None if its prompt is text.
-
-        Raises:
-            UserError: it cannot be rendered, or a text is too long.
-        """
+        """Add the texts of an example; None if its prompt is text."""
         if isinstance(example.prompt, str):
             self._prompts[not starts_with_bos(self._tokenizer, example.prompt)].add(example.prompt)
             anchor = text_anchor(self._tokenizer, example.prompt)
@@ -264,15 +244,12 @@ def _assemble(
 
 
 def _known_length(prompt: list[int], ids: list[int], is_whole: bool) -> int | None:
-    """How many of the first `ids` are the last ones of `prompt`, from its last token equal to `ids[0]` on.
+    """How many of the first `ids` are the last ones of `prompt`, from its last token equal to `ids[0]` on; None if they
+    differ.
 
     Args:
-        prompt: ids of a prompt.
         ids: of an answer, after the end of the prompt's text from its last special token.
         is_whole: the answer was encoded after the whole text of the prompt.
-
-    Returns:
-        None if they are not equal.
     """
     start = 0 if is_whole else next((i for i in reversed(range(len(prompt))) if prompt[i] == ids[0]), len(prompt))
     known = len(prompt) - start

@@ -54,12 +54,10 @@ def limit_flag(use: Use) -> str:
 
 
 def value_at(row: Row, path: str) -> Any:
-    """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`.
+    """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`. `UserError` if
+    there is none.
 
     A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3.
-
-    Raises:
-        UserError: the row has no such field.
     """
     value = _found_at(row, path)
     if isinstance(value, float):
@@ -95,11 +93,7 @@ def has_value(row: Row, path: str) -> bool:
 
 
 def text_at(row: Row, path: str) -> str:
-    """The text of a column or of a field inside it; a number or a boolean as JSON writes it.
-
-    Raises:
-        UserError: it is missing, null or not text.
-    """
+    """The text of a column or of a field inside it; a number or a boolean as JSON writes it."""
     value = value_at(row, path)
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         value = json.dumps(value)
@@ -109,11 +103,7 @@ def text_at(row: Row, path: str) -> str:
 
 
 def margin_of(row: Row) -> float:
-    """The number in the column `margin`; 0 if it is missing or empty.
-
-    Raises:
-        UserError: it is not a finite number.
-    """
+    """The finite number in the column `margin`; 0 if it is missing or empty."""
     margin = value_at(row, "margin") if "margin" in row else None
     try:
         number = float(margin or 0)  # CSV files hold numbers as text
@@ -125,11 +115,7 @@ def margin_of(row: Row) -> float:
 
 
 def truth_of(row: Row, column: str, pattern: str | None) -> Any:
-    """The correct answer of a row: the value of `column`, or what the first group of `pattern` finds in its text.
-
-    Raises:
-        UserError: it is missing or null, or the pattern does not match.
-    """
+    """The correct answer of a row: the value of `column`, or what the first group of `pattern` finds in its text."""
     value = value_at(row, column)
     if value is None:
         raise UserError(f"'{column}' is null; expected the correct answer")
@@ -142,11 +128,7 @@ def truth_of(row: Row, column: str, pattern: str | None) -> Any:
 
 
 def check_answers(answers: Sequence[str | Message]) -> None:
-    """Refuse an empty answer, and two equal ones.
-
-    Raises:
-        UserError: the text does not name the row.
-    """
+    """Refuse an empty answer, and two equal ones. The message does not name the row."""
     for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else ("the",), answers, strict=False):
         text, is_call = (answer, False) if isinstance(answer, str) else (answer["content"], "tool_calls" in answer)
         if not text.strip() and not is_call:

@@ -32,17 +32,12 @@ def kind_of(path: Path) -> Kind | None:
 def read_files(
     paths: Sequence[Path], numbers: Sequence[int], what: str, cache_dir: str | None, skip: bool
 ) -> tuple[Dataset, Skipped]:
-    """Read files as one table, in this order.
+    """Read files as one table, in this order. The files must have the same columns.
 
     Args:
-        paths: the files.
         numbers: of the files in `ORIGIN`.
         what: flag and data set, for messages.
-        cache_dir: cache folder for prepared files; None for that of `datasets`.
         skip: leave out lines that cannot be read; otherwise they are an error.
-
-    Raises:
-        UserError: a file cannot be read or is empty, or the files differ in a column.
     """
     flag = what.partition(" ")[0]
     tables = [_read_file(path, n, flag, cache_dir, skip) for n, path in zip(numbers, paths, strict=True)]

@@ -37,13 +37,7 @@ def split_files(folder: Path, config: str | None, what: str) -> Files:
     name, or whose folder's name, starts with "eval", "validation", "valid", "val", "dev" or "test" is of that split;
     all others are training files. Subfolders count only if the folder itself has no training file.
 
-    Args:
-        folder: the folder.
-        config: configuration in README.md, or a subfolder; None if there is only one.
-        what: flag and data set, for messages.
-
-    Raises:
-        UserError: no data files, no such configuration, or several and none is chosen; or a folder of a model.
+    `config` is a configuration in README.md or a subfolder; None if there is only one. `what` is for messages.
     """
     if marks := [name for name in _OF_MODELS if (folder / name).is_file()]:
         raise UserError(

@@ -155,10 +155,8 @@ def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messag
 
 
 def _is_good(label: Any) -> bool:
-    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for them.
-
-    Raises:
-        UserError: it is something else.
+    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for
+    them.
     """
     text = str(label).strip().lower()
     if text not in LABELS:
@@ -167,12 +165,8 @@ def _is_good(label: Any) -> bool:
 
 
 def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str, context: tuple[str, ...] = ()) -> Dataset:
-    """One row for each prompt of a data set of KTO rows.
-
-    Args:
-        rows: the whole data set.
-        prompt, answer, label: names of its columns.
-        context: further columns that are part of what is asked, such as that of the system message.
+    """One row for each prompt of a whole data set of KTO rows; `prompt`, `answer` and `label` name its columns,
+    `context` further ones that are part of what is asked, such as that of the system message.
 
     Returns:
         The first row of each prompt, in order, with all its answers in `GROUP_ANSWERS` and their labels in

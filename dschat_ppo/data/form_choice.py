@@ -19,11 +19,9 @@ _SPECIAL = ("verl", "kto", "ranked", "hh", "stepwise", "prm800k", "math_shepherd
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form with its columns, and what it reads in the first rows.
+    """A form with its columns (role -> column), and what it reads in the first rows.
 
     Attributes:
-        kind: the form.
-        columns: role -> column.
         drafts: use -> for each row its drafts, or None where it cannot be read.
         is_chat: whether the form finds chat messages, not text.
         fits: whether it reads at least half of the rows.
@@ -64,10 +62,8 @@ def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
 
 
 def choose(name: str, found: list[Candidate]) -> Candidate:
-    """The form of a data set among those that fit its columns: chat first, then the one that serves most.
-
-    Raises:
-        UserError: two forms read the rows differently, or no form reads them.
+    """The form of a data set among those that fit its columns: chat first, then the one that serves most. Refused are
+    rows that two forms read differently, or that no form reads.
     """
     fitting = [candidate for candidate in found if candidate.fits]
     shadowed = {

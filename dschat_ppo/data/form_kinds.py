@@ -18,10 +18,8 @@ class Kind:
     """One form.
 
     Attributes:
-        name: as `--data_format` names it.
         roles: role -> names of columns that have it; the first one that exists counts.
         needs: use -> the sets of roles of which one must be there. What serves "preference" serves "unpaired" too.
-        read: from a row to drafts.
         by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
             is a chat template).

@@ -225,11 +225,7 @@ def read_text(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 
 def prompt_value(row: Row, reading: Reading) -> str | Messages:
-    """The prompt of a row as text or messages.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The prompt of a row as text or messages."""
     column = dict(reading.columns)["prompt"]
     value = reading.value(row, "prompt")
     if isinstance(value, str) and reading.column("history"):
@@ -281,11 +277,7 @@ def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, column: str
 
 
 def _closed(prompt: str | Messages, column: str) -> str | Messages:
-    """A prompt that the assistant can answer: its last message is not the assistant's.
-
-    Raises:
-        UserError: it is.
-    """
+    """A prompt that the assistant can answer: its last message is not the assistant's."""
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise UserError(f"the prompt in '{column}' ends with the assistant's message: nothing is left to answer")
     return prompt

@@ -42,16 +42,11 @@ class Reading:
     """How the rows of one data set are read. Its `repr` identifies it.
 
     Attributes:
-        form: name of the form, or of the DeepSpeed-Chat data set.
         columns: (role, column) pairs, such as ("prompt", "question").
-        rendering: of all prompts.
         wrap: a prompt that is text becomes the user's message.
         input_template: text around a prompt that is text; `{}` stands for the prompt.
-        system, tools: columns, or None.
-        system_message: `--system_message`, for rows without one.
-        truth: column of the correct answer, or None.
+        system, tools, truth: columns, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
-        role_names: `--role_names`.
         pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
             parts of messages.
         unused: columns that the reading does not use, although their names are those of content.
@@ -76,11 +71,7 @@ class Reading:
         return dict(self.columns).get(role)
 
     def value(self, row: Row, role: str) -> Any:
-        """The value in the column of a role; messages that are stored as JSON text are parsed.
-
-        Raises:
-            UserError: the row has none.
-        """
+        """The value in the column of a role; messages that are stored as JSON text are parsed."""
         return from_json(value_at(row, dict(self.columns)[role]))
 
     def messages(self, value: Any, role: str) -> Messages:
@@ -98,11 +89,7 @@ class Reading:
         return parse_json(value, f"'{column}'") if is_json else value
 
     def text(self, row: Row, role: str) -> str:
-        """The text in the column of a role.
-
-        Raises:
-            UserError: it is not text.
-        """
+        """The text in the column of a role."""
         return text_at(row, dict(self.columns)[role])
 
 
@@ -111,18 +98,7 @@ DraftReader = Callable[[Row, Reading, Use], list[Draft]]
 
 
 def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str) -> list[Example]:
-    """The examples of one row.
-
-    Args:
-        read: finds the drafts of the row's form.
-        reading: of the data set.
-        row: column -> value.
-        use: of the row.
-        where: the row's name, for messages.
-
-    Raises:
-        UserError: the row is bad; the message names it and says why.
-    """
+    """The examples of one row. An error names the row by `where` and says why it is bad."""
     try:
         splits = use == "unpaired" and reading.form not in LABELLED
         drafts = read(row, reading, "preference" if splits else use)
@@ -152,11 +128,7 @@ def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str
 
 
 def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
-    """The tools of a row: of their column, or those beside the messages in one object.
-
-    Raises:
-        UserError: they differ.
-    """
+    """The tools of a row: of their column, or those beside the messages in one object. Both must be equal."""
     tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
     for _, column in reading.columns:
         inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
@@ -176,11 +148,7 @@ def _without(part: Any) -> Any:
 
 
 def split_pair(draft: Draft) -> list[Draft]:
-    """A pair as a desirable and an undesirable answer.
-
-    Raises:
-        UserError: an answer is empty, or both are equal.
-    """
+    """A pair as a desirable and an undesirable answer."""
     check_answers(draft.answers)
     sides = zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
     return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,)) for answer, name, label in sides]

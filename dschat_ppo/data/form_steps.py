@@ -39,11 +39,7 @@ def read_stepwise(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 
 def _label(value: Any, column: str) -> float:
-    """A label as a number in [0, 1], or NaN for null.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """A label as a number in [0, 1], or NaN for null."""
     if value is None:
         return math.nan
     text = str(value).lower()
@@ -88,11 +84,7 @@ def read_prm800k(row: Row, reading: Reading, use: Use) -> list[Draft]:
 
 
 def _options(step: Any, where: str) -> tuple[list[tuple[str, float]], int | None, str | None]:
-    """(text and label of each continuation of a step, number of the chosen one, the text that a human wrote).
-
-    Raises:
-        UserError: the step has another layout than those of PRM800K.
-    """
+    """(text and label of each continuation of a step, number of the chosen one, the text that a human wrote)."""
     if not isinstance(step, dict):
         raise UserError(f"{where} is {kind_of(step)}; expected an object with 'completions'")
     found = []

@@ -48,7 +48,6 @@ class Form:
     """How the rows of one data set are read.
 
     Attributes:
-        name: as `--data_format` names it, or the name of a DeepSpeed-Chat data set.
         rendering: "chat" if the chat template renders prompts, "text" if they are used as they are.
         read: `(row, use, where)` -> the examples of one row, none or more; raises `UserError` for a bad row, and for a
             use that the form does not serve. It can be pickled.
@@ -75,11 +74,7 @@ class Form:
     warning: str = ""
 
     def require(self, use: Use) -> None:
-        """Refuse a use that the form does not serve.
-
-        Raises:
-            UserError: the message lists the columns and what the step needs.
-        """
+        """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
         _require(self.uses, self.about, use)
 
 
@@ -88,17 +83,14 @@ def detect_form(
 ) -> Form:
     """The form of a data set. It does not depend on the step.
 
+    Refused are data sets that no form fits, flags that name no column, and rows that can be read in two ways; the
+    message then shows both and how to choose.
+
     Args:
-        name: location of the data set, for messages and for the data sets of DeepSpeed-Chat.
         columns: names of all columns.
         rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
         has_template: whether the tokenizer has a chat template.
-        flags: `--data_format`, column names and the other flags that say how rows are read.
         is_only: whether there is no other data set, to which the flags may apply.
-
-    Raises:
-        UserError: no form fits, a flag names a column that does not exist, or the rows can be read in two ways; the
-            message then shows both and how to choose.
     """
     if is_own_function(flags.data_format):
         columns, rows = made_of_first(flags.data_format, name, rows[:FIRST_ROWS])
@@ -147,11 +139,7 @@ def detect_form(
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
-    """Refuse flags that name a column of no data set.
-
-    Raises:
-        UserError: they do.
-    """
+    """Refuse flags that name a column of no data set."""
     named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
     if named and forms and not any(form.uses_flags for form in forms):
         raise UserError(f"{named}: no data set has such a column")
@@ -161,9 +149,8 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
 
 
 def mixed_renderings(forms: dict[str, Form]) -> str:
-    """Which data sets the chat template renders and which have text prompts; "" if all are alike.
-
-    Plain text, which has no prompts, does not count.
+    """Which data sets the chat template renders and which have text prompts; "" if all are alike. Plain text, which has
+    no prompts, does not count.
     """
     with_prompts = {spec: form for spec, form in forms.items() if form.name != "text"}
     chat, text = ([spec for spec, form in with_prompts.items() if form.rendering == kind] for kind in ("chat", "text"))
@@ -282,11 +269,7 @@ def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
 def _columns_by_flag(
     name: str, columns: list[str], rows: list[Row], flags: DataFlags, is_only: bool
 ) -> tuple[dict[str, str], str]:
-    """(role -> column that a flag names, a note for the log).
-
-    Raises:
-        UserError: a column does not exist. One of several data sets may lack all of them.
-    """
+    """(role -> column that a flag names, a note for the log). One of several data sets may lack all of them."""
     wanted = {role: column for role, column in flags.columns.items() if column}
     missing = {role: column for role, column in wanted.items() if not _exists(column, columns, rows)}
     if not missing:
@@ -328,15 +311,6 @@ def _require_no_content(where: str, reading: Reading, uses: tuple[Use, ...], row
 
     What a column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
     holds all that is read (the same as one text).
-
-    Args:
-        where: what precedes the name of the column.
-        reading: of the data set.
-        uses: what the form serves.
-        row: any row of the data set.
-
-    Raises:
-        UserError: the message shows the column, the reading and the way out.
     """
     held = [column for column in reading.unused if has_value(row, column) and _has_content(column, row[column])]
     drafts = _all_drafts(reading, uses, row) if held else []

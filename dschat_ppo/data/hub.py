@@ -22,22 +22,12 @@ ANSWER_SECONDS = 5.0  # for the hub to answer before it counts as unreachable
 def hub_dataset(
     spec: str, config_name: str | None, root: str | None, flag: str = "--data_path"
 ) -> datasets.DatasetDict | Path:
-    """Load the splits of a hub data set through the cache of `datasets`.
+    """The splits of a hub data set, through the cache of `datasets`; or, if the hub cannot be reached, the folder with
+    its files that `hf download` has made.
 
     Without network, and with `HF_HUB_OFFLINE`, only the cache is used. If the cached files cannot be read, or hold
-    fewer rows than the data set declares, they are made again from the downloaded files.
-
-    Args:
-        spec: name on the hub.
-        config_name: its configuration, or None.
-        root: folder of the cache; None for that of `datasets`.
-        flag: the flag that names it, for messages.
-
-    Returns:
-        Its splits; or, if the hub cannot be reached, the folder with its files that `hf download` has made.
-
-    Raises:
-        UserError: there is no such data set or configuration, it is a script, or the hub cannot be reached.
+    fewer rows than the data set declares, they are made again from the downloaded files. `root` is the folder of the
+    cache; None for that of `datasets`. Data sets that are scripts are refused.
     """
     unreachable = _why_unreachable(spec)
     cached = _cached_configs(spec, root)
@@ -70,19 +60,7 @@ def hub_dataset(
 def hub_stream(
     spec: str, config_name: str | None, flag: str = "--data_path"
 ) -> tuple[str, dict[str, datasets.IterableDataset]]:
-    """The splits of a hub data set, to be read from the hub row by row.
-
-    Args:
-        spec: name on the hub.
-        config_name: its configuration, or None.
-        flag: the flag that names it, for messages.
-
-    Returns:
-        (what identifies its revision, its splits).
-
-    Raises:
-        UserError: there is no such data set or configuration, it is a script, or the hub cannot be reached.
-    """
+    """(what identifies the revision of a hub data set, its splits, to be read from the hub row by row)."""
     unreachable = _why_unreachable(spec)
     if unreachable:
         raise UserError(

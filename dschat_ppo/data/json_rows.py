@@ -30,12 +30,8 @@ Batch = tuple[list[int], list[dict[str, Any]]]  # numbers of the rows, and the r
 
 @dataclass
 class JsonColumns:
-    """What is known of the columns of a file.
-
-    Attributes:
-        types: column -> Arrow type so far.
-        as_json: columns that are stored as JSON text.
-        kinds: column -> kind of its values ("text or a number", "a list", "an object"), of which it has only one.
+    """What is known of the columns of a file: its Arrow `types` so far, the columns that are stored `as_json` text, and
+    the `kinds` of values ("text or a number", "a list", "an object"), of which a column has only one.
     """
 
     types: dict[str, pa.DataType] = field(default_factory=dict)
@@ -51,17 +47,8 @@ class JsonColumns:
         )
 
     def add(self, batch: Batch, bad: BadLines) -> tuple[list[int], dict[str, pa.Array]]:
-        """Convert a batch, and extend the types by those it needs.
-
-        Args:
-            batch: rows and their numbers.
-            bad: receives the rows that do not fit.
-
-        Returns:
-            The numbers of the rows that fit, and their columns.
-
-        Raises:
-            UserError: a row does not fit and bad lines are errors.
+        """Convert a batch, and extend the types by those it needs. `bad` receives the rows that do not fit; the others
+        come back as their numbers and columns.
         """
         numbers, rows = batch
         faults: dict[int, str] = {}
@@ -114,11 +101,8 @@ _KINDS = {list: "a list", dict: "an object"} | dict.fromkeys((str, bool, int, fl
 
 
 def _dumps(value: Any) -> str:
-    """JSON text.
-
-    Raises:
-        OverflowError: it holds an integer of more than 64 bits, which `datasets` cannot read again.
-        ValueError: it holds NaN or infinity.
+    """JSON text. `OverflowError`: it holds an integer of more than 64 bits, which `datasets` cannot read again.
+    `ValueError`: it holds NaN or infinity.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if _LONG_NUMBER.search(text):
@@ -198,11 +182,9 @@ def _fault(row: dict[str, Any]) -> str:
 def json_batches(path: Path, bad: BadLines) -> Iterator[Batch]:
     """The rows of a file of JSON Lines, of one array, or of objects over several lines each.
 
-    Row numbers are line numbers in JSON Lines; otherwise they count the objects. Both count from 1.
-
-    Raises:
-        UserError: a row is not readable and bad lines are errors; in an array or between objects over several lines
-            also if they are skipped, since the next row cannot be found. The message does not name the file.
+    Row numbers are line numbers in JSON Lines; otherwise they count the objects. Both count from 1. A bad row in an
+    array, or between objects over several lines, is an error even if bad lines are skipped: the next row cannot be
+    found. Messages do not name the file.
     """
     if is_json_lines(path):
         for numbers, rows, _ in line_batches(path, bad):
@@ -239,19 +221,8 @@ def _is_one_value_or_over_lines(text: bytes) -> bool:
 def line_batches(
     path: Path, bad: BadLines, place: tuple[int, int] = (0, 0), batch_bytes: int = BATCH_BYTES
 ) -> Iterator[tuple[list[int], list[dict[str, Any]], tuple[int, int]]]:
-    """The rows of a file of JSON Lines.
-
-    Args:
-        path: the file.
-        bad: receives lines that are not readable.
-        place: (bytes, lines) of the file that are read already.
-        batch_bytes: of the lines of a batch, at least.
-
-    Returns:
-        Line numbers from 1 on, rows, and the place after them.
-
-    Raises:
-        UserError: a line is not readable and bad lines are errors.
+    """(line numbers from 1 on, rows, the place after them) for batches of a file of JSON Lines, of `batch_bytes` at
+    least. `place` is (bytes, lines) of the file that are read already.
     """
     offset, number = place
     with path.open("rb") as file:

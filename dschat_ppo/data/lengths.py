@@ -37,11 +37,9 @@ FITTED_NAMES = {
 def fit_row(
     row: EncodedExample, limit: int, policy: str, keep_start: int = 0, keep_end: int = 0
 ) -> tuple[EncodedExample, Fitted]:
-    """Apply the length limit to prompt + longest answer of one row.
+    """Apply the length limit to prompt + longest answer of one row (no answers for PPO prompts).
 
     Args:
-        row: token ids (no answers for PPO prompts).
-        limit: most tokens.
         policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt. An
             eighth of the limit is for the prompt: answers that leave it less are cut at their end. No answer becomes
             empty. "drop" and "error" cut nothing.

@@ -85,19 +85,12 @@ def looks_like_messages(value: Any) -> bool:
 
 
 def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
-    """Normalise the messages of one field.
+    """Normalise the messages of one field: a list of messages or texts, one message, or JSON of these (CSV files hold
+    lists as text).
 
-    Args:
-        value: a list of messages or texts, one message, or JSON of these (CSV files hold lists as text).
-        column: name of the field, for messages of errors.
-        role_names: `--role_names`, further names of roles in lower case -> one of `ROLES`.
-
-    Returns:
-        New messages: `role` and `content` (text), then the other keys that are not null. A turn of the assistant that
-        its data set excludes from training has the key `CONTEXT`.
-
-    Raises:
-        UserError: a message cannot be used; the text says which one and why, and does not name the row.
+    New messages come back: `role` and `content` (text), then the other keys that are not null. A turn of the assistant
+    that its data set excludes from training has the key `CONTEXT`. Errors say which message cannot be used and why, and
+    do not name the row. `role_names` maps further names of roles, in lower case, to `ROLES`.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         value = parse_json(value, f"'{column}'")
@@ -161,8 +154,7 @@ def without_context(messages: Messages) -> Messages:
 def up_to_last_target(messages: Messages, column: str, is_trained: bool) -> Messages:
     """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all.
 
-    Raises:
-        UserError: every turn is excluded, and the row `is_trained`; otherwise what precedes the last one is a prompt.
+    If every turn is excluded, a row that `is_trained` is refused; otherwise what precedes the last turn is a prompt.
     """
     if CONTEXT not in messages[-1]:
         return messages
@@ -210,11 +202,7 @@ def _with_parsed_arguments(call: Any, name: str) -> Any:
 
 
 def read_tools(value: Any, column: str) -> list[Any] | None:
-    """The tool descriptions of a row, given as a list or as JSON; None if there are none.
-
-    Raises:
-        UserError: the field is neither.
-    """
+    """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
     is_text = isinstance(value, str)
     if is_text:
         value = parse_json(value, f"'{column}'") if value.strip() else None
@@ -226,11 +214,7 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
 
 
 def parse_json(text: Any, name: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """The value of a JSON text."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -250,13 +234,8 @@ def kind_of(value: Any) -> str:
 
 
 def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
-    """Split messages before the answer, which is the last one.
-
-    Returns:
-        (messages before the answer, its text; or the message if it has more than text, such as tool calls).
-
-    Raises:
-        UserError: the last message is not the assistant's; or it is excluded from training, and the row `is_trained`.
+    """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
+    tool calls). Refused if it is not the assistant's, or if it is excluded from training and the row `is_trained`.
     """
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")

@@ -18,11 +18,8 @@ _HOLD_OUT, _MIX = 1, 2  # separate the uses of a seed
 
 
 def rows_of_step(count: int, shares: tuple[float, float, float], part: int, seed: int) -> np.ndarray:
-    """Numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random, disjoint and
-    complete. All three steps see the same split of `count` rows, which `shares` and `seed` decide.
-
-    Returns:
-        (N,) int64.
+    """(N,) int64, numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random,
+    disjoint and complete. All three steps see the same split of `count` rows, which `shares` and `seed` decide.
     """
     order = torch.randperm(count, generator=shared_generator(seed)).numpy()
     bounds = [round(count * sum(shares[:i]) / sum(shares)) for i in range(4)]
@@ -43,13 +40,7 @@ def hold_out(numbers: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class Share:
-    """What one data set adds to an epoch.
-
-    Attributes:
-        name: of the data set.
-        available: rows that it has for this step.
-        used: rows of an epoch.
-    """
+    """What one data set adds to an epoch: `used` rows of those `available` for this step."""
 
     name: str
     available: int
@@ -77,13 +68,8 @@ def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[S
 
 
 def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
-    """`used` of these rows: all of them as often as they fit, then a random remainder in the order of `rows`.
-
-    Args:
-        rows: (N,) row numbers, N at least 1 unless `used` is 0.
-        used: number of rows to return.
-        seed: of the mixture.
-        number: of the data set, so that sets of equal size draw differently.
+    """`used` of these (N,) row numbers: all of them as often as they fit, then a random remainder in the order of
+    `rows`. `number` is that of the data set, so that sets of equal size draw differently.
     """
     if used == len(rows):
         return rows

@@ -19,11 +19,7 @@ _FLAG = "--data_format"
 
 
 def made_of_first(function: str, name: str, rows: list[Row]) -> tuple[list[str], list[Row]]:
-    """What `FILE.py:FUNCTION` makes of the first rows of a data set, and the columns.
-
-    Raises:
-        UserError: the function cannot be loaded, or makes no row.
-    """
+    """What `FILE.py:FUNCTION` makes of the first rows of a data set, and the columns."""
     own_function(_FLAG, function)  # a missing file is no bad row
     made, problem = list[Row](), "it returns None for each of the first rows"
     for number, row in enumerate(rows):
@@ -37,10 +33,8 @@ def made_of_first(function: str, name: str, rows: list[Row]) -> tuple[list[str],
 
 
 def made_by_own(form: Form, function: str) -> Form:
-    """The form of a data set from that of the rows that the function makes of its rows.
-
-    Raises:
-        UserError: such rows are grouped before they are read, which is before they are made.
+    """The form of a data set from that of the rows that the function makes of its rows. Refused are forms that group
+    rows before they are read, which is before they are made.
     """
     if form.regroup is not None:
         raise UserError(

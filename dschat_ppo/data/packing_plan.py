@@ -45,9 +45,6 @@ def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[i
         tokens: (n,) int64, tokens of each sample, above 0.
         capacity: most tokens of a packed row; a sample with more is a row by itself.
         order: the numbers 0 .. n-1; decides among samples of equal length.
-
-    Returns:
-        The samples of each packed row.
     """
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]

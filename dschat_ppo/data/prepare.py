@@ -41,9 +41,8 @@ EVAL_FLAG = "--eval_data_path"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None.
-
-    `sources` and `eval_sources` name the data sets that their columns `source` number.
+    """Token rows for training, and for evaluation or None. `sources` and `eval_sources` name the data sets that their
+    columns `source` number.
     """
 
     train: Dataset | StreamedRows
@@ -54,11 +53,9 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What `prepare` knows while it reads one data set after another. Its arguments are those of `prepare`.
-
-    Attributes:
-        most_rows: use only the first rows of each data set, as if it had no others; None for all.
-        seen: each data set that was tokenised, also one that was refused afterwards.
+    """What `prepare` knows while it reads one data set after another. With `most_rows` it uses only the first rows of
+    each, as if there were no others. `seen` holds each data set that was tokenised, also one that was refused
+    afterwards.
     """
 
     use: Use
@@ -78,11 +75,7 @@ class Preparation:
     forms: dict[str, Form] = field(default_factory=dict)
 
     def sources(self) -> list[DataSource]:
-        """All data sets, those for evaluation last.
-
-        Raises:
-            UserError: see `parse_sources`.
-        """
+        """All data sets, those for evaluation last."""
         flags = self.flags
         sources = parse_sources(flags.data_path, "--data_path", flags)
         names = [source.name for source in sources]
@@ -90,11 +83,7 @@ class Preparation:
         return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG, flags))
 
     def add(self, source: DataSource) -> None:
-        """Read, split and tokenise a data set.
-
-        Raises:
-            UserError: see `prepare`.
-        """
+        """Read, split and tokenise a data set."""
         if source.flag == EVAL_FLAG:
             self.add_evaluation(source)
         elif self.flags.streaming:
@@ -179,11 +168,7 @@ class Preparation:
         self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
 
     def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
-        """Detect how the rows are read. The first rows of the file decide, so that all steps agree.
-
-        Raises:
-            UserError: see `detect_form`; or the form does not serve this step.
-        """
+        """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
         is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
         has_template = self.tokenizer.chat_template is not None
         form = detect_form(source.location, columns, first, has_template, self.flags, is_only)
@@ -220,14 +205,8 @@ class Preparation:
         form: Form,
         parts: list[tuple[np.ndarray, str, bool]],
     ) -> list[Part]:
-        """Tokenise the rows of one data set, and log what became of them.
-
-        Args:
-            source: the data set.
-            raw: its rows.
-            origins: names them.
-            form: how they are read.
-            parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
+        """Tokenise the rows of one data set, and log what became of them. `parts` are (row numbers in the order of use,
+        suffix of the name in the log, whether they are for training).
         """
         flags, name = self.flags, f"{source.label}{parts[0][1]}"
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
@@ -268,11 +247,7 @@ class Preparation:
         return joined(self.eval, names) or None, sources, names
 
     def mixed(self) -> TokenRows:
-        """The rows of all parts: for training as their weights say, for evaluation one part after another.
-
-        Raises:
-            UserError: a flag names a column that no data set has.
-        """
+        """The rows of all parts: for training as their weights say, for evaluation one part after another."""
         self._check_forms()
         names = tuple(dict.fromkeys(part.source.name for part in self.train))
         shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
@@ -296,14 +271,9 @@ def prepare(
     all_turns: bool = False,
     step_separator: str = "\n",
 ) -> TokenRows:
-    """Token rows of one step from all its data sets.
+    """Token rows of one step from all its data sets, of at most `limit` tokens.
 
     Args:
-        use: what the step reads, see `Use`.
-        tokenizer: of the model to train.
-        flags: data sets, their form and split over the three steps, truncation policy, bad rows, cache folder and
-            number of processes.
-        limit: most tokens of a row.
         whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
         eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
@@ -311,8 +281,9 @@ def prepare(
         all_turns, step_separator: see `encode_examples` and `TokeniseSettings`.
 
     Raises:
-        UserError: a data set cannot be used, or `--data_split` leaves this step no row of it; or `--bad_rows` does not
-            accept its bad rows.
+        UserError: a data set cannot be used, `--data_split` leaves this step no row of it, or `--bad_rows` does not
+            accept
+            its bad rows.
         StopRequested: the run receives a stop request.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
@@ -329,17 +300,8 @@ def prepare(
 def prepare_whole(
     use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Token rows of all rows of `flags.data_path` in the order of the files, for an evaluation outside of training.
-
-    Args:
-        use, tokenizer, flags, limit: see `prepare`.
-        flag: the flag that names the data sets, for messages.
-
-    Returns:
-        (rows, names of the data sets that their column `source` numbers).
-
-    Raises:
-        UserError: a data set cannot be used, or no row is within the limit.
+    """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
+    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages.
     """
     preparation = Preparation(use, tokenizer, flags, limit)
     for source in parse_sources(flags.data_path, flag, flags):

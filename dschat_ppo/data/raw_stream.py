@@ -20,11 +20,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PartBatch:
-    """Some rows of a part.
+    """Some rows of a part, with their numbers in it, from 1 on.
 
     Attributes:
-        numbers: of the rows in the part, from 1 on.
-        rows: the rows.
         place: after them, in values that JSON can hold.
         unreadable: lines between them that are skipped because they cannot be read.
         problem: of the first such line, "" if there is none.
@@ -63,12 +61,7 @@ class StreamPart(Protocol):
 @dataclass(frozen=True)
 class StepShare:
     """The raw rows of one step by `--data_split`: of each `SPLIT_ROWS` rows a random part, disjoint from those of the
-    other steps. It depends only on the number of a row, so that every step sees the same division.
-
-    Attributes:
-        shares: of SFT, reward model and PPO.
-        part: 0, 1 or 2, the step.
-        seed: of the division.
+    other steps (`part` 0, 1, 2). It depends only on the number of a row, so that every step sees the same division.
     """
 
     shares: tuple[float, float, float]
@@ -97,14 +90,8 @@ class StepShare:
 
 
 class RawStream:
-    """Reads the rows of one data set, batch by batch.
-
-    Args:
-        parts: its files or splits, in order.
-        share: the rows that belong to this step; None for all.
-
-    Attributes:
-        position: the place after the last batch, for `seek`, in values that JSON can hold.
+    """Reads the rows of one data set, batch by batch: of all its files or splits, or those of `share` alone. `position`
+    is the place after the last batch, for `seek`, in values that JSON can hold.
     """
 
     def __init__(self, parts: Sequence[StreamPart], share: StepShare | None):
@@ -114,11 +101,7 @@ class RawStream:
         self.position = START
 
     def batch(self) -> RawBatch | None:
-        """The next batch, without rows if all belong to other steps; None at the end.
-
-        Raises:
-            UserError: a part cannot be read.
-        """
+        """The next batch, without rows if all belong to other steps; None at the end."""
         while (number := self.position["part"]) < len(self._parts):
             part = self._parts[number]
             try:

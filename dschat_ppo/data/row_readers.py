@@ -48,10 +48,8 @@ class Skipped:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """For a block that writes converted or unpacked data.
-
-    Raises:
-        UserError: they cannot be written, as on a full disk. The message does not name the data.
+    """For a block that writes converted or unpacked data: a full disk becomes a `UserError`, which does not name the
+    data.
     """
     try:
         yield
@@ -65,11 +63,7 @@ def written_to(folder: Path) -> Iterator[None]:
 
 
 def unpack(path: Path, target: Path) -> None:
-    """Decompress a `.gz` or `.zst` file, block by block; only the disk limits its size.
-
-    Raises:
-        UserError: the file is truncated or damaged. The message does not name the file.
-    """
+    """Decompress a `.gz` or `.zst` file, block by block; only the disk limits its size. Errors do not name the file."""
     try:
         with target.open("wb") as out:
             if path.suffix.lower() == ".gz":
@@ -91,18 +85,14 @@ def unpack(path: Path, target: Path) -> None:
 def write_table(kind: Kind, path: Path, target: Path, file_number: int, skip: bool, as_json: frozenset[str]) -> None:
     """Convert a file to an Arrow stream with the column `ORIGIN` (int64): `file_number << FILE_SHIFT | row`.
 
-    Rows count from 1: lines of JSON Lines and text, data rows of other kinds; skipped rows count.
+    Rows count from 1: lines of JSON Lines and text, data rows of other kinds; skipped rows count. Errors do not name
+    the file.
 
     Args:
-        kind: how to read the file.
         path: the file, not compressed.
-        target: the Arrow file to write.
         file_number: number of the file within its data set.
         skip: leave out lines that cannot be read, see `read_skipped`; otherwise they are an error.
         as_json: columns of a JSON file to store as JSON text.
-
-    Raises:
-        UserError: a line or the file cannot be read, or it has no rows. The message does not name the file.
     """
     known = JsonColumns(as_json=set(as_json))
     bad = BadLines(skip)
@@ -162,9 +152,6 @@ def read_tables(
 ) -> Iterator[tuple[Sequence[int], pa.Table, Features]]:
     """(numbers of the rows, the rows, their features) of one batch after the other. Rows up to the number `after` may
     be left out, where the file can be opened behind them (Parquet).
-
-    Raises:
-        UserError: a line or the file cannot be read. The message does not name the file.
     """
     if kind == "json":
         for batch in json_batches(path, bad):

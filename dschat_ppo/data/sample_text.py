@@ -21,13 +21,8 @@ MARKS, COLOURS = ("⟦", "⟧"), ("\x1b[32m", "\x1b[0m")  # green
 def render_sample(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Sequence[tuple[int, int]], colour: bool = False
 ) -> str:
-    """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧ or in green.
-
-    Args:
-        tokenizer: of the ids.
-        ids: of prompt and answer.
-        spans: half-open ranges of `ids` that are trained, in order and disjoint; adjacent ones are one part.
-        colour: mark by colour, for a terminal.
+    """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧ or, for a terminal, in green. `spans`
+    are half-open ranges of `ids` that are trained, in order and disjoint; adjacent ones are one part.
     """
     opened, closed = COLOURS if colour else MARKS
     joined: list[tuple[int, int]] = []
@@ -60,14 +55,7 @@ def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, col
 def log_samples(
     tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str], count: int = 1
 ) -> None:
-    """Log the first rows of each data set.
-
-    Args:
-        tokenizer: of the rows.
-        rows: token rows with the column `source`; of a stream only the first chunk is read.
-        names: of the data sets.
-        count: rows of each.
-    """
+    """Log the first `count` rows of each data set; of a stream only the first chunk is read."""
     if isinstance(rows, StreamedRows):  # reading row 0 counts as training, which deletes the chunks of a run to resume
         rows = rows.first_chunk()
     numbers = np.concatenate(

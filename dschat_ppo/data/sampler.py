@@ -32,14 +32,7 @@ def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: in
 
 
 class ChunkedOrder(Sequence[int]):
-    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, which is computed when it is needed.
-
-    Args:
-        num_rows: rows of the stream.
-        chunk_rows: rows of a chunk.
-        seed: of the shuffles.
-        epoch: number of the pass over the stream.
-    """
+    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
 
     def __init__(self, num_rows: int, chunk_rows: int, seed: int, epoch: int):
         self._num_rows = num_rows
@@ -97,12 +90,8 @@ def optimizer_steps(
 
 
 class IndexStream:
-    """An endless sequence of row indices, reshuffled every epoch. The same on every rank.
-
-    Args:
-        num_rows: rows of the data set.
-        seed: seed of the shuffles.
-        chunk_rows: see `chunk_rows_of`.
+    """An endless sequence of row indices, reshuffled every epoch. The same on every rank. `chunk_rows`: see
+    `chunk_rows_of`.
     """
 
     def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):

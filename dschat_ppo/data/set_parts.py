@@ -33,13 +33,8 @@ class Part:
 
 @dataclass(frozen=True)
 class TokenisedSet:
-    """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`.
-
-    Attributes:
-        raw: its rows; `origins` names them.
-        form: how they are read.
-        table: their token rows.
-        parts: (row numbers in the order of use, suffix of the name in the log, whether they are for training).
+    """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`. `parts` are (row numbers in
+    the order of use, suffix of the name in the log, whether they are for training).
     """
 
     raw: Dataset
@@ -59,12 +54,9 @@ def first_rows(raw: Dataset) -> tuple[list[str], list[dict[str, Any]]]:
 def usable_parts(
     source: DataSource, tokenised: TokenisedSet, settings: TokeniseSettings, flags: DataFlags
 ) -> list[Part]:
-    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log which rows are dropped,
-    and why.
-
-    Raises:
-        UserError: bad rows or duplicates that `--bad_rows` does not accept, or a part for training that the limit
-            leaves without a row, or without a whole answer.
+    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log which rows are dropped, and
+    why. `UserError` if `--bad_rows` does not accept them, or if the limit leaves a part for training no row or no whole
+    answer.
     """
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
     first = f"{source.label}{tokenised.parts[0][1]}"

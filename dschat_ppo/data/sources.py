@@ -36,9 +36,7 @@ class DataSource:
         spec: as written on the command line, for errors; a path in the working directory is relative.
         label: `spec` for lines of the log: a path outside of the working directory is cut to the end that no other
             data set of the run has.
-        flag: the flag that names it, for messages.
         location: a file, a folder or a hub name; `~` is expanded.
-        config: its configuration, or None.
         split: its training split, perhaps with a slice such as `train[:10%]`, or None.
         name: short, unique among the sources of a run; for metrics.
         weight: its share of a mixture in units of the other weights, above 0; None if the flag gives none.
@@ -60,15 +58,10 @@ def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Coll
     """Parse the data sets of one flag.
 
     Args:
-        specs: as on the command line.
         flag: the flag that names them. Data sets of `--eval_data_path` do not take `--dataset_split`, which is the
             training split.
-        flags: `dataset_config` and `dataset_split` apply to hub names without their own.
+        flags: `dataset_config` and `dataset_split` apply to hub names without their own, and must apply to one.
         taken: names of the sources of other flags; the new names differ from them.
-
-    Raises:
-        UserError: wrong syntax, a weight or a number of rows that is not above 0, weights at only some of the data
-            sets, or `--dataset_config` or `--dataset_split` that no data set of `--data_path` uses.
     """
     default_split = None if flag == "--eval_data_path" else flags.dataset_split
     sources: list[DataSource] = []

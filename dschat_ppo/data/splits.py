@@ -28,10 +28,8 @@ _SHOWN = 8  # files in the log
 
 @dataclass(frozen=True)
 class Origins:
-    """Names the rows of one data set for messages. Small and picklable, for the processes of `Dataset.map`.
-
-    Attributes:
-        names: of its files, or of its splits on the hub, in the order of their numbers.
+    """Names the rows of one data set for messages, by its files or its splits on the hub, in the order of their
+    numbers. Small and picklable, for the processes of `Dataset.map`.
     """
 
     names: tuple[str, ...]
@@ -43,16 +41,9 @@ class Origins:
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows of one data set.
-
-    Each row has an int64 column `ORIGIN` that survives shuffling, splitting and selecting; `origins.describe` turns its
-    value into "FILE, row N".
-
-    Attributes:
-        train: training rows.
-        eval: evaluation rows, or None.
-        origins: names the rows of both.
-        skipped: lines of its files that cannot be read and are skipped, and the first of them.
+    """The rows of one data set, for training and for evaluation (or None), and the lines of its files that are skipped
+    because they cannot be read. Each row has an int64 column `ORIGIN` that survives shuffling, splitting and selecting;
+    `origins.describe` turns its value into "FILE, row N".
     """
 
     train: Dataset
@@ -95,16 +86,8 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
 
     Training rows are those of the split that the source names, or of its training files, or of its split "train".
     Evaluation rows are those of its other splits with a name such as "validation" or "test" (of a hub data set, of the
-    first one); if the source names a split such as "train_sft", only "test_sft" and its like.
-
-    Args:
-        source: a file, a folder or a hub name.
-        cache_dir: cache folder for prepared files; None for that of `datasets`.
-        bad_rows: of `--bad_rows`; but for "error", lines that cannot be read are counted in `Splits.skipped`.
-
-    Raises:
-        UserError: the data set does not exist, is empty, cannot be read, has another format, or does not say which of
-            its splits or configurations is meant.
+    first one); if the source names a split such as "train_sft", only "test_sft" and its like. Unless `bad_rows` is
+    "error", lines that cannot be read are counted in `Splits.skipped`.
     """
     opened = _open(source, cache_dir, bad_rows != "error")
     names = list(opened.splits)
@@ -145,12 +128,8 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
 
 
 def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
-    """Read a data set that is used whole, for evaluation: all files of a folder, whatever they are named.
-
-    Args and errors: as for `load_splits`. A hub data set with several splits must name one.
-
-    Returns:
-        The rows as `train`.
+    """Read as `train` a data set that is used whole, for evaluation: all files of a folder, whatever they are named. A
+    hub data set with several splits must name one.
     """
     opened = _open(source, cache_dir, bad_rows != "error")
     names = list(opened.splits)

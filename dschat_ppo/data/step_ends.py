@@ -12,10 +12,8 @@ from dschat_ppo.errors import UserError
 
 
 def joined_steps(example: Example, separator: str) -> Example:
-    """The example with one answer: its steps with `separator` between them, which is removed from their ends.
-
-    Raises:
-        UserError: there is no step or no label, or a step is empty or contains the separator.
+    """The example with one answer: its steps with `separator` between them, which is removed from their ends. Refused
+    are an example without steps or labels, and a step that is empty or contains the separator.
     """
     steps = []
     for number, step in enumerate(example.answers, start=1):
@@ -35,19 +33,11 @@ def joined_steps(example: Example, separator: str) -> Example:
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
-    """The token at which each step of an answer ends, as rising indices of `ids`.
+    """The token at which each step of an answer ends, as rising indices of `ids`; the last one is `len(ids) - 1`.
 
     A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
     between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.
     Spaces at the end of a separator do not count, since most tokenizers put them into the token of the next word.
-
-    Args:
-        tokenizer: of the ids.
-        ids: of the answer, with its final token if it has one.
-        separator: text between two steps.
-
-    Returns:
-        [] for an answer without tokens; otherwise the last entry is `len(ids) - 1`.
     """
     if not ids:
         return []
@@ -89,10 +79,8 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def labelled_ends(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[float], separator: str
 ) -> tuple[list[int], list[float]]:
-    """`step_ends` and the labels of the steps that have one.
-
-    Raises:
-        UserError: the tokens do not end as many steps as there are labels.
+    """`step_ends` and the labels of the steps that have one. `UserError` if there are more labels than steps that
+    end.
     """
     ends = step_ends(tokenizer, ids, separator)
     if len(ends) != len(labels):

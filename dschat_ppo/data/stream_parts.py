@@ -36,13 +36,8 @@ _ENDS = 2**16  # bytes at either end of a file that identify it, with its size
 
 @dataclass(frozen=True)
 class FilePart:
-    """A data file.
-
-    Attributes:
-        path: the file.
-        flag: that names it, for messages.
-        skip: leave out lines that cannot be read; otherwise they are an error.
-        scratch: a folder with room for the unpacked file, if it is compressed.
+    """A data file. `skip` leaves out lines that cannot be read; a compressed file is unpacked into the folder
+    `scratch`.
     """
 
     path: Path
@@ -57,9 +52,7 @@ class FilePart:
 
     def batches(self, place: Any) -> Iterator[PartBatch]:
         """The rows from `place` on. JSON Lines and Parquet are opened there; other files are read from their start.
-
-        Raises:
-            UserError: a line or the file cannot be read. The message does not name the file.
+        Errors do not name the file.
         """
         kind = kind_of(self.path)
         if kind is None:
@@ -163,16 +156,8 @@ class StreamedSet:
 
 
 def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
-    """Find the parts of a data set. Reads no row.
-
-    Args:
-        source: a file, a folder or a hub name.
-        skip: leave out lines that cannot be read; otherwise they are an error.
-        scratch: a folder with room for an unpacked file.
-
-    Raises:
-        UserError: no such data set, split or configuration; or the source gives a number of rows or a part of a split,
-            which would need all rows.
+    """Find the parts of a data set. Reads no row; refuses a number of rows or a part of a split, which would need all
+    rows.
     """
     what = f"{source.flag} {source.location}"
     if source.samples is not None:

@@ -48,11 +48,7 @@ class OpenedSource:
 
 
 def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | None:
-    """The rows of a data set that `part` of `--data_split` uses; None for all.
-
-    Raises:
-        UserError: none.
-    """
+    """The rows of a data set that `part` of `--data_split` uses; None for all. `UserError` if there are none."""
     if source.flag != "--data_path":
         return None
     share = StepShare(parse_data_split(flags.data_split), part, flags.data_split_seed)
@@ -62,11 +58,7 @@ def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | Non
 
 
 def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[Row]]:
-    """The files of a data set, and its first rows.
-
-    Raises:
-        UserError: the data set cannot be streamed, or is empty.
-    """
+    """The files of a data set, and its first rows."""
     scratch = Path(flags.data_output_path or datasets.config.HF_DATASETS_CACHE).expanduser()
     try:
         scratch.mkdir(parents=True, exist_ok=True)
@@ -81,13 +73,8 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
 
 
 def first_rows(parts: tuple[StreamPart, ...]) -> tuple[list[Row], str]:
-    """The first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash.
-
-    Returns:
-        (rows, problem of the first line before them that is skipped, "" if there is none).
-
-    Raises:
-        UserError: they cannot be read.
+    """(the first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash; problem of the first
+    skipped line before them, or "").
     """
     first_problem = ""
     for part in parts:
@@ -122,11 +109,7 @@ def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
 
 
 def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
-    """Start to read the data sets, and wait for the first chunk. Collective.
-
-    Raises:
-        UserError: see `start_stream`; or the length limit cuts every answer of the first chunk.
-    """
+    """Start to read the data sets, and wait for the first chunk. Collective."""
     num_rows, settings = flags.streaming_rows or 0, opened[0].settings
     if len(opened) > 1:
         weights = " : ".join(f"{each.source.weight or 1:g} {each.source.name}" for each in opened)
@@ -142,11 +125,7 @@ def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
 
 
 def evaluation_of(opened: OpenedSource, flags: DataFlags) -> Splits:
-    """The rows of the splits for evaluation of a data set, as `train`. The training rows are not read.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """The rows of the splits for evaluation of a data set, as `train`. The training rows are not read."""
     source, found = opened.source, opened.found
     if not is_hub_name(source.location):
         wanted = replace(source, split="+".join(found.evaluation))

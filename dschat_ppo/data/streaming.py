@@ -25,15 +25,7 @@ class StreamedRows:
 
     Row i is in chunk i // `chunk_rows`. A chunk is made when a rank first needs it, or ahead of that while the chunk
     before is used. Only chunk 0 and the chunks near the one in use are on the disk, so rows are to be used in the order
-    of `sampler.order_of`.
-
-    Args:
-        root: folder of the cache; None for that of `datasets`.
-        home: the folder of this stream below it.
-        num_rows: rows of an epoch.
-        chunk_rows: rows of a chunk.
-        column_names: of the rows.
-        fingerprint: identifies the rows by what they are made from.
+    of `sampler.order_of`. `fingerprint` identifies the rows by what they are made from.
     """
 
     def __init__(
@@ -52,10 +44,8 @@ class StreamedRows:
         return self._num_rows
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> dict[str, Any]:
-        """One row, or the columns of several rows.
-
-        Raises:
-            UserError: the stream has fewer rows, or a row of the chunk cannot be used.
+        """One row, or the columns of several rows. `UserError` if the stream has fewer, or a row of the chunk cannot be
+        used.
         """
         if isinstance(index, int):
             return self._row(index)
@@ -64,11 +54,7 @@ class StreamedRows:
         return {name: [row[name] for row in rows] for name in self.column_names}
 
     def first_chunk(self, may_stop: bool = False) -> Dataset:
-        """The rows of chunk 0.
-
-        Raises:
-            StopRequested: the run receives a stop request, and `may_stop`.
-        """
+        """The rows of chunk 0. A stop request ends the wait for them (`StopRequested`) only if `may_stop`."""
         if 0 not in self._open:
             want(self._home, dist.local_rank(), 0, 0)
             self._open[0] = self._wait_and_open(0, may_stop)
@@ -141,15 +127,10 @@ def start_stream(
     Args:
         root: folder of the cache; None for that of `datasets`.
         key: identifies the rows and how they are prepared, for the names in the cache.
-        sources: the data sets.
         num_rows: rows of an epoch.
         features: columns of the token rows, with `source`.
         fingerprint: identifies the rows by what they are made from.
         chunk_rows: rows of a chunk; not given: `CHUNK_ROWS`.
-
-    Raises:
-        UserError: a row of the first chunk cannot be used, or the cache cannot be written.
-        StopRequested: the run receives a stop request.
     """
     home, chunk_rows = "", chunk_rows or CHUNK_ROWS
     if dist.local_rank() == 0:

@@ -38,9 +38,6 @@ def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[
         template: Jinja text, or several by name, of which transformers chooses one.
         render: renders one conversation by it.
         given: the conversation, messages and tools; the permitted length depends on it.
-
-    Raises:
-        UserError: a limit is exceeded, or the template computes numbers of unbounded size or is nested too deeply.
     """
     texts = tuple(template.values()) if isinstance(template, Mapping) else (template,)
     if texts in _EXCEEDED:
@@ -68,10 +65,8 @@ def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[
 
 
 def _check_length(template: str, text: str, given: object) -> None:
-    """Check a long rendering: the tokenizer needs some 250 bytes of memory for each of its characters.
-
-    Raises:
-        UserError: most of it is not from the conversation.
+    """Refuse a long rendering that is mostly not from the conversation: the tokenizer needs some 250 bytes of memory
+    for each of its characters.
     """
     own = len(json.dumps(given, ensure_ascii=False, default=str))
     if len(text) > OWN_CHARACTERS + REPEATS * own:
@@ -83,10 +78,8 @@ def _check_length(template: str, text: str, given: object) -> None:
 
 
 def check_size(text: str) -> int:
-    """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII.
-
-    Raises:
-        UserError: the text has more than `MOST_BYTES`.
+    """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII. `UserError` above
+    `MOST_BYTES`.
     """
     size = len(text) if text.isascii() else 4 * len(text)
     if size > MOST_BYTES and len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
@@ -98,11 +91,7 @@ def check_size(text: str) -> int:
 
 
 def in_groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in the same order, in lists to encode together.
-
-    Raises:
-        UserError: see `check_size`.
-    """
+    """Texts in the same order, in lists to encode together."""
     group, size = list[str](), 0
     for text in texts:
         group.append(text)

@@ -28,9 +28,8 @@ _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answ
 
 
 def is_messages(value: Any) -> bool:
-    """Whether `value` is a non-empty list of messages: `{"role": text, "content": text}`.
-
-    A message with `tool_calls` needs no content.
+    """Whether `value` is a non-empty list of `{"role": text, "content": text}`; one with `tool_calls` needs no
+    content.
     """
     return (
         isinstance(value, list)
@@ -47,9 +46,8 @@ def is_messages(value: Any) -> bool:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Token ids of a prompt. A BOS comes from the tokenizer (text) or the chat template (messages), never from both.
 
-    Raises:
-        UserError: the tokenizer or its chat template rejects the prompt or leaves a part of it out, or there is no
-            template. The message does not name the row.
+    `UserError`, without the name of the row, if there is no template, or if it or the tokenizer rejects the prompt or
+    leaves a part of it out.
     """
     if isinstance(prompt, str):
         ids = ids_of(tokenizer, prompt, add_special_tokens=not starts_with_bos(tokenizer, prompt))
@@ -153,9 +151,6 @@ def encode_answer(
 
     After a text prompt the final token is the one of `answer_ends` that the text ends with, or else EOS. After chat
     messages the ids are those that the chat template renders, up to and including its end-of-turn token.
-
-    Raises:
-        UserError: as for `encode_prompt`, or the answer is a message that cannot follow this prompt.
     """
     if isinstance(prompt, str):
         text, final = text_answer(tokenizer, answer)
@@ -215,10 +210,7 @@ def finished(ids: list[int], final: int) -> list[int]:
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
     """(text of an answer to a text prompt, id of its final token). A text that is rendered already ends with the
-    end-of-turn token; that one is its final token, and white space after it is dropped.
-
-    Raises:
-        UserError: the answer is a message with tool calls.
+    end-of-turn token; that one is its final token, and white space after it is dropped. Tool calls are refused.
     """
     if isinstance(answer, dict):
         if answer.get("tool_calls"):
@@ -232,10 +224,8 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
-    """The text of chat messages, followed by the opening of the assistant's turn.
-
-    Raises:
-        UserError: the template rejects the messages, or leaves out a message, a tool call or the tools.
+    """The text of chat messages, followed by the opening of the assistant's turn. `UserError` if the template rejects
+    the messages, or leaves out a message, a tool call or the tools.
     """
     text = render(tokenizer, prompt, open_answer=True, tools=tools)
     check_rendered(text, prompt, tools)
@@ -249,18 +239,8 @@ def render_answer(
     answer: str | Message,
     tools: Tools | None = None,
 ) -> tuple[str, int]:
-    """The assistant's turn as the template renders it after a prompt.
-
-    Args:
-        tokenizer: has the template.
-        prompt: chat messages before the answer.
-        opening: `render_prompt` of them.
-        answer: text, or a message of the assistant.
-        tools: as for `render_prompt`.
-
-    Returns:
-        (text after `opening`, id of the token that ends the answer). The text ends with that token, unless the template
-        writes none.
+    """(the assistant's turn as the template renders it after `opening`, which is `render_prompt` of `prompt`; id of the
+    token that ends the answer). The text ends with that token, unless the template writes none.
     """
     end = turn_end(tokenizer)
     final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))
@@ -318,11 +298,7 @@ def _letters(text: str) -> int:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None = None
 ) -> str:
-    """Messages as text by the tokenizer's chat template, with or without the opening of the assistant's turn.
-
-    Raises:
-        UserError: there is no template, or it rejects the messages.
-    """
+    """Messages as text by the tokenizer's chat template, with or without the opening of the assistant's turn."""
     if tokenizer.chat_template is None:
         raise UserError(
             "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, name "
@@ -367,11 +343,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: 
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text.
-
-    Raises:
-        UserError: the tokenizer rejects it, or it is too long to be encoded at once.
-    """
+    """Token ids of a text. `UserError` if the tokenizer rejects it, or it is too long to be encoded at once."""
     check_size(text)
     with reading("the tokenizer rejects this text"):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

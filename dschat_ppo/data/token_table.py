@@ -62,14 +62,8 @@ class TokenTable:
 def tokenise_rows(
     raw: Dataset, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
 ) -> TokenTable:
-    """Tokenise the rows `numbers` of a data set, or take them from the cache.
-
-    Args:
-        raw: all rows, with `ORIGIN`.
-        numbers: (M,) int64, in any order.
-        origins: names the rows.
-        settings: how.
-        flags: `--bad_rows`, cache folder and number of processes; those that say how rows are read identify the entry.
+    """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. `flags` that
+    say how rows are read identify the entry.
 
     Raises:
         UserError: a row is bad and `--bad_rows` is "error": the one of the lowest number; or no row serves this step.

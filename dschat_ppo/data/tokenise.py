@@ -43,11 +43,7 @@ class TokeniseSettings:
     """How the rows of one data set become token rows.
 
     Attributes:
-        form: how a row is read.
-        use: what a row gives, see `Use`.
-        tokenizer: of the model to train.
         limit: most tokens of a row.
-        truncation: what happens to longer rows.
         all_turns: see `encode_examples`.
         source: name of the data set, `data_source` of rows that have none.
         truth_replaces: whether a row's correct answer replaces columns named `answer` and `ground_truth`.
@@ -67,13 +63,9 @@ class TokeniseSettings:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used.
-
-    Attributes:
-        index: of the raw row in its batch.
-        reason: what is wrong, without the name of the row.
-        message: one line with the name of the row, the reason and its first characters.
-        is_too_long: the row is over the limit and `--truncation error` forbids that; otherwise its content is wrong.
+    """A row that cannot be used; `index` counts the raw rows of its batch. `reason` does not name the row; `message`
+    does, and quotes its first characters. `is_too_long` if `--truncation error` forbids its length; otherwise its
+    content is wrong.
     """
 
     index: int
@@ -105,21 +97,13 @@ def token_features(use: str) -> Features:
 def tokenise_batch(
     raw_rows: Sequence[dict[str, Any]], origins: Sequence[str], settings: TokeniseSettings
 ) -> tuple[dict[str, list[Any]], list[BadRow]]:
-    """Tokenise some rows of one data set.
-
-    Args:
-        raw_rows: column -> value of each row, without `ORIGIN`.
-        origins: "FILE, row N" of each row, for messages.
-        settings: how.
+    """Tokenise some raw rows (without `ORIGIN`) of one data set; `origins` is "FILE, row N" of each.
 
     Returns:
         (columns of equal length, bad rows by rising index, each once). The columns are those of `token_features`;
         `index`, the number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and
         `fitted`, `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
         included, with `fitted` equal to `Fitted.DROPPED`.
-
-    Raises:
-        StopRequested: the run receives a stop request.
     """
     bad: dict[int, BadRow] = {}  # the first problem of each row
     examples: list[tuple[int, Example]] = []
@@ -169,13 +153,8 @@ def tokenise_batch(
 
 @dataclass(frozen=True)
 class FittedExample:
-    """An example at the length limit.
-
-    Attributes:
-        whole: its ids before the limit.
-        ids: within the limit.
-        outcome: what the limit did.
-        labels: the columns of labels, if the use has any; of steps those that the limit leaves.
+    """An example at the length limit: its ids before (`whole`) and within it, and the columns of labels, if the use has
+    any; of steps those that the limit leaves.
     """
 
     whole: EncodedExample
@@ -185,11 +164,7 @@ class FittedExample:
 
 
 def fitted_example(example: Example, ids: EncodedExample, settings: TokeniseSettings) -> FittedExample:
-    """Fit an encoded example to the length limit.
-
-    Raises:
-        UserError: the prompt or an answer is empty, or see `labelled_ends`.
-    """
+    """Fit an encoded example to the length limit. An empty prompt or answer is refused."""
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":

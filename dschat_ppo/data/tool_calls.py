@@ -45,12 +45,8 @@ def shows_python(text: str, messages: list[Message]) -> bool:
 
 
 def check_rendered(text: str, messages: list[Message], tools: list[Any] | None) -> None:
-    """Check that a rendering holds the questions, the tool calls and the tools.
-
-    Earlier answers are not checked: templates drop their thinking.
-
-    Raises:
-        UserError: it does not.
+    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
+    templates drop their thinking.
     """
     needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
     needed += [("the tool call", str(function.get("name", ""))) for function in _calls(messages)]

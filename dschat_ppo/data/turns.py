@@ -24,20 +24,12 @@ _PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # the same, with the number of the
 def turn_spans(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None = None
 ) -> list[Span]:
-    """Ranges of characters of `opening` that are answers of the assistant, each with its end-of-turn token.
+    """Ranges of characters of `opening`, which is `render_prompt` of `prompt`, that are answers of the assistant, each
+    with its end-of-turn token. `UserError` if one cannot be found for certain.
 
     They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with
     other texts in place of all answers: the ranges are what changes. If it refuses that, as some do for the answer of a
     tool without its call, they are what each message adds to the rendering, which takes time quadratic in the turns.
-
-    Args:
-        tokenizer: has the template.
-        prompt: chat messages.
-        opening: `render_prompt` of them.
-        tools: as for `render_prompt`.
-
-    Raises:
-        UserError: an answer cannot be found for certain.
     """
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
     if not turns:
@@ -62,11 +54,8 @@ def turn_spans(
 
 
 def token_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
-    """Ranges of tokens for ranges of characters; a token on a boundary belongs to the range.
-
-    Args:
-        offsets: first and last + 1 character of each token.
-        spans: ranges of characters, in order and disjoint.
+    """Ranges of tokens for ranges of characters (in order, disjoint); a token on a boundary belongs to the range.
+    `offsets` are the first and last + 1 character of each token.
     """
     found, token = [], 0
     for start, stop in spans:

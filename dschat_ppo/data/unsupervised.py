@@ -29,20 +29,8 @@ _FORMAT = "1"  # increase it when the same texts give other blocks: older cache 
 def text_blocks(
     spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
 ) -> Dataset:
-    """Join texts with EOS and cut them into token rows of `length` tokens (a few are shorter).
-
-    Args:
-        spec: a data set with a text column `text`.
-        config_name: its configuration on the hub, or None.
-        tokenizer: of the actor.
-        length: tokens of a block.
-        flags: cache folder and number of processes.
-
-    Returns:
-        Token rows as in `data.prepare`: the first token as `prompt_ids`, the others as the only answer.
-
-    Raises:
-        UserError: no such data set, or no column `text`.
+    """Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
+    are shorter): as in `data.prepare`, the first token as `prompt_ids`, the others as the only answer.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
