@@ -33,14 +33,8 @@ SELECTION = 3  # separates the random stream of `selected` from others of the sa
 
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
-    known, the advantages. Every rank holds the same state.
-
-    Args:
-        flags: of the algorithm.
-        max_length: longest answer in tokens.
-        seed: of the run.
-        score_clip: bound of the scores, 0 = off.
-        warmup_rollouts: PPO steps at the start in which the policy does not move.
+    known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
+    steps.
     """
 
     def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
@@ -58,9 +52,8 @@ class AdvantageComputation:
         self.before = self.state_dict()  # before the last rows
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
-        """The score of each answer on its last token minus the KL penalty at each token; the mask of the policy loss.
-
-        The running scale adapts to the scores first.
+        """The score of each answer, by the running scale after it, on its last token minus the KL penalty at each
+        token; the mask of the policy loss.
         """
         flags, mask = self.flags, rows.response_mask
         self.before = self.state_dict()
@@ -74,9 +67,8 @@ class AdvantageComputation:
         return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
-        """Advantages and weights of N rows; then adapts the KL coefficient for the next step.
-
-        The rewards include the KL penalty, and so does what a group compares.
+        """Advantages and weights of N rows; then adapts the KL coefficient for the next step. The rewards, and what a
+        group compares, include the KL penalty.
         """
         flags, mask = self.flags, rows.response_mask
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
@@ -134,10 +126,8 @@ class AdvantageComputation:
         return weights
 
     def _selected(self, rows: Experience, step: int) -> Tensor | None:
-        """Tokens for the covariance losses, (N, R) bool.
-
-        They are chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the
-        choice depends neither on micro-batches nor on ranks.
+        """Tokens for the covariance losses, (N, R) bool: among all tokens of the PPO step, by the log-probs of the
+        policy that sampled them, so the choice depends neither on micro-batches nor on ranks.
         """
         flags = self.flags
         if not flags.selects_tokens:

@@ -55,11 +55,8 @@ class BegunPPO:
 
 
 def begin_ppo(config: PPOConfig) -> BegunPPO:
-    """Do everything that comes before the models are loaded. Collective.
-
-    Raises:
-        UserError: the flags, the reward sources, the models' folders or the data cannot be used.
-        StopRequested: the run was asked to stop, or it is already complete.
+    """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run was asked to stop,
+    or is already complete.
     """
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validation.validate_only
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
@@ -111,11 +108,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
 
 def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
-    """The prompts of training and evaluation. Collective.
-
-    Raises:
-        UserError: a data set cannot be used, or does not fit the flags of evaluation and rewards.
-    """
+    """The prompts of training and evaluation. Collective."""
     rows = prepare(
         "prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
     )
@@ -204,11 +197,7 @@ def plain_texts(
 
 
 def evaluation_reward(config: PPOConfig) -> FunctionReward:
-    """The function of `--eval_reward_function`.
-
-    Raises:
-        UserError: it cannot be used, or it has a weight or a route.
-    """
+    """The function of `--eval_reward_function`, which has no weight and no route."""
     rewards, text = config.rewards, config.validation.eval_reward_function or ""
     spec = parse_function(text, "--eval_reward_function")
     if spec.weight != 1 or spec.sources:

@@ -36,11 +36,7 @@ LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 
 def model_folders(config: PPOConfig) -> ModelFolders:
-    """Local folders of the models; hub names are downloaded.
-
-    Raises:
-        UserError: a model does not exist.
-    """
+    """Local folders of the models; hub names are downloaded."""
     critic, reward, reference = config.critic_folder, config.reward_folder, config.ppo_schedule.ref_model_name_or_path
     actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
     other = None if reference is None else model_folder(reference, REFERENCE)
@@ -53,11 +49,7 @@ def model_folders(config: PPOConfig) -> ModelFolders:
 
 
 def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the folders hold models that their roles can use.
-
-    Raises:
-        UserError: one does not; the message names its flag and folder.
-    """
+    """Check that the folders hold models that their roles can use. An error names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
     resize = config.run.resize_vocabulary
     actor_config = load_config(folders.actor, ACTOR)
@@ -113,11 +105,7 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
 
 
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
-    """Check that all models can be adapters over the actor's base (`--share_base`).
-
-    Raises:
-        UserError: a folder has another base, or the reward model is no adapter.
-    """
+    """Check that all models can be adapters over the actor's base (`--share_base`)."""
     actor_base = Path(base_folder(folders.actor, ACTOR)).resolve()
     for flag, folder in ((config.reward_flag, folders.reward), (config.critic_flag, folders.critic)):
         if folder is None:

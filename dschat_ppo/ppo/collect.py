@@ -43,13 +43,7 @@ class ExperienceCollection:
     """The steps of `make_experience`. Each is timed, and its tokens are counted.
 
     Args:
-        config: the resolved flags.
-        plan: the batch sizes.
-        engines: actor, critic, reference.
-        generator: samples answers.
-        reward_scorer: scores answers.
         shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
-        clock: times the phases.
         old_logprobs: their source; with "update", scoring computes neither them nor values.
         several_data_sets: whether rows carry the number of their prompt's data set, the column `source`.
     """
@@ -85,14 +79,12 @@ class ExperienceCollection:
 
     @contextmanager
     def cancelled_on_stop(self, checkpointer: Checkpointer) -> Iterator[None]:
-        """Collect the rows of one PPO step inside this block; discard them if a stop is requested meanwhile.
+        """Collect the rows of one PPO step inside this block. If a stop is requested meanwhile, discard them, save the
+        state before the block, and raise `StopRequested`.
 
         A resumed run samples the same answers again, because their seeds depend only on the step. A stop may end the
         processes or the service of a reward before this rank notices the request. So scores computed meanwhile are
         discarded too, and a failed reward is treated as part of the stop.
-
-        Raises:
-            StopRequested: a stop was requested, and the state before the block is saved.
         """
         before = self.state_dict()
         self._round = self._faults = 0
@@ -127,11 +119,7 @@ class ExperienceCollection:
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
 
     def generate(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
-        """Sample the answers to each prompt. Collective.
-
-        Raises:
-            RolloutCancelled: a stop was requested.
-        """
+        """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
         rollout = self._timed_rollout(prompts, step)
         if checkpointer.stop_requested():
             raise RolloutCancelled
@@ -223,10 +211,8 @@ class ExperienceCollection:
 class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al. 2025, DAPO).
 
-    It replaces prompts whose answers all have the same score, so advantage 0.
-
-    Every rank holds the rows of all ranks, so every rank makes the same decision. Accepted rows beyond what the step
-    needs are kept for the next one.
+    It replaces prompts whose answers all have the same score, so advantage 0. Every rank holds the rows of all ranks,
+    so every rank makes the same decision. Accepted rows beyond what the step needs are kept for the next one.
 
     Args:
         rows_needed: rows of a PPO step over all ranks, whole groups.

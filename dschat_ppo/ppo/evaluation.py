@@ -58,14 +58,11 @@ def final_answer(text: str) -> str:
 
 
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
-    """Metrics over all prompts; `pass@k` for powers of two up to n answers, `majority@n` where n is above 1.
+    """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up to n answers,
+    `majority@n` where n is above 1. A score of `pass_score` passes.
 
     With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers that it scores, and
     `reward/NAME_share`, their share, if it is below 1.
-
-    Args:
-        rows: at least one, each with n answers.
-        pass_score: lowest score of an answer that passes.
     """
     scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)  # (prompts, n)
     lengths = torch.tensor([row.lengths for row in rows], dtype=torch.float64)
@@ -117,14 +114,10 @@ def answered_rows(
     indices: Sequence[int], rollout: Rollout, prompts: Sequence[str], responses: Sequence[str], scores: Scores,
     kl: list[float] | None, names: Sequence[str | None], sources: Sequence[str],
 ) -> list[Answered]:  # fmt: skip
-    """One record for each of some prompts.
+    """One record for each of P prompts (row numbers `indices`).
 
     Args:
-        indices: row numbers of P prompts.
         rollout: P * n answers, the n answers to a prompt one after another.
-        prompts: the P prompts as a person reads them.
-        responses: the answers as text.
-        scores: of them.
         kl: of them, see `Answered`.
         names: of each prompt's data set, or None.
         sources: names of the reward sources.
@@ -159,11 +152,7 @@ class Evaluation:
     """Answers the held-out prompts and remembers the best evaluation.
 
     Args:
-        flags: of the evaluation.
-        generator: samples answers.
-        reward_scorer: scores answers to the held-out prompts.
         model_scorer: computes log-probs under actor and reference; None where there is no reference.
-        folder: of the outputs.
         save_best: saves the models of the best evaluation; collective.
         data_sources: names of the data sets, which the column `source` of the prompts numbers.
     """
@@ -195,8 +184,7 @@ class Evaluation:
 
     def run(self, step: int) -> dict[str, float]:
         """Answer all prompts, write the answers, and save the models if they are trained and the best so far.
-
-        Collective; returns the metrics.
+        Collective.
         """
         rows = self._answer_all(step)
         faults = self.reward_scorer.count_failed_rows()
@@ -215,10 +203,8 @@ class Evaluation:
 
     def require_best_models(self, before: Mapping[str, float]) -> None:
         """Forget the best evaluation of a resumed run if `best/` is not there, as with another `--output_dir`, so that
-        the best models from here on are kept. Collective.
-
-        Args:
-            before: metrics of the evaluation before training, or {}. It remains the one to beat.
+        the best models from here on are kept. `before`, the metrics before training or {}, remains to be beaten.
+        Collective.
         """
         if self.best is None or self.best[1] == 0 or not self.flags.save_best:
             return

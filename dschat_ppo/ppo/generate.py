@@ -32,11 +32,7 @@ BUSY_ROWS = 64  # answers that a GPU generates in about the time of one
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that `--stop_token_ids` are tokens.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Check that `--stop_token_ids` are tokens."""
     for number in ids:
         if number >= len(tokenizer):
             raise UserError(f"--stop_token_ids {number}: the tokenizer has {len(tokenizer)} tokens, numbered from 0")
@@ -91,17 +87,8 @@ def greedily(config: GenerationConfig) -> GenerationConfig:
 
 
 class RolloutGenerator:
-    """Samples answers of the actor to the prompts of this rank.
-
-    Constructing it is collective: it checks the generation engine on the model.
-
-    Args:
-        flags: of step 3.
-        hybrid: the actor.
-        prompts: token rows.
-        tokenizer: of the actor.
-        seed: of the run.
-        device: of this rank.
+    """Samples answers of the actor to the prompts of this rank, which are token rows. Constructing it is collective: it
+    checks the generation engine on the model.
     """
 
     def __init__(
@@ -127,15 +114,11 @@ class RolloutGenerator:
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
 
     def generate(self, indices: list[int], step: int, round_number: int = 0, greedy: bool = False) -> Rollout:
-        """Answer the prompts at `indices`, this rank's share of a round of a PPO step. Collective.
+        """Answer the prompts at `indices`, this rank's share of a round of a PPO step; as many on every rank.
+        Collective.
 
-        Once a stop is requested, this rank stops generating. The caller checks for that and discards the answers.
-
-        Args:
-            indices: row numbers, as many on every rank.
-            step: PPO step.
-            round_number: of dynamic sampling.
-            greedy: one greedy answer to each prompt instead of sampled ones.
+        Once a stop is requested, this rank stops generating. The caller checks for that and discards the answers. With
+        `greedy` each prompt gets one greedy answer instead of sampled ones; `round_number` is that of dynamic sampling.
         """
         config = replace(greedily(self.config), samples=1) if greedy else self.config
         path = (self.seed, step, round_number) if round_number else (self.seed, step)
@@ -147,18 +130,10 @@ class RolloutGenerator:
     def answer(self, prompts: Dataset, indices: list[int], config: GenerationConfig, first: int, *path: int,
         cancelled: Callable[[], bool] = never,
     ) -> Rollout:  # fmt: skip
-        """Answer some prompts. Collective.
+        """Answer the prompts at `indices` (at least one). Collective.
 
-        An answer's seed is derived from `path` and the answer's number over all ranks, so the answer does not depend on
-        the rank that generates it.
-
-        Args:
-            prompts: token rows.
-            indices: row numbers, at least one.
-            config: sampling and number of answers.
-            first: number of the first answer over all ranks.
-            path: the run's seed, the step, ...
-            cancelled: see `generate`.
+        An answer's seed is derived from `path` (the run's seed, the step, ...) and the answer's number over all ranks,
+        which starts at `first`, so the answer does not depend on the rank that generates it.
         """
         own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, *path)
         place, parallel = 0, self.hybrid.parallel

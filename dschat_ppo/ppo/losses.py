@@ -41,10 +41,8 @@ class RecordedTokens:
         self._parts[id(rows)] = (rows, numbers.detach())
 
     def gathered(self, rows: Rollout) -> Tensor:
-        """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask. Collective.
-
-        Args:
-            rows: the N rows that the micro-batches of all ranks were taken from.
+        """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask. `rows` are the N rows
+        that the micro-batches of all ranks were taken from. Collective.
         """
         device = next(iter(self._parts.values()))[1].device
         found = torch.zeros(rows.response_mask.shape, device=device)
@@ -64,15 +62,8 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
 class ActorLoss:
-    """Policy loss, entropy bonus and KL.
-
-    Args:
-        actor: engine around a `PolicyModel`, in training mode.
-        reference: engine, needed for the full KL as a loss; else None.
-        flags: of the algorithm.
-        temperature: of sampling.
-        counts_ratios: count the ratios for a histogram.
-        late_ends: of sampling.
+    """Policy loss, entropy bonus and KL. `reference` is needed for the full KL as a loss alone; with `counts_ratios`
+    the ratios are counted for a histogram.
     """
 
     def __init__(
@@ -99,15 +90,9 @@ class ActorLoss:
         self, rows: Experience, minibatch: MiniBatch, entropy_coef: float, sums: MetricSums,
         recorded: RecordedTokens | None = None,
     ) -> Tensor:  # fmt: skip
-        """The loss of one micro-batch, a scalar with gradient.
-
-        Args:
-            rows: the micro-batch, (b, R). Without `old_logprobs`, the log-probs of this pass are the old ones: the
-                ratio is exactly 1, and its gradient is that of the log-probs.
-            minibatch: holds the denominators.
-            entropy_coef: current weight of the entropy bonus.
-            sums: receives the metrics.
-            recorded: receives the log-probs, or None.
+        """The loss of one micro-batch (b, R), a scalar with gradient. Without `rows.old_logprobs`, the log-probs of
+        this pass are the old ones: the ratio is exactly 1, and its gradient is that of the log-probs. `minibatch` holds
+        the denominators.
         """
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
@@ -172,14 +157,8 @@ def critic_loss(
 ) -> Tensor:  # fmt: skip
     """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar with gradient.
 
-    Args:
-        critic: engine around a `ScalarModel`, in training mode.
-        rows: the micro-batch, (b, R). If it is no `Experience`, the values of this pass are the old ones, and the
-            targets are computed from them: generalised advantage estimation needs no other rows.
-        minibatch: holds the denominator.
-        flags: of the algorithm.
-        sums: receives the metrics.
-        recorded: receives the values, or None.
+    If the micro-batch `rows` (b, R) is no `Experience`, the values of this pass are the old ones, and the targets are
+    computed from them: generalised advantage estimation needs no other rows. `minibatch` holds the denominator.
     """
     mask, values = rows.response_mask, response_values(critic, rows)
     if recorded is not None:

@@ -52,7 +52,6 @@ class MiniDataset:
         rows_per_update: rows of one optimizer step over all ranks.
         micro_batch_tokens: budget of `split_by_tokens`.
         max_length: longest answer in tokens, for the constant denominator.
-        seed: of the shuffle.
         device: of the micro-batches; None: that of the rows, which may be in host memory (`--experience_on_host`).
         shares_prompts: the models run the prompt of several rows once, so answers to one prompt stay together.
     """
@@ -69,14 +68,10 @@ class MiniDataset:
         self._shares_prompts = shares_prompts
 
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
-        """Mini-batches of `rows` for `ppo_epochs` passes, shuffled again in each pass; this rank's share of each.
+        """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
+        `rows_per_update`, for `ppo_epochs` passes, shuffled again in each pass.
 
         Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by prompt and length.
-
-        Args:
-            rows: experience of all ranks; a multiple of `rows_per_update`.
-            ppo_epochs: passes.
-            step: PPO step, part of the shuffle's seed.
         """
         count = rows.response_ids.shape[0]
         if count % self._rows_per_update:
@@ -87,10 +82,8 @@ class MiniDataset:
                 yield self._minibatch(select_rows(rows, chosen))
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
-        """This rank's share of the rows of one optimizer step.
-
-        Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
-        collective.
+        """This rank's share of the rows of one optimizer step. Every rank computes the shares of all ranks, so ranks
+        with fewer micro-batches add empty ones without a collective.
         """
         lengths = row_lengths(rows)
         prompts = prompts_of(rows) if self._shares_prompts else None
@@ -126,10 +119,7 @@ def prompts_of(rows: ScoredRollout) -> RowPrompts:
 
 def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective.
-
-    Args:
-        rows: of this rank.
-        of_group: gather only those of the ranks that share rows in training, where several do.
+    With `of_group` only of the ranks that share rows in training, where several do.
     """
     group = dist.sequence_group() if of_group else None
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
@@ -142,15 +132,9 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
 
 
 class TextBatches:
-    """Serves to each optimizer step as many blocks of text as the step has answers.
-
-    Args:
-        rows: token blocks of `data.unsupervised`.
-        rows_per_update: blocks of one optimizer step over all ranks, a multiple of `micro_batch` times the ranks.
-        micro_batch: blocks of one forward pass.
-        seed: of the order.
-        pad_id: any id; padding is masked.
-        device: of this rank.
+    """Serves to each optimizer step as many blocks of text, token blocks of `data.unsupervised`, as the step has
+    answers: over all ranks `rows_per_update`, a multiple of `micro_batch` times the ranks. `pad_id` is any id; padding
+    is masked.
     """
 
     def __init__(

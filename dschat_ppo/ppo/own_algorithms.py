@@ -23,10 +23,8 @@ _B, _R, _SOURCES = 4, 3, 1
 
 
 def check_own_functions(config: PPOConfig) -> None:
-    """Run each estimator, policy loss and metric of one's own once, on four made-up rows.
-
-    Raises:
-        UserError: it cannot be loaded, raises, or does not return what docs/extending.md asks for.
+    """Run each estimator, policy loss and metric of one's own once, on four made-up rows. `UserError` if it does not
+    return what docs/extending.md asks for.
     """
     estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
     rows = made_up_rows()

@@ -35,16 +35,7 @@ RESULT = (
 
 
 class PPOReport:
-    """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models, and logs.
-
-    Args:
-        ppo: the parts of step 3.
-        evaluation: of held-out prompts, or None.
-        health: watches the metrics.
-        writer: of the metrics.
-        kept: saves the models of some steps, or None.
-        samples: writes answers of some steps, or None.
-    """
+    """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models, and logs."""
 
     def __init__(
         self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter,
@@ -92,10 +83,8 @@ class PPOReport:
         state.finish_step(metrics)
 
     def stop_if_unhealthy(self, checkpointer: Checkpointer) -> None:
-        """End the run if the last PPO step has an event of `--stop_on_health`. Collective.
-
-        Raises:
-            UnhealthyRun: it has, and the state is saved.
+        """End the run with its state saved (`UnhealthyRun`) if the last PPO step has an event of `--stop_on_health`.
+        Collective.
         """
         self.health.stop_if_due(checkpointer)
 
@@ -146,14 +135,10 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
 
 
 def step_figures(ppo: PPOComponents, samples: Sequence[dict[str, Any]]) -> StepFigures | None:
-    """What trackers receive of the PPO step in flight besides its metrics: histograms, and answers as text.
+    """What trackers receive of the PPO step in flight besides its metrics: histograms, and answers as text (`samples`).
 
     None without trackers, without experience, and on ranks other than 0. Ratios are those of the tokens of all ranks
     that the policy loss counts, in all updates of the step. Collective with trackers.
-
-    Args:
-        ppo: the parts of step 3.
-        samples: the answers that the step writes to `samples.jsonl`.
     """
     experience = ppo.state.experience
     if not ppo.config.run.trackers:

@@ -18,14 +18,7 @@ from dschat_ppo.types import Engine
 
 
 class ResumablePPO:
-    """Saves and restores step 3; a `Resumable`.
-
-    Args:
-        ppo: the parts of step 3.
-        evaluation: of held-out prompts, or None.
-        health: watches the metrics.
-        files: that grow during the run.
-    """
+    """Saves and restores step 3; a `Resumable`. `files` grow during the run."""
 
     def __init__(
         self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, files: Sequence[JsonLines] = ()
@@ -76,10 +69,8 @@ class ResumablePPO:
         }
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks.
-
-        Raises:
-            UserError: rows of a PPO step in flight lack a field that the flags now need.
+        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks. `UserError` if rows of a PPO
+        step in flight lack a field that the flags now need.
         """
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
@@ -117,10 +108,8 @@ class ResumablePPO:
             )
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
-        """This rank's part of the metric sums.
-
-        On another number of ranks, rank 0 takes the sums of all ranks. The others take the same names with nothing
-        counted, so that `reduce` is the same collective on every rank.
+        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of all ranks; the
+        others take the same names with nothing counted, so that `reduce` is the same collective on every rank.
         """
         device = self.ppo.device
         if ranks.own is not None:

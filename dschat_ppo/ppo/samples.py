@@ -20,13 +20,9 @@ SAMPLES = "samples.jsonl"
 
 
 class Samples:
-    """Writes answers of the first PPO step, and of every so many.
-
-    Args:
-        every: PPO steps from one sample to the next; 0 writes none.
-        count: answers of a step, see `shown_rows`.
-        sources: names of the reward sources, in the order of `source_scores`.
-        data_sources: names of the data sets, in the order of their numbers in the rows.
+    """Writes `count` answers of the first PPO step, and of every so many (`every`; 0: of none). `sources` names the
+    reward sources in the order of `source_scores`, `data_sources` the data sets in the order of their numbers in the
+    rows.
     """
 
     def __init__(
@@ -75,8 +71,7 @@ def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> li
 def sample_lines(
     rows: ScoredRollout, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], data_sources: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """What `samples.jsonl` says of each row, without the step.
-    The rows are on the CPU; for the names, see `Samples`."""
+    """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see `Samples`."""
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)

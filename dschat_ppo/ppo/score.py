@@ -55,9 +55,8 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 
 
 def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each answer, without special tokens and without the EOS that ended it.
-
-    It is decoded where it stands: tokenizers such as Llama's drop the space with which a text begins.
+    """The text of each answer, without special tokens and without the EOS that ended it. It is decoded where it stands:
+    tokenizers such as Llama's drop the space with which a text begins.
     """
     lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
     is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
@@ -73,13 +72,7 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
 
 
 class RewardScorer:
-    """Scores a rollout with the reward sources.
-
-    Args:
-        mixture: the sources with their weights.
-        prompts: token rows of the prompts, with the data row of each as JSON.
-        tokenizer: of the actor.
-    """
+    """Scores a rollout with the reward sources. `prompts` are token rows, with the data row of each as JSON."""
 
     def __init__(self, mixture: RewardMixture, prompts: Dataset, tokenizer: PreTrainedTokenizerBase):
         self.mixture = mixture
@@ -88,15 +81,11 @@ class RewardScorer:
         self._has_counted = False
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
-        """The request that the sources receive.
+        """The request that the sources receive, for answers to the prompts at `indices`: the same number to each, one
+        prompt after another.
 
         Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose the EOS that ended
         them.
-
-        Args:
-            rollout: answers to the prompts at `indices`: the same number to each, one prompt after another.
-            indices: row numbers of the prompts.
-            steps_done: finished PPO steps, for functions that ask for it.
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
@@ -126,9 +115,8 @@ class RewardScorer:
     def count_failed_rows(self) -> int:
         """Answers of all ranks that got the default score since the last count. Collective.
 
-        Raises:
-            RewardFunctionError: this is the first count, and a function failed on every answer or no source scored
-                any, so the function itself or its route is wrong.
+        The first count raises `RewardFunctionError` if a function failed on every answer or no source scored any: then
+        the function itself or its route is wrong.
         """
         refuse_all, self._has_counted = not self._has_counted, True
         return self.mixture.count_failed_rows(refuse_all)
@@ -146,13 +134,8 @@ class ScoringSettings:
 
 
 class ModelScorer:
-    """Scores rollouts in micro-batches. The caller puts all models into eval mode.
-
-    Args:
-        actor: engine or `PolicyModel`.
-        reference: the same, or None if the run needs no KL.
-        critic: engine or `ScalarModel`, or None if the estimator needs no values.
-        scoring: settings.
+    """Scores rollouts in micro-batches. The caller puts all models into eval mode. There may be no reference (no KL is
+    needed) and no critic (the estimator needs no values).
     """
 
     def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: ScoringSettings):
@@ -163,14 +146,9 @@ class ModelScorer:
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
-        """Score every row. Collective; ranks with fewer passes score their last micro-batch again.
-
-        Ranks that share rows in training (`--sequence_parallel_size`) score those of all of them together.
-
-        Args:
-            rollout: B rows.
-            scores: of the reward sources.
-            groups: (B,) int64, number of each row's prompt.
+        """Score B rows; `groups` (B,) int64 is the number of each row's prompt. Collective; ranks with fewer passes
+        score their last micro-batch again. Ranks that share rows (`--sequence_parallel_size`) score those of all of
+        them together.
         """
         unscored = ScoredRollout(
             **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,

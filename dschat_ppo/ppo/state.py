@@ -142,15 +142,7 @@ class PPOData:
 
 
 class PPOComponents:
-    """The components that `run`, `make_experience` and `update` use. Constructing it is collective.
-
-    Args:
-        config: the resolved flags.
-        plan: the batch sizes.
-        data: what the actor learns from.
-        engines: of the four models.
-        rewards: the reward sources.
-    """
+    """The components that `run`, `make_experience` and `update` use. Constructing it is collective."""
 
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture
@@ -224,12 +216,9 @@ class PPOComponents:
         return replace(rows, values=made.recorded.gathered(rows))
 
     def begin_updates(self, experience: Experience, step: int) -> Experience | None:
-        """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept.
-
-        None if a number is not finite: then the step has no updates. Collective in that case.
-
-        Raises:
-            NonFiniteError: a number is not finite, and the run is to stop.
+        """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept. None if a
+        number is not finite: then the step has no updates, or the run stops (`NonFiniteError`). Collective in that
+        case.
         """
         metrics, kept = dict(self.collection.metrics), None
         if self.is_finite(experience, step):
@@ -251,10 +240,8 @@ class PPOComponents:
         return kept
 
     def sync_reference(self, step: int) -> None:
-        """Move the reference towards the actor, if that is due after PPO step `step`. Collective.
-
-        Raises:
-            NonFiniteError: a weight of the actor is not finite.
+        """Move the reference towards the actor, if that is due after PPO step `step`. `NonFiniteError` if a weight of
+        the actor is not finite. Collective.
         """
         sync, flags = self.engines.reference_sync, self.config.ppo_schedule
         if sync is None or step % flags.ref_sync_interval != 0:

@@ -124,10 +124,8 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders. Collective.
-
-    Raises:
-        NonFiniteError: a weight of one of them is not finite; nothing is written.
+    """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders; nothing if a
+    weight is not finite (`NonFiniteError`). Collective.
     """
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
@@ -148,13 +146,8 @@ def saved_models(output: Path) -> list[Path]:
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
-    """Log what the run has reached.
-
-    Args:
-        result: the contents of `result.json`.
-        output: the output folder.
-        start: folder of the actor before training.
-        resumed: whether this start of the run resumed.
+    """Log what the run has reached. `result` is the content of `result.json`, `start` the folder of the actor before
+    training.
     """
     shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}

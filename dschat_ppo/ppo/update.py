@@ -52,16 +52,8 @@ class Outcome:
 
 
 class PPOUpdate:
-    """Builds the objectives of actor and critic, and makes optimizer steps.
-
-    Args:
-        config: the resolved flags.
-        engines: of the models.
-        texts: blocks of plain text for the PTX loss, or None.
-        entropy_coef: weight of the entropy bonus; it may adapt.
-        nonfinite: handles numbers that are not finite.
-        clock: times the phases.
-        late_ends: of sampling.
+    """Builds the objectives of actor and critic, and makes optimizer steps. `texts` are blocks of plain text for the
+    PTX loss, or None.
     """
 
     def __init__(
@@ -84,7 +76,6 @@ class PPOUpdate:
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
-
         Collective with `--router_loss_coef`, whose term is over the experience.
         """
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
@@ -110,7 +101,6 @@ class PPOUpdate:
 
     def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> Objective:
         """The critic's objective over rows without values, with the values recorded and the gradients made. Collective.
-
         `minimise` takes it in place of a `critic_objective` of the same rows, or `drop` drops the gradients.
         """
         objective = self.critic_objective(minibatch, RecordedTokens())
@@ -136,18 +126,13 @@ class PPOUpdate:
         return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded)
 
     def minimise(self, objectives: Sequence[Objective], step: int) -> Outcome:
-        """Forward, backward and one update of each engine. Collective.
+        """Forward, backward and one update of each engine; the actor's objective, if there is one, is the first.
+        Collective.
 
         An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well. With
         `--align_overflow`, the gradients of both engines are computed before either update. Otherwise gradients that
-        wait are applied first, so that those of one engine alone are in memory.
-
-        Args:
-            objectives: the actor's first, if it is trained.
-            step: PPO step.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
+        wait are applied first, so that those of one engine alone are in memory. `NonFiniteError` if a loss or gradient
+        is not finite, and the run is to stop.
         """
         outcome = Outcome({}, [])
         logprobs: RecordedTokens | None = None

@@ -66,11 +66,8 @@ def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricS
 
 @torch.no_grad()
 def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBatch]:
-    """Add the KL estimate over the mismatched rows of all these batches and of all ranks, without dropout. Collective.
-
-    Args:
-        model: put into eval mode, and back into its mode at the end.
-        batches: this rank's; the same number on every rank.
+    """Add the KL estimate over the mismatched rows of all these batches (equally many on every rank), without dropout:
+    the model is in eval mode meanwhile. Collective.
     """
     was_training = getattr(model, "training", True)
     model.eval()

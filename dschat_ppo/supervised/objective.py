@@ -61,17 +61,11 @@ class Objective(Generic[Batch]):
 def score_rows(
     model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
 ) -> Tensor:
-    """Apply `score` to every row, with the rows divided among the ranks and without dropout. Collective.
+    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, with the rows divided among the ranks.
+    Collective.
 
-    Args:
-        model: put into eval mode, and back into training mode at the end.
-        rows: at least one.
-        score: `(rows, indices)` -> (len(indices), k); the lines of filler rows are ignored.
-        batch_size: rows per batch and device.
-        title: of the progress line.
-
-    Returns:
-        (len(rows), k) on the CPU, in the order of the rows; the same on every rank.
+    The model is in eval mode meanwhile, so without dropout. The lines of filler rows are ignored. Every rank gets
+    (len(rows), k) on the CPU, in the order of the rows.
     """
     model.eval()
     batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
@@ -97,12 +91,6 @@ def collated(
 
     Rows of a stream are collated when they are needed: its reader works ahead already, and a rank that waits for it
     must be the one that watches for stop requests. Close the generator to end the thread.
-
-    Args:
-        collate: `(rows, indices)` -> a batch on the device.
-        rows: a `Dataset` or `StreamedRows`.
-        steps: row numbers.
-        device: of the batches.
     """
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
@@ -119,13 +107,9 @@ def one_ahead(
 ) -> Generator[tuple[Item, Callable[[], Made]], None, None]:
     """`(item, take)` for each item in order, where `take()` waits for `make(item)` and returns it.
 
-    A thread makes the next item while the caller uses the one before. An error of `make` is raised by the `take` of
-    its item.
-
-    Args:
-        items: drawn on the caller's thread, one ahead.
-        make: runs on the thread.
-        device: of what it makes. A thread whose copies go to another GPU than the current one would use both.
+    A thread makes the next item while the caller uses the one before; items are drawn on the caller's thread. An error
+    of `make` is raised by the `take` of its item. `device` is that of what `make` makes: a thread whose copies go to
+    another GPU than the current one would use both.
     """
     select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
     waiting: tuple[Item, Future[Made]] | None = None

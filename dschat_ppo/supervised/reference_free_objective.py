@@ -24,9 +24,8 @@ from dschat_ppo.types import Model, to_device
 def reference_free_loss(
     model: Model, batch: AnswerBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
 ) -> Tensor:
-    """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step.
-
-    The NLL term is the mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1.
+    """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step. The NLL term is the
+    mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1.
     """
     real = batch.pair_mask
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected

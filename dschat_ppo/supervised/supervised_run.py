@@ -89,19 +89,14 @@ def begin_supervised_run(
     """Do everything that comes before the model is loaded. Collective.
 
     Args:
-        kind: the step.
-        config: the resolved flags of the step.
         name: what lines about batches and progress call the run.
         title: the first line of the log.
-        use: of the data, see `prepare`.
+        use, whole_paths, all_turns: of the data, see `prepare`.
         check: compares a model folder, and the adapter that will be added, with the model to train; raises `UserError`
             if they do not fit.
-        whole_paths: see `prepare`.
-        all_turns: see `prepare`.
         scalar: whether the model has a scalar head.
 
     Raises:
-        UserError: the flags, the data or the model's folder cannot be used.
         StopRequested: the run was asked to stop, or it is already complete.
     """
     fit = config.fit
@@ -140,14 +135,8 @@ def prepare_rows(
     config: SFTConfig | PreferenceConfig, use: Use, tokenizer: PreTrainedTokenizerBase,
     whole_paths: list[str] | None, all_turns: bool,
 ) -> TokenRows:  # fmt: skip
-    """The rows of the step for training and evaluation. Collective.
-
-    Args:
-        config, use, whole_paths, all_turns: see `begin_supervised_run`.
-        tokenizer: of the model.
-
-    Raises:
-        UserError: the data cannot be used, or a flag needs evaluation rows and there are none.
+    """The rows of the step for training and evaluation. `UserError` if a flag needs evaluation rows and there are none.
+    Collective.
     """
     announce("prepare data")
     fit, named = config.fit, config.best.metric_for_best
@@ -183,14 +172,7 @@ def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, 
 def start_model(
     config: SFTConfig | PreferenceConfig, check: Callable[[str, AdapterSettings | None], object], scalar: bool
 ) -> tuple[str, PreTrainedTokenizerBase, AdapterSettings | None]:
-    """The folder of the model that training starts from, its tokenizer, and the adapter to add, all checked.
-
-    Args:
-        config, check, scalar: see `begin_supervised_run`.
-
-    Raises:
-        UserError: one of them cannot be used.
-    """
+    """The folder of the model that training starts from, its tokenizer, and the adapter to add, all checked."""
     fit = config.fit
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
@@ -219,17 +201,8 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
 
 
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str) -> dict[str, Any]:
-    """Train, resuming from the session's checkpoint if it has one; save the model and write `result.json`.
-
-    Without a session, only evaluate.
-
-    Args:
-        trainer: of the model.
-        run: what came before it.
-        next_command: what to run next.
-
-    Returns:
-        The contents of `result.json`.
+    """Train, resuming from the session's checkpoint if it has one; save the model, write `result.json` and return its
+    content. Without a session, only evaluate.
     """
     output, started = run.output, time.perf_counter()
     if (session := run.session) is None:
@@ -261,10 +234,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
 
 def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write the answers of the first evaluation rows, with their scores if the model gives any, to `eval/step_N.jsonl`,
-    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective.
-
-    Raises:
-        StorageError: the file cannot be written; on every rank.
+    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective, also its `StorageError`.
     """
     if trainer.rows.eval is None:
         return

@@ -53,11 +53,8 @@ from dschat_ppo.types import Engine
 
 
 class BestEvaluation:
-    """Remembers the best evaluation during training; the one before the first step does not count.
-
-    Attributes:
-        metric: what is compared. Of equal values the first is the best; NaN and infinity never are.
-        found: (value, optimizer steps done) of the best evaluation so far, or None.
+    """Remembers the best evaluation during training, as (value of `metric`, optimizer steps done); the one before the
+    first step does not count. Of equal values the first is the best; NaN and infinity never are.
     """
 
     def __init__(self, metric: BestMetric = LOWEST_LOSS):
@@ -65,11 +62,7 @@ class BestEvaluation:
         self.found: tuple[float, int] | None = None
 
     def require_metric(self, names: Mapping[str, float]) -> None:
-        """Check that evaluations have the metric; `names` is {} where there are none.
-
-        Raises:
-            UserError: they do not.
-        """
+        """Check that evaluations have the metric; `names` is {} where there are none."""
         if names and self.metric.name not in names:
             raise UserError(
                 f"--metric_for_best: the evaluation has no {self.metric.name}; it has {', '.join(sorted(names))}"
@@ -111,14 +104,8 @@ class BestEvaluation:
 def plan_batches(
     fit: SupervisedFlags, rows: Dataset, packing: PackingPlan | None, max_steps: int, shared: int
 ) -> SupervisedPlan:
-    """The batch plan for the ranks of this launch; with `packing`, over packed rows.
-
-    Args:
-        fit: flags of the training.
-        rows: for training.
-        packing: of these rows; None without `--packing`.
-        max_steps: `--max_steps`.
-        shared: ranks that share their rows.
+    """The batch plan for the ranks of this launch, of which `shared` share their rows; with `packing`, over packed
+    rows.
     """
     ranks = dist.world_size()
     if packing is None:
@@ -166,18 +153,8 @@ class TrainerFlags:
 
 
 class SupervisedTrainer(Generic[Batch]):
-    """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
-
-    Args:
-        model: a `PolicyModel` or a `ScalarModel`.
-        ds_config: the DeepSpeed config that the model was built with.
-        rows: for training and evaluation.
-        objective: what the model is trained for.
-        flags: how it is trained.
-        nonfinite: what to do about NaN and infinity; None stops the run without a repro bundle.
-
-    Raises:
-        UserError: `--packing`, and the model cannot run packed rows.
+    """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps. `ds_config` is what
+    the model was built with. Without `nonfinite`, NaN and infinity stop the run without a repro bundle.
     """
 
     def __init__(
@@ -223,11 +200,7 @@ class SupervisedTrainer(Generic[Batch]):
         console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
-        `trace` records one step.
-
-        Raises:
-            StopRequested, UnhealthyRun: from the checkpointer.
-            UserError: the evaluation does not have the metric that decides which model is the best.
+        `trace` records one step. `StopRequested` and `UnhealthyRun` come from the checkpointer.
         """
         if self.before is None:
             self.before = self.evaluate()
@@ -280,14 +253,8 @@ class SupervisedTrainer(Generic[Batch]):
             done = 0
 
     def train_step(self, micro_batches: list[list[int]], batches: list[Batch] | None = None) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches; returns its metrics. Collective.
-
-        Args:
-            micro_batches: their row numbers.
-            batches: of these rows; None: they are collated here.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite, and the run stops.
+        """One optimizer step over this rank's micro-batches, which are row numbers; without their `batches` the rows
+        are collated here. `NonFiniteError` if a loss or gradient is not finite, and the run stops. Collective.
         """
         objective = self.objective
         if batches is None:
@@ -322,9 +289,8 @@ class SupervisedTrainer(Generic[Batch]):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. Collective.
-
-        Runs at most `--eval_iters` batches per device. The metrics do not depend on the number of ranks.
+        """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. At most `--eval_iters`
+        batches per device. The metrics do not depend on the number of ranks. Collective.
         """
         if self.rows.eval is None:
             return {}
@@ -369,10 +335,8 @@ class SupervisedTrainer(Generic[Batch]):
         return self.described[0]
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Save the model to `folder`; returns the entries of `result.json` about the training. Collective.
-
-        Raises:
-            NonFiniteError: a weight is not finite; nothing is saved.
+        """Save the model to `folder`, or nothing if a weight is not finite (`NonFiniteError`); returns the entries of
+        `result.json` about the training. Collective.
         """
         require_finite_weights("model", self.engine)
         described = self.describe()
