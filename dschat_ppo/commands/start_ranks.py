@@ -35,11 +35,7 @@ HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default; it names the machines o
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """(the value of `--num_accelerators N`, or None; the other words).
-
-    Raises:
-        UserError: it is no number above 0.
-    """
+    """(the value of `--num_accelerators N`, or None; the other words)."""
     count, others, words = None, [], list(argv)
     while words:
         word = words.pop(0)
@@ -56,12 +52,8 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def start(step: str, argv: Sequence[str]) -> int:
-    """Run a step on as many ranks as `argv` or the devices say; returns the exit code. Replaces this process by
-    DeepSpeed's launcher if there are several.
-
-    Args:
-        step: one of `training.STEPS`.
-        argv: the flags of the step, and `--num_accelerators N`.
+    """Run a step (one of `training.STEPS`) on as many ranks as `argv` or the devices say; returns the exit code.
+    Replaces this process by DeepSpeed's launcher if there are several.
     """
     try:
         count, words = take_num_accelerators(argv)
@@ -112,12 +104,8 @@ def _launcher(name: str) -> list[str]:
 
 
 def run_launcher(argv: Sequence[str]) -> int:
-    """Run a module in this process; returns its exit code, but 130 after Ctrl-C.
-
-    DeepSpeed's launcher then returns 1, as after a failure.
-
-    Args:
-        argv: the name of the module, and its arguments.
+    """Run the module `argv[0]` in this process; returns its exit code, but 130 after Ctrl-C: DeepSpeed's launcher then
+    returns 1, as after a failure.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -137,11 +125,8 @@ def run_launcher(argv: Sequence[str]) -> int:
 
 
 def slots_of(hostfile: Path, most: int | None) -> list[int]:
-    """The ranks of each machine of a hostfile, whose lines are "NAME slots=N"; [] without one.
-
-    Args:
-        hostfile: of DeepSpeed.
-        most: ranks that `--num_accelerators` starts on each machine; None: all.
+    """The ranks of each machine of a hostfile of DeepSpeed, whose lines are "NAME slots=N"; [] without one. `most` is
+    what `--num_accelerators` starts on each machine; None: all.
     """
     if not hostfile.exists():
         return []
@@ -150,11 +135,7 @@ def slots_of(hostfile: Path, most: int | None) -> list[int]:
 
 
 def number_of_ranks(count: int | None) -> int:
-    """The ranks of this machine, of which `--num_accelerators` asks for `count`.
-
-    Raises:
-        UserError: there are fewer GPUs.
-    """
+    """The ranks of this machine: its GPUs, or the `count` of them that `--num_accelerators` asks for."""
     gpus = count_gpus()
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again
@@ -164,9 +145,8 @@ def number_of_ranks(count: int | None) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU.
-
-    Without torch on NVIDIA's GPUs, because its import takes a second.
+    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU. Without
+    torch on NVIDIA's GPUs, because its import takes a second.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0

@@ -24,12 +24,7 @@ STEPS = ("sft", "reward", "dpo", "ppo")
 
 
 def run_training(step: str, argv: Sequence[str]) -> int:
-    """Run a step on this rank; returns the exit code of the process.
-
-    Args:
-        step: one of `STEPS`.
-        argv: the flags of the step.
-    """
+    """Run a step (one of `STEPS`) on this rank; returns the exit code of the process."""
     return run_step(lambda words: parse(step, words), lambda config: train(step, config), argv)
 
 

@@ -100,10 +100,6 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         step_name: "sft", "reward", "dpo" or "ppo".
         argv: arguments after the program's name. They override the YAML file named by `--config`.
         given: flag -> value that takes the place of its default; such a flag is not required.
-
-    Raises:
-        UserError: a flag is unknown, out of range, or without effect.
-        SystemExit: after `--help`.
     """
     step = STEPS[step_name]
     groups, defaults = _groups(step), {**step.defaults, **(given or {})}

@@ -21,14 +21,11 @@ class Rule:
     """One rule. `monitor/health_rules.py` holds what no comparison with the threshold alone can say.
 
     Attributes:
-        name: of its events, and in `--health`.
         level: "error" if training on is likely wasted.
-        metric: that it looks at.
-        comparison: with the threshold ("it"); "mean" is that over the window before the step.
+        comparison: of the metric with the threshold ("it"); "mean" is that over the window before the step.
         threshold: its default; None if there is none to choose.
         kind: "value" keeps the sign of the default, "share" is in [0, 1), "factor" above 1, "count" a whole number.
         lasts: whether it must hold at this step and at each one of the window before it.
-        cause: the likely cause.
         change: what to change; flags by name.
     """
 
@@ -248,11 +245,7 @@ class FitHealthFlags:
 
 
 def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
-    """(window, threshold of each rule that has one, rules that are off).
-
-    Raises:
-        UserError: `--health` names no rule, or gives it a value without meaning.
-    """
+    """(window, threshold of each rule that has one, rules that are off)."""
     window, limits = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}
     kinds, off = {WINDOW: "count"} | {rule.name: rule.kind for rule in flags.rules}, set()
     for text in flags.health:

@@ -17,9 +17,8 @@ SHOWN_PLACES = 100  # of each field
 
 
 class NonFinitePolicy:
-    """Stops the run at the first failure, or counts skipped updates; the same on every rank.
-
-    `bundles` writes a repro bundle for each failure; None writes nothing.
+    """Stops the run at the first failure, or counts skipped updates; the same on every rank. `bundles` writes a repro
+    bundle for each failure, unless it is None.
     """
 
     def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):

@@ -27,12 +27,7 @@ PORT = 8765
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags]:
-    """Parse the command line: the command's own flags, the sampling, and the flags of the chat template.
-
-    Raises:
-        UserError: a flag is unknown, does not accept its value, or has no effect.
-        SystemExit: after `--help`.
-    """
+    """Parse the command line: the command's own flags, the sampling, and the flags of the chat template."""
     parser = FlagParser(
         prog="python -m dschat_ppo.tools.chat", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,11 +58,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
 
 
 def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags) -> None:
-    """Load the models and chat until the user ends it.
-
-    Raises:
-        UserError: a model cannot be loaded, the page's library is missing, or its port cannot be used.
-    """
+    """Load the models and chat until the user ends it."""
     listening = None
     if words.web:
         require_extra("gradio", "--web")

@@ -34,14 +34,9 @@ ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model folder that can be loaded.
-
-    Attributes:
-        name: as the user gave it.
-        label: its short name, which distinguishes it from the others of the command.
-        flag: that names it.
-        folder: local folder of a model or an adapter.
-        tokenizer: with the chat template of the flags.
+    """A model folder, or adapter folder, that can be loaded, with its tokenizer, which has the chat template of the
+    flags. `name` is as the user gave it, `label` a short name that distinguishes it from the others, `flag` names
+    it.
     """
 
     name: str
@@ -52,14 +47,8 @@ class CheckedModel:
 
 
 def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[CheckedModel]:
-    """Check language models without reading their weights.
-
-    Args:
-        names: (flag that names the model, folder of a model or an adapter or hub name) of each.
-        data: gives the chat template.
-
-    Raises:
-        UserError: there is no such model, it cannot generate, or its files do not fit each other.
+    """Check language models without reading their weights. `names` holds the flag that names each model, and its folder
+    or hub name; `data` gives the chat template.
     """
     found = []
     for (flag, name), label in zip(names, short_names([Path(name) for _, name in names]), strict=True):
@@ -73,12 +62,8 @@ def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[Chec
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer.
-
-    Attributes:
-        text: that it completes, perhaps "".
-        note: "" until the last token; then what the reader should know: whether a limit cut the answer, and whether the
-            oldest exchanges were not read.
+    """One token of an answer: the text that it completes, perhaps "". The `note` of the last one says whether a limit
+    cut the answer, and whether the oldest exchanges were not read.
     """
 
     text: str
@@ -86,15 +71,8 @@ class Token:
 
 
 class ChatModel:
-    """A loaded model that answers conversations, one at a time.
-
-    Args:
-        checked: from `check_models`.
-        dtype: "bf16", "fp16" or "fp32".
-
-    Raises:
-        NonFiniteError: its log-probs are not finite.
-        UserError: generation does not support the architecture.
+    """A loaded model that answers conversations, one at a time. `NonFiniteError` if its log-probs are not finite,
+    `UserError` if generation does not support the architecture.
     """
 
     def __init__(self, checked: CheckedModel, dtype: str):
@@ -116,11 +94,7 @@ class ChatModel:
         self.ends = end_ids(self.tokenizer, self.model)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation.
-
-        Raises:
-            UserError: the chat template rejects it; or there is a system message but no template.
-        """
+        """Token ids of a conversation. A system message needs a chat template."""
         if self.has_template:
             return encode_prompt(self.tokenizer, messages)
         if any(message["role"] == "system" for message in messages):
@@ -131,13 +105,11 @@ class ChatModel:
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 
     def fitted(self, messages: Messages, max_tokens: int) -> tuple[list[int], int, int]:
-        """A conversation that leaves room for an answer: without its oldest exchanges if it is too long.
+        """A conversation that leaves room for an answer: without its oldest exchanges if it is too long. `UserError` if
+        the last message alone is.
 
         Returns:
             (token ids, tokens that the answer may have, exchanges that were dropped).
-
-        Raises:
-            UserError: see `prompt_ids`; or the last message alone is too long.
         """
         system = [message for message in messages[:1] if message["role"] == "system"]
         turns, dropped = messages[len(system) :], 0
@@ -156,15 +128,9 @@ class ChatModel:
             turns, dropped = turns[2:], dropped + 1
 
     def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
-        """Answer a conversation. To stop early, abandon the iterator.
+        """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator.
 
-        Args:
-            messages: `{"role": ..., "content": ...}`; the last one is the user's.
-            settings: sampling.
-            number: of the answer; answers of one seed with different numbers are independent.
-
-        Raises:
-            UserError: see `fitted`; before the first token.
+        Answers of one seed with different numbers are independent. A `UserError` comes before the first token.
         """
         ids, most, dropped = self.fitted(messages, settings.max_tokens)
         seed = int(row_seeds(number, 1, settings.seed))

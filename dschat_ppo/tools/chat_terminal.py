@@ -35,13 +35,8 @@ def note(text: str) -> None:
 
 
 class Terminal:
-    """A chat in the terminal. Each model answers every message and has its own conversation.
-
-    Args:
-        models: one or two.
-        settings: sampling, which /set changes.
-        system: system message; "" for none.
-        interactive: write prompts, and answers as they are generated; otherwise answers are written whole.
+    """A chat in the terminal. Each model answers every message and has its own conversation. If `interactive`, prompts
+    are written, and answers as they are generated; otherwise answers are written whole.
     """
 
     def __init__(self, models: Sequence[ChatModel], settings: SamplingSettings, system: str, interactive: bool):
@@ -111,11 +106,7 @@ class Terminal:
                 note(f"forgotten: {message}")
 
     def ask(self, message: str) -> None:
-        """Let every model answer; all or none of the conversations get the message.
-
-        Raises:
-            UserError: a model cannot read it.
-        """
+        """Let every model answer; all or none of the conversations get the message."""
         answers = []
         try:
             for model, turns in zip(self.models, self.turns, strict=True):

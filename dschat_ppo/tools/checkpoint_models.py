@@ -95,14 +95,10 @@ def export(
     run: SavedRun, out: Path, role: str | None = None, dtype: str | None = None, model: str | None = None,
     critic_model: str | None = None, overwrite: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Write the models of a checkpoint, all or none; returns their roles.
+    """Write the models of a checkpoint to `out`, all or none; returns their roles.
 
     Arguments as those of the command: None for all roles, the number format of the run, and models as recorded.
-
-    Raises:
-        UserError: `out` exists, or what is read lies in it; the checkpoint has no such role; or a model folder is
-            missing or another one.
-        StorageError: `out` cannot be written.
+    `UserError` if `out` exists, or if what is read lies in it; `StorageError` if it cannot be written.
     """
     roles = run.roles()
     if role is not None and role not in roles:

@@ -37,15 +37,8 @@ _UNNAMED = ""  # stands for a model that the command does not name
 
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """Parse the command line.
-
-    Returns:
-        (the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the configuration of the
-        step).
-
-    Raises:
-        UserError: a flag is unknown, missing or out of range.
-        SystemExit: after `--help`.
+    """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the configuration of the
+    step).
     """
     parser = flag_parser(
         [], prog="python -m dschat_ppo.tools.data", description=__doc__,
@@ -98,10 +91,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(words: argparse.Namespace, config: Any) -> None:
-    """Prepare the data of a step as training does, and print samples of each data set.
-
-    Raises:
-        UserError: the tokenizer or a data set cannot be used; the others are shown first.
+    """Prepare the data of a step as training does, and print samples of each data set. If one cannot be used, the
+    others are shown first.
     """
     # after the flags are checked: it takes seconds
     from datasets import Dataset
@@ -177,9 +168,8 @@ def limits(step: str, config: Any) -> dict[str, Any]:
 
 
 def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: Any) -> Iterator[str]:
-    """Lines of a token row as text. The loss mask is that of the step's batches.
-
-    In step 2 the marked tokens of a reward model are the last ones of answers or steps, whose scores the loss reads.
+    """Lines of a token row as text. The loss mask is that of the step's batches; the marked tokens of a reward model
+    are the last ones of answers or steps, whose scores the loss reads.
     """
     import torch
 

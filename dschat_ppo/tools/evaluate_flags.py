@@ -34,12 +34,7 @@ class Wanted:
 
 
 def read_arguments(argv: Sequence[str], description: str | None = None) -> Wanted:
-    """Parse the command line; `description` is for `--help`.
-
-    Raises:
-        UserError: a flag is unknown, does not accept its value, or has no effect.
-        SystemExit: after `--help`.
-    """
+    """Parse the command line; `description` is for `--help`."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.evaluate", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]\n       {parser.prog} --pairs DATA ..."

@@ -119,11 +119,8 @@ class Evaluated:
 
 
 def evaluate(wanted: Wanted) -> Evaluated:
-    """Carry out an evaluation. Everything is checked before a model is loaded.
-
-    Raises:
-        UserError: flags, models or data cannot be used.
-        NonFiniteError: the log-probs of a model are not finite.
+    """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if the log-probs of a
+    model are not finite.
     """
     words, rewards = wanted.words, wanted.rewards
     if rewards is not None:
@@ -182,12 +179,9 @@ def _checked_reward(wanted: Wanted) -> CheckedModel | None:
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
-    """The same prompts as token rows for each model, and the names of their data sets.
-
-    They are prepared, and the log shows them, once for all models whose tokenizers are equal.
-
-    Raises:
-        UserError: the models would get different prompts.
+    """The same prompts as token rows for each model, and the names of their data sets. They are prepared, and the log
+    shows them, once for all models whose tokenizers are equal. `UserError` if the models would get different
+    prompts.
     """
     found: list[Dataset] = []
     names: tuple[str, ...] = ()
@@ -237,12 +231,8 @@ def _answers_of(
     checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
     scorer: ScalarModel | None,
 ) -> list[Answers]:  # fmt: skip
-    """Load a model and answer all prompts; one entry for each way of decoding.
-
-    Answers depend on seed and prompt alone, not on batches; step 3 evaluates with the same seeds.
-
-    Raises:
-        UserError: generation does not support the model; or see `RewardScorer`.
+    """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on seed and prompt alone,
+    not on batches; step 3 evaluates with the same seeds.
     """
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
     loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
@@ -318,12 +308,8 @@ def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: 
 
 
 def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> dict[str, Share]:
-    """Accuracy over all pairs, under the name "all", and of each data set if there are several.
-
-    Args:
-        scores: (pairs, 2), of chosen and rejected answers.
-        sources: number of each pair's data set.
-        names: of the data sets.
+    """Accuracy over all pairs, under the name "all", and of each data set if there are several. `scores` are (pairs,
+    2), of chosen and rejected answers; `sources` is the number of each pair's data set.
     """
     of = torch.tensor(sources)
     groups = {"all": torch.ones_like(of, dtype=torch.bool)}

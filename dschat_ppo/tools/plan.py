@@ -52,12 +52,7 @@ def count_of(text: str) -> int:
 
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own flags, and those of the step.
-
-    Raises:
-        UserError: a flag of the command does not accept its value.
-        SystemExit: after `--help`.
-    """
+    """The command's own flags, and those of the step."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
@@ -83,11 +78,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def step_config(step: str, rest: Sequence[str]) -> Any:
-    """The configuration of the step of `--step`.
-
-    Raises:
-        UserError: a flag is unknown, does not accept its value, or contradicts another.
-    """
+    """The configuration of the step of `--step`."""
     return parse(STEPS[step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
 
 
@@ -103,11 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def settings_folder(name: str, flag: str) -> str:
-    """The local folder of a model's configuration: the folder itself, or that of `config.json` from the hub.
-
-    Raises:
-        UserError: there is no such folder, and the hub has no such model or cannot be reached.
-    """
+    """The local folder of a model's configuration: the folder itself, or that of `config.json` from the hub."""
     from dschat_ppo.models.model_folders import model_folder
 
     if os.path.exists(os.path.expanduser(name)) or name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -46,11 +46,7 @@ class SamplingSettings:
         return SamplingParameters(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
 
     def with_values(self, values: Mapping[str, Any], prefix: str = "") -> SamplingSettings:
-        """The settings with other values, name -> number or text; `prefix` stands before names in messages.
-
-        Raises:
-            UserError: there is no such setting, or it does not accept the value.
-        """
+        """The settings with other values, name -> number or text; `prefix` stands before names in messages."""
         checked: dict[str, Any] = {}
         for name, value in values.items():
             if name not in RANGES:

@@ -19,15 +19,8 @@ _LONGEST_TOKEN = 32  # characters; only their mean over a text matters
 
 
 class TextScorer:
-    """A reward model that scores whole texts.
-
-    Args:
-        folder: holds a decoder with a one-label head named `score`, and its tokenizer.
-        dtype: "bf16", "fp16" or "fp32".
-        max_batch_tokens: most tokens of a forward pass.
-
-    Raises:
-        UserError: the folder does not hold such a model, or it holds a process reward model.
+    """A reward model that scores whole texts. `folder` holds a decoder with a one-label head named `score`, which is no
+    process reward model, and its tokenizer. A forward pass has at most `max_batch_tokens`.
     """
 
     def __init__(self, folder: str, dtype: str, max_batch_tokens: int):
@@ -46,10 +39,8 @@ class TextScorer:
         self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Score each text at the final token of `encode_finished`.
-
-        Texts of more tokens than the model reads lose their start. So do texts of more than 32 characters for each of
-        these tokens, before they are encoded.
+        """Score each text at the final token of `encode_finished`. Texts of more tokens than the model reads lose their
+        start. So do texts of more than 32 characters for each of these tokens, before they are encoded.
         """
         most, rows, too_long = _LONGEST_TOKEN * self.max_length, list[list[int]](), 0
         for text in texts:  # a tokenizer would need gigabytes and minutes for a text of 16 MiB

@@ -18,13 +18,8 @@ PAD, EOS = "<|pad|>", "<|end|>"
 
 
 def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
-    """A Llama with random weights.
-
-    Args:
-        tokenizer: defines the vocabulary, PAD and EOS.
-        seed: seed of the weights.
-        shape: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads` and
-            `max_position_embeddings`, as `LlamaConfig` names them.
+    """A Llama with random weights. `tokenizer` defines the vocabulary, PAD and EOS; `shape` are sizes as `LlamaConfig`
+    names them.
     """
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -46,9 +41,8 @@ def write_task(
     tokenizer: PreTrainedTokenizerFast,
     model: LlamaForCausalLM,
 ) -> None:
-    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`.
-
-    The weights are written last: if they exist, the task is complete.
+    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`. The
+    weights are written last: if they exist, the task is complete.
     """
     make_folder(folder / "data")
     for name, of_file in rows.items():

@@ -53,14 +53,11 @@ def server_options(app: Any, **options: Any) -> Any:
 
 
 def check_origin(headers: Mapping[str, str], names: tuple[str, ...] | None) -> None:
-    """Refuse a request that a page of a web site sends, also from a name that was rebound to this machine.
+    """Refuse (`RefusedError`) a request that a page of a web site sends, also from a name that was rebound to this
+    machine.
 
-    Args:
-        headers: of the request; names in lower case.
-        names: hosts that a request may name; None: any. A request without a host is of no browser.
-
-    Raises:
-        RefusedError: the host is another one, or another site sends the request.
+    `headers` are in lower case. `names` are the hosts that a request may name; None: any. A request without a host is
+    of no browser.
     """
     host, origin = headers.get("host"), headers.get("origin")
     try:
