@@ -93,9 +93,8 @@ def printable_line(text: str) -> str:
 
 
 def in_one_line(problem: BaseException) -> str:
-    """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message.
-
-    A message of one word, such as the key of a `KeyError`, is preceded by the name of the exception.
+    """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message. A message
+    of one word, such as the key of a `KeyError`, is preceded by the name of the exception.
     """
     message = printable_line(str(problem))
     message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
@@ -130,18 +129,13 @@ def _similar(path: Path) -> Path | None:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn the exceptions of a library that reads a file or value of the user into a `UserError`.
+    """Turn the exceptions of a library that reads a file or value of the user into a `UserError`. `what` is the flag,
+    file or row and what is wrong with it; the message of the library follows.
 
     The block must do nothing but read. Every `Exception` is caught, because libraries raise almost any of them for a
     malformed file: tokenizers raises plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError
     and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit` pass. A panic in Rust code derives
     from `BaseException` and can be recognised only by its name.
-
-    Args:
-        what: the flag, file or row and what is wrong with it; the message of the library follows.
-
-    Raises:
-        UserError: the block raised; `__cause__` is the original exception, for the log.
     """
     try:
         yield

@@ -119,11 +119,9 @@ def row_lengths(rows: Rollout) -> Tensor:
 
 
 def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
-    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is its position.
-
-    Returns:
-        `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids after a row's length are
-        arbitrary: with causal attention no real token sees them.
+    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is its position:
+    `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids after a row's length are arbitrary:
+    with causal attention no real token sees them.
     """
     prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)

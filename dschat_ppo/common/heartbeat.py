@@ -11,10 +11,8 @@ _MOST_SECONDS_AT_ONCE = 2.0
 
 
 class TimeLeft:
-    """A time limit that counts only while this process runs, not while it is stopped (SIGSTOP).
-
-    Args:
-        limit: in seconds. Call `seconds` at least once a second: more than two are not counted at once.
+    """A limit in seconds that counts only while this process runs, not while it is stopped (SIGSTOP). Call `seconds` at
+    least once a second: more than two are not counted at once.
     """
 
     def __init__(self, limit: float):

@@ -27,21 +27,13 @@ class NoSuchFunctionError(Exception):
 
 
 def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
-    """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names.
-
-    Raises:
-        UserError: it cannot be loaded; the message names `flag`.
-    """
+    """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names; errors name `flag`."""
     return built_in[name] if name in built_in else own_function(flag, name)
 
 
 @cache  # a file runs once in a process
 def own_function(flag: str, name: str) -> Any:
-    """The function that `FILE.py:FUNCTION` names.
-
-    Raises:
-        UserError: there is no such file or function, or the file cannot be run.
-    """
+    """The function that `FILE.py:FUNCTION` names."""
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {name}: there is no file {path}")
@@ -64,13 +56,13 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of a file `*.py` or of an importable module.
+    """The callable `name` of a file `*.py` or of an importable module. Importing it may raise anything.
 
     A file is loaded as if it were run: its folder comes first in the search path.
 
     Raises:
         NoSuchFunctionError: the module has nothing of that name.
-        TypeError: what has that name is no function. Importing the module may raise anything.
+        TypeError: what has that name is no function.
     """
     if where.endswith(".py"):
         path = Path(where)
@@ -96,9 +88,8 @@ def load(where: str, name: str) -> Callable[..., Any]:
 
 
 def cause_of(problem: BaseException, file: str | None) -> str:
-    """Type and text of an exception and the innermost line of `file` in its traceback, as one line.
-
-    The exception may be a class of the user, whose `__str__` may raise anything.
+    """Type and text of an exception and the innermost line of `file` in its traceback, as one line. The exception may
+    be a class of the user, whose `__str__` may raise anything.
     """
     kind, text, place = "an exception", "its text cannot be printed", ""
     try:

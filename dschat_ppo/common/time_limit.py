@@ -15,14 +15,11 @@ class TimeIsUp(Exception):  # noqa: N818  the caller turns it into an error
 
 @contextmanager
 def processor_time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the block after `seconds` of this process's time in user mode.
+    """Interrupt the block (`TimeIsUp`) after `seconds` of this process's time in user mode.
 
     The interruption happens between two bytecodes or inside a match of `re`, which asks for signals. Signals reach the
     main thread only; in other threads nothing is limited. The limit of a surrounding block applies again afterwards,
     without the time of this one.
-
-    Raises:
-        TimeIsUp: inside the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

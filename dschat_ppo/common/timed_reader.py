@@ -18,15 +18,10 @@ class TooManyBytesError(HTTPException):
 
 
 class TimedReader(io.RawIOBase):
-    """The raw stream of a socket's incoming bytes; wrap it in `io.BufferedReader`.
-
-    Args:
-        connection: its timeout is changed before each read.
-        deadline: of `time.monotonic()`, for the last byte.
-        most: bytes that may arrive; assign `left` to change what remains.
+    """The raw stream of a socket's incoming bytes; wrap it in `io.BufferedReader`. `left` bytes may still arrive.
 
     Raises:
-        TimeoutError: when reading, at the deadline.
+        TimeoutError: when reading, at the deadline (of `time.monotonic()`).
         TooManyBytesError: when reading, after `most` bytes.
     """
 

@@ -26,10 +26,9 @@ HEADLINES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure.
+    """One figure, under the heading `section`.
 
     Attributes:
-        section, title: the heading under which it appears, and its own.
         metrics: patterns of metric names, in the order of the legend; of a "pair" the x metric and the y metric.
         reading: one sentence on how to read it.
         unit: of the vertical axis; "" for a number without one.

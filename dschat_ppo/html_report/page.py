@@ -44,11 +44,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the page.
+    """A figure of the page; `number` is its place in the data of the page.
 
     Attributes:
-        number: its place in the data of the page.
-        figure: what it shows.
         panels: for the script: title, and series with label, number of the run, and values x and y.
         single: the values of a figure with one step, which is no curve: (step, metric, run, value).
         table: first, last, lowest and highest value of each metric.
@@ -62,12 +60,8 @@ class Drawing:
 
 
 def page(runs: Sequence[Run], now: float, place: Path) -> str:
-    """The page as text.
-
-    Args:
-        runs: 1 to 6 runs.
-        now: seconds since the epoch, the time of the report.
-        place: folder of the page, from which its links to other reports start.
+    """The page of 1 to 6 runs as text. `now` is in seconds since the epoch; links to other reports start from the
+    folder `place`.
     """
     figures = drawings(runs)
     first = [made for made in figures[:2] if made.figure.section == figures[0].figure.section]
@@ -139,7 +133,6 @@ def drawings(runs: Sequence[Run]) -> list[Drawing]:
 
 def lines(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
     """Of one run, one panel with a line for each metric; of several, a panel for each metric with a line for each run.
-
     A metric without finite values has no line.
     """
     found = []
@@ -170,9 +163,8 @@ def pair(runs: Sequence[Run], across: str, up: str) -> dict[str, Any]:
 
 
 def bands(run: Run, number: int, names: Sequence[str], runs: int) -> dict[str, Any]:
-    """The metrics of a run for areas on top of each other, the largest sum first; a step without one counts as 0.
-
-    Step 0, before training, does not count.
+    """The metrics of a run for areas on top of each other, the largest sum first; a step without one counts as 0. Step
+    0, before training, does not count.
     """
     values = {name: dict(run.metrics[name]) for name in names if name in run.metrics}
     steps = [step for step in run.steps if step > 0] or run.steps

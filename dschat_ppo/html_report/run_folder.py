@@ -41,11 +41,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say.
+    """What the files of a run say; `name` is unique in the report.
 
     Attributes:
-        name: short name, unique in the report.
-        folder: its output folder.
         metrics: name of today -> points in ascending steps. A step without the metric has no point.
         times: step -> seconds since the epoch at which the step ended.
         config: flag -> value; {} without `config.yaml`.
@@ -53,7 +51,6 @@ class Run:
         result: of `result.json`; None while the run is unfinished.
         health: lines of `health.jsonl`; None without the file.
         starts: lines of `starts.jsonl`: one for each start of the run, with its first step and library versions.
-        answers: of evaluations and samples.
         damaged: file -> number of lines that could not be read. The last line of an unfinished run may be incomplete
             and does not count.
     """
@@ -89,11 +86,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several runs; see `short_names` for their names.
-
-    Raises:
-        UserError: a folder is not that of a run, or is named twice.
-    """
+    """Read several runs, none of them twice; see `short_names` for their names."""
     for number, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise UserError(f"{folder} is named twice; name each run once")
@@ -101,11 +94,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one run. Files other than `metrics.jsonl` may be missing.
-
-    Raises:
-        UserError: there is no folder, it has no `metrics.jsonl`, that cannot be read, or it has no step yet.
-    """
+    """Read one run, which has a step at least. Files other than `metrics.jsonl` may be missing."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).is_file():

@@ -17,14 +17,8 @@ MOST_RUNS = 6  # that colours and dashes still distinguish
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
-    """Write one HTML file that compares the runs in `folders`; it needs no network, and no large library is imported.
-
-    Args:
-        folders: 1 to `MOST_RUNS` output folders of runs, finished or not.
-        path: the file, written whole or not at all.
-
-    Raises:
-        UserError: a folder is not that of a run, there are too many, or the file cannot be written.
+    """Write one HTML file, whole or not at all, that compares the runs in 1 to `MOST_RUNS` `folders`, finished or not;
+    it needs no network, and no large library is imported.
     """
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")

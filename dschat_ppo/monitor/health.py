@@ -27,16 +27,8 @@ LOWEST = ("loss",)
 
 @dataclass(frozen=True)
 class Event:
-    """A line of `health.jsonl`.
-
-    Attributes:
-        step: at which it was found.
-        since: the first step of what was found.
-        name: of the rule.
-        level: of the rule.
-        seen: what was found, with numbers.
-        cause: the likely cause.
-        change: what to change.
+    """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, `since` which step, its likely
+    cause, and what to change.
     """
 
     step: int
@@ -57,10 +49,7 @@ class CanStop(Protocol):
 
 class HealthWatch:
     """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
-    it is over and would be a new one.
-
-    Args:
-        flags: the rules of a step, and their thresholds.
+    it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only.
     """
 
     def __init__(self, flags: PPOHealthFlags | FitHealthFlags):
@@ -78,24 +67,12 @@ class HealthWatch:
         self._file: Path | None = None
 
     def begin(self, folder: Path) -> None:
-        """Write `health.jsonl` with the events so far, so that a resumed run has those up to its checkpoint.
-
-        Raises:
-            StorageError: it cannot be written; only on rank 0.
-        """
+        """Write `health.jsonl` with the events so far, so that a resumed run has those up to its checkpoint."""
         self._file = folder / HEALTH
         self._write_events()
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
-        """The new events at a step; they are logged and recorded.
-
-        Args:
-            step: its number.
-            metrics: as in `metrics.jsonl`.
-
-        Raises:
-            StorageError: `health.jsonl` cannot be written; only on rank 0.
-        """
+        """The new events at a step with these metrics (as in `metrics.jsonl`); they are logged and recorded."""
         now = {name: value for name, value in metrics.items() if not math.isnan(value)}
         self._add_evaluation(step, now)
         window = self.window

@@ -31,13 +31,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class History:
-    """The current step and those before it.
+    """The current step, with its metrics `now`, and those before it.
 
     Attributes:
-        step: number of the current step.
-        now: its metrics.
         past: (step, metrics) of the last `window` steps before it, oldest first; fewer at the start of a run.
-        window: steps that a trend covers.
         start: metric -> mean over the first `window` steps of the run; {} until they are over.
         lowest: metric -> lowest mean of `window` steps in a row so far.
         evaluations: (step, held-out loss, mean training loss since the evaluation before) of the last evaluations and

@@ -16,13 +16,11 @@ from dschat_ppo.errors import StorageError
 
 
 class JsonLines:
-    """Rank 0 appends lines to a file; the other ranks write nothing.
+    """Rank 0 appends lines to a file; the other ranks write nothing. A `StorageError` is raised on rank 0 only.
 
     Save `saved_offset()` in the checkpoints of the run. A run that resumes sets `offset` to it before `begin`, which
-    removes the lines after it: their steps run again. A run from scratch begins at offset 0.
-
-    Args:
-        path: of the file. `begin` does not create it; the first `append` does, also without lines.
+    removes the lines after it: their steps run again. A run from scratch begins at offset 0. `begin` does not create
+    the file; the first `append` does, also without lines.
     """
 
     def __init__(self, path: Path):
@@ -32,9 +30,6 @@ class JsonLines:
     def begin(self) -> None:
         """Cut the file back to `offset`. Lines that are lost are reported, unless the whole file is missing, as in
         another output folder.
-
-        Raises:
-            StorageError: the file cannot be cut; only on rank 0.
         """
         if not is_main() or not self.path.exists():
             return
@@ -53,11 +48,7 @@ class JsonLines:
             raise self._error(problem) from problem
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line for each object; NaN and infinity become null.
-
-        Raises:
-            StorageError: the file cannot be written; only on rank 0.
-        """
+        """Append one line for each object; NaN and infinity become null."""
         if not is_main():
             return
         content = "".join(f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines).encode()
@@ -71,11 +62,7 @@ class JsonLines:
             raise self._error(problem) from problem
 
     def saved_offset(self) -> int:
-        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0.
-
-        Raises:
-            StorageError: the file cannot be synced; only on rank 0.
-        """
+        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0."""
         if not is_main() or not self.path.exists():
             return 0
         try:

@@ -45,9 +45,8 @@ _OPTIMIZER = ("lr", "lora_lr", "grad_norm")
 
 
 def tracked_name(name: str) -> str:
-    """The name of a metric in a tracker, whose charts are in sections: a name of step 3 is `SECTION/...` already.
-
-    Steps 1 and 2: `eval/loss` for `eval_loss`, `optim/lr` for `lr`, and `train/loss` for `loss`.
+    """The name of a metric in a tracker, whose charts are in sections: `eval/loss` for `eval_loss`, `optim/lr` for
+    `lr`, and `train/loss` for `loss` (steps 1 and 2). A name of step 3 is `SECTION/...` already.
     """
     if name.split("/")[0] in NAME_SPACES:
         return name

@@ -16,10 +16,7 @@ class MetricSums:
     """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of all ranks.
 
     A mean is the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank
-    must add the same names.
-
-    Args:
-        sources: names of the data sets, for `add_by_source`.
+    must add the same names. `sources` names the data sets, for `add_by_source`.
     """
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
@@ -48,13 +45,8 @@ class MetricSums:
         self._add("means", name, torch.stack([total.detach().double(), count.double()]))
 
     def add_by_source(self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None) -> None:
-        """Add `values` to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets.
-
-        Args:
-            name: of the metric.
-            values: (n,).
-            sources: (n,) int64, number of each value's data set; None only with fewer than two data sets.
-            mask: (n,) bool; values where it is False do not count.
+        """Add `values` (n,) to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets,
+        where `sources`, (n,) int64, may be None. Values where `mask` (n,) is False do not count.
         """
         if len(self.sources) < 2:
             return
@@ -125,8 +117,7 @@ class MetricSums:
         return one
 
     def reduce(self) -> dict[str, float]:
-        """Name -> value over all ranks; 0 for a name without values, and no entry for a data set without values.
-
+        """Name -> value over all ranks; 0 for a name without values, no entry for a data set without values.
         Collective.
         """
         means = {**self._sums["means"], **self._sums["parts"]}
@@ -188,11 +179,8 @@ def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """`1 - var(returns - values) / var(returns)`, an fp64 scalar; 0 if the variance of the returns is 0.
-
-    Args:
-        values: (n,) predictions.
-        returns: (n,) targets.
+    """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if the variance of the returns
+    is 0.
     """
     if returns.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=returns.device)

@@ -33,8 +33,6 @@ def experience_metrics(
     """Metrics of the experience of all ranks.
 
     Args:
-        rows: the B rows of all ranks.
-        kl_coef: weight of the KL penalty in the reward.
         sources: names of the reward sources, in the order of `source_scores`. The mean of a source is over the rows
             that it scores; their share is reported if it is below 1.
         data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
@@ -109,9 +107,8 @@ def _rows_by_data_set(rows: Experience, data_sources: Sequence[str]) -> Iterator
 
 
 def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:
-    """KL to the reference over the response tokens, and by data set; {} without a reference.
-
-    Until old log-probs are known, those recorded while sampling stand for them. Arguments as in `experience_metrics`.
+    """KL to the reference over the response tokens, and by data set; {} without a reference. Until old log-probs are
+    known, those recorded while sampling stand for them.
     """
     return read(_kl(rows, data_sources))
 
@@ -181,12 +178,10 @@ def _on_device(edges: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 def bucket_counts(values: Tensor, mask: Tensor, edges: tuple[float, ...]) -> Tensor:
-    """How many `values` are in each bucket, fp64 (n,), on their device. Only the first call waits for it.
+    """How many `values`, of any shape, are in each bucket `[edges[i], edges[i + 1])` of n + 1 ascending edges: fp64
+    (n,), on their device. Only the first call waits for it.
 
-    Args:
-        values: of any shape; those below the first edge and above the last one are in the outer buckets.
-        mask: the same shape, bool; values count where it is True.
-        edges: n + 1 ascending numbers; bucket i is `[edges[i], edges[i + 1])`.
+    Values count where `mask` is True; those below the first edge and above the last one are in the outer buckets.
     """
     buckets = torch.bucketize(values.detach(), _on_device(edges[1:-1], values.dtype, values.device), right=True)
     counts = torch.zeros(len(edges) - 1, dtype=torch.float64, device=values.device)

@@ -24,13 +24,10 @@ Item = TypeVar("Item")
 
 
 class StepTrace:
-    """Records one step of a run on this rank, and writes the trace when the step is finished.
+    """Records one step of a run on this rank (from 1 on; None: nothing), and writes the trace when the step is
+    finished.
 
     Every rank writes its own file: where ranks wait for each other shows only in the traces of all of them.
-
-    Args:
-        output: the output folder.
-        step: number of the step, from 1 on; None: nothing is recorded.
     """
 
     def __init__(self, output: Path, step: int | None):
@@ -45,13 +42,10 @@ class StepTrace:
 
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
         """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one.
+        `first` is the number of the first step.
 
         If the caller's loop ends before the step is finished, no trace is written. If it ends by an exception after
         `finish`, such as the stop at a checkpoint, the trace is written.
-
-        Args:
-            steps: one item for each step.
-            first: number of the first one.
         """
         for number, item in enumerate(steps, first):
             if number == self.step:

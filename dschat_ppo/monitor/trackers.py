@@ -22,11 +22,8 @@ RUN_IDS = "trackers.json"
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of values in buckets: `counts[i]` values are in `[edges[i], edges[i + 1])`.
-
-    Attributes:
-        edges: n + 1 ascending numbers, finite.
-        counts: n numbers of values.
+    """Counts of values in buckets: `counts[i]` values are in `[edges[i], edges[i + 1])`, of n + 1 ascending finite
+    numbers.
     """
 
     edges: Sequence[float]
@@ -54,10 +51,8 @@ class StepFigures:
 class Tracker(Protocol):
     """Writes one run to one library. It exists on rank 0 only.
 
-    Attributes:
-        name: of the library.
-        failures: the exceptions by which the library says that it cannot write, such as those of files and networks.
-            The run then continues without the tracker. Every other exception is a bug and ends the run.
+    `failures` are the exceptions by which the library says that it cannot write, such as those of files and networks.
+    The run then continues without the tracker. Every other exception is a bug and ends the run.
     """
 
     name: str
@@ -72,16 +67,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers of a run, and what they receive when they open.
-
-    Attributes:
-        libraries: names of the trackers.
-        folder: the output folder.
-        tensorboard: folder for TensorBoard's files.
-        project: `--project`, or None.
-        run_name: `--run_name`, or None.
-        flags: all flags of the run, name -> value.
-    """
+    """The trackers of a run, and what they receive when they open; `flags` are all flags of the run, name -> value."""
 
     libraries: Sequence[str]
     folder: Path
@@ -116,11 +102,7 @@ class Start:
 
 
 def check_trackers(libraries: Sequence[str]) -> None:
-    """Check, before a model is loaded, that these libraries can be used. Call it on rank 0, which alone uses them.
-
-    Raises:
-        UserError: one is not installed, or cannot begin a run.
-    """
+    """Check, before a model is loaded, that these libraries can be used. Call it on rank 0, which alone uses them."""
     for library in libraries:
         require_extra(library, f"--report_to {library}")
         if library == "wandb":
@@ -128,11 +110,7 @@ def check_trackers(libraries: Sequence[str]) -> None:
 
 
 def check_wandb() -> None:
-    """Check that a run of W&B can begin.
-
-    Raises:
-        UserError: runs are sent to a server, and there is no API key, or the server does not accept it or not answer.
-    """
+    """Check that a run of W&B can begin: it is offline, or there is an API key that the server accepts."""
     import wandb
 
     try:
@@ -146,10 +124,8 @@ def check_wandb() -> None:
 
 
 def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
-    """Begin the run in each library, or continue it. Call it on rank 0.
-
-    Raises:
-        UserError: a library does not begin the run. The runs that the libraries before it began are closed as failed.
+    """Begin the run in each library, or continue it. Call it on rank 0. If one does not begin it (`UserError`), the
+    runs that the libraries before it began are closed as failed.
     """
     opened: list[Tracker] = []
     with ExitStack() as begun:
@@ -177,9 +153,6 @@ class WandbTracker:
     the last one of earlier starts; W&B knows the last one that its server has, and offline writes a separate file for
     each start. Trackio finds the run to resume by its name, which several runs may have, so that the name ends with six
     random digits.
-
-    Raises:
-        UserError: the library does not begin the run.
     """
 
     def __init__(self, library: str, tracking: Tracking, start: Start):
@@ -226,10 +199,8 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Writes event files with scalars, histograms, texts, and the flags for the HParams tab.
-
-    A resumed run writes another event file; TensorBoard drops the points of earlier files from `first_step` on
-    (`purge_step`).
+    """Writes event files with scalars, histograms, texts, and the flags for the HParams tab. A resumed run writes
+    another one; TensorBoard drops the points of earlier files from `first_step` on (`purge_step`).
     """
 
     name = "tensorboard"
@@ -298,11 +269,7 @@ def saved_run_id(folder: Path, library: str) -> str | None:
 
 
 def save_run_id(folder: Path, library: str, run_id: str) -> None:
-    """Keep the id of the library's run in `trackers.json`, durably.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Keep the id of the library's run in `trackers.json`, durably."""
     place = folder / RUN_IDS
     try:
         write_file(place, (json.dumps(_run_ids(folder) | {library: run_id}, indent=2) + "\n").encode())

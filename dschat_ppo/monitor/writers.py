@@ -25,16 +25,11 @@ _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "t
 
 
 class MetricsWriter:
-    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers.
+    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers. Errors of files and
+    trackers are raised on rank 0 only.
 
-    Args:
-        folder: output folder.
-        tracking: the trackers; None: none.
-        resumed: (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
-            offset are removed, because their steps run again. None: a new file.
-
-    Raises:
-        UserError: a tracker does not begin the run; only on rank 0.
+    `resumed` is (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
+    offset are removed, because their steps run again. None: a new file.
     """
 
     def __init__(self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None):
@@ -48,27 +43,15 @@ class MetricsWriter:
             self._trackers = open_trackers(tracking, Start(resumed[1] if resumed else None, written))
 
     def saved_offset(self) -> int:
-        """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0.
-
-        Raises:
-            StorageError: the file cannot be synced; only on rank 0.
-        """
+        """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0."""
         return self._lines.saved_offset()
 
     def copy_to(self, file: Path) -> None:
-        """Copy `metrics.jsonl` to another file, durably. Call it on rank 0.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Copy `metrics.jsonl` to another file, durably. Call it on rank 0; it raises `OSError`."""
         write_file(file, self._lines.path.read_bytes())
 
     def write(self, step: int, metrics: dict[str, float], figures: StepFigures | None = None) -> None:
-        """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only.
-
-        Raises:
-            StorageError: the file cannot be written; only on rank 0.
-        """
+        """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
         tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
         self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))

@@ -70,9 +70,6 @@ class ModelParts:
 def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model_folder) -> dict[str, PretrainedConfig]:
     """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
     has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder.
-
-    Raises:
-        UserError: a folder is not there, or its `config.json` cannot be used.
     """
     if not isinstance(config, PPOConfig):
         named = {"model": ("--model_name_or_path", config.fit.model_name_or_path)}
@@ -107,13 +104,10 @@ def parts_of(
     config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False,
     on_gpu: bool = True,
 ) -> ModelParts:  # fmt: skip
-    """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains.
+    """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
+    `UserError` if transformers cannot build it, or if it has not the settings of a decoder.
 
     `tiled`: `--tiled_mlp`. In bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`.
-
-    Raises:
-        UserError: transformers cannot build this model, or it has not the settings of a decoder; or the adapter does
-            not fit it.
     """
     with reading(f"{type(config).__name__}: its memory cannot be counted"):
         return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)

@@ -43,9 +43,8 @@ class Plan:
     host_memory: int  # bytes of a host
 
     def needs(self, phase: Phase) -> Memory:
-        """Bytes of a rank's device, and of a host, in a phase, with what is not tensors.
-
-        On a CPU, host memory is the device's, so that all counts as the host's.
+        """Bytes of a rank's device, and of a host, in a phase, with what is not tensors. On a CPU, host memory is the
+        device's, so that all counts as the host's.
         """
         total, ranks = phase.total(), self.ranks_per_node
         if not self.device_memory:
@@ -122,16 +121,11 @@ def plan_step(
     """Plan a step. Nothing is loaded.
 
     Args:
-        config: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
         model_configs: by role, see `read_model_configs`.
-        ranks: of the run.
         device_memory: bytes of a rank's GPU; 0: the run is on a CPU, where ranks divide host memory.
         host_memory: bytes of each host.
         ranks_per_node: ranks that share a host; None: all.
         sleeps: whether `--sleep_in_rollout` moves tensors; None: on a GPU.
-
-    Raises:
-        UserError: a model cannot be counted, batch sizes do not fit each other, or `--deepspeed_config` cannot be used.
     """
     per_node, on_gpu = ranks_per_node or ranks, device_memory > 0
     own = device_memory if on_gpu else host_memory // per_node
@@ -148,12 +142,8 @@ def plan_step(
 
 
 def show_memory_plan(config: Any) -> None:
-    """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved.
-
-    The run continues without a plan if a model cannot be counted: what is wrong with it is found when it is loaded.
-
-    Raises:
-        UserError: see `read_model_configs`.
+    """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved. If a
+    model cannot be counted, the run continues without a plan: what is wrong with it is found when it is loaded.
     """
     models = read_model_configs(config)
     if not dist.is_main():

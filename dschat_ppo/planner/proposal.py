@@ -19,10 +19,6 @@ def flags_that_fit(config: Any, plan_with: Callable[[list[str]], Plan]) -> tuple
     Of the rungs that lower what is missing, the cheapest is taken until the run fits. Then those that it fits without
     are left out, the last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the
     last rung.
-
-    Args:
-        config: of the step.
-        plan_with: the plan with more flags on the command line.
     """
     given = {name: value for group in vars(config).values() for name, value in vars(group).items()}
 

@@ -51,9 +51,6 @@ def begin_run(
     With `--dry_run`, only check flags and print notes: no ranks are joined, and the output folder is not touched.
 
     Args:
-        step: its name.
-        config: its configuration.
-        run: its flags of a run.
         models: the models that it reads.
         validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
             the latter; it replaces what an earlier validation wrote.

@@ -59,12 +59,8 @@ def step_command(folder: str, words: Sequence[str]) -> str:
 
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
-    """The flags of step 3 after a reward model: over the same data, as long as its rows, with its memory settings.
-
-    Args:
-        config: of the run that trained the reward model.
-        model: the folder that it started from, which is the actor's.
-        reward: its folder.
+    """The flags of step 3 after the run of `config`, which trained the reward model in the folder `reward` from the
+    folder `model`, the actor's: over the same data, as long as its rows, with its memory settings.
     """
     data, fit = config.data, config.fit
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps

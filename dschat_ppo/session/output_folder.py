@@ -54,9 +54,8 @@ def refuse_pipes(folder: Path) -> None:
 
 
 def check_machine_folders(folder: Path, local_checkpoints: bool) -> None:
-    """Check that the machines share the output folder, which they must, or with `--local_checkpoints` must not.
-
-    Rank 0 writes a file in it, and the other machines look for it. Collective; nothing on one machine.
+    """Check that the machines share the output folder, which they must, or with `--local_checkpoints` must not: rank 0
+    writes a file in it, and the other machines look for it. Collective; nothing on one machine.
     """
     if dist.machines() == 1:
         return
@@ -99,11 +98,8 @@ def _appears(path: Path, seconds: float) -> bool:
 
 
 def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
-    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint. Collective.
-
-    Raises:
-        UserError: the folder holds other outputs, or cannot be written.
-        StopRequested: the same run has finished there; nothing is left to do.
+    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
+    `StopRequested` if the same run has finished there; nothing is left to do. Collective.
     """
     problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
     if config.safety.local_checkpoints:
@@ -219,17 +215,8 @@ def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
 def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None = None) -> None:
     """Prepare the output folder and save the resolved configuration. Collective.
 
-    A run that starts from scratch removes the outputs of an earlier run. A run that resumes checks `metrics.jsonl`, see
-    `restore_metrics`.
-
-    Args:
-        folder: the output folder.
-        config: the configuration of the step.
-        run: its flags.
-        resumed: the checkpoint in this folder from which the run resumes, or None.
-
-    Raises:
-        UserError: the folder cannot be written.
+    A run that starts from scratch removes the outputs of an earlier run. A run that resumes, from the checkpoint
+    `resumed` in this folder, checks `metrics.jsonl`, see `restore_metrics`.
     """
     problem = dist.broadcast_object(_prepare_on_main(folder, config, run, resumed) if dist.is_main() else None)
     if config.safety.local_checkpoints and resumed is None:

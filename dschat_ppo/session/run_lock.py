@@ -48,14 +48,11 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path, on_each_machine: bool = False) -> RunLock:
-        """Lock `folder`, and make it if it does not exist. Collective.
+        """Lock `folder`, and make it if it does not exist; `on_each_machine`: each machine has another folder at this
+        path. Collective.
 
-        `on_each_machine`: each machine has another folder at this path.
-
-        If the file system has no locks, a warning is logged and nothing is locked.
-
-        Raises:
-            UserError: another run holds the lock, or the folder cannot be written; the same on all ranks.
+        If another run holds the lock, all ranks raise the same `UserError`. If the file system has no locks, a warning
+        is logged and nothing is locked.
         """
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
         is_first = dist.is_writer(on_each_machine)
@@ -77,12 +74,8 @@ class RunLock:
 
     @classmethod
     def refuse_if_held(cls, folder: Path) -> None:
-        """Raise the error of `acquire` on rank 0, before the ranks join.
-
-        A second run of the same command uses the same port too; without this check it would report only the port.
-
-        Raises:
-            UserError: another run holds the lock.
+        """Raise the error of `acquire` on rank 0, before the ranks join. A second run of the same command uses the same
+        port too; without this check it would report only the port.
         """
         if dist.is_main() and os.path.exists(folder / FILE_NAME):
             number, problem = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB))

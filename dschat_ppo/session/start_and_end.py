@@ -76,8 +76,6 @@ def show_models(
 
     Args:
         roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
-        dtype: `--dtype`.
-        output: the output folder.
         more: further rows, (name, text).
         trains: False if the run only evaluates: then no weight trains.
     """
