@@ -21,10 +21,7 @@ MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the
 
 def without_credentials(value: Any) -> Any:
     """A text with `***` for the user name and password of each URL in it, and for passwords and keys after `?` or `&`;
-    the items of a list likewise; another value as it is.
-
-    What a run prints, logs or saves passes through here.
-    """
+    the items of a list likewise; another value as it is. What a run prints, logs or saves passes through here."""
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))
     if not isinstance(value, str) or not ("@" in value or "=" in value):
@@ -45,10 +42,8 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """The outputs cannot be written: the disk is full, or the folder is not writable.
-
-    The message names the path and the cause, and for a checkpoint the one from which the run can resume.
-    """
+    """The outputs cannot be written: the disk is full, or the folder is not writable. The message names the path and
+    the cause, and for a checkpoint the one from which the run can resume."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -56,17 +51,13 @@ class NonFiniteError(FloatingPointError):
 
 
 class UnhealthyRun(Exception):  # noqa: N818  a decision of the user, by a flag
-    """The run ends because of a health event (`--stop_on_health`), with its state saved; raised on every rank.
-
-    The entry points print the message without a traceback and exit with code 6.
-    """
+    """The run ends because of a health event (`--stop_on_health`), with its state saved; raised on every rank. The
+    entry points print the message without a traceback and exit with code 6."""
 
 
 class StopRequested(Exception):  # noqa: N818  nothing went wrong
     """The run stops here on every rank: a stop was requested and the state is saved, or the run was already finished.
-
-    The message says how to continue. The entry points print it on rank 0 and exit with code 0.
-    """
+    The message says how to continue. The entry points print it on rank 0 and exit with code 0."""
 
 
 class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
@@ -94,8 +85,7 @@ def printable_line(text: str) -> str:
 
 def in_one_line(problem: BaseException) -> str:
     """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message. A message
-    of one word, such as the key of a `KeyError`, is preceded by the name of the exception.
-    """
+    of one word, such as the key of a `KeyError`, is preceded by the name of the exception."""
     message = printable_line(str(problem))
     message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
     return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."

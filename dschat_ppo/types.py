@@ -67,11 +67,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout(Rollout):
-    """A rollout with log-probs, values and scores of the models.
-
-    (B, R) tensors are aligned to the response tokens and 0 outside `response_mask`. A field that the run does not need
-    is None.
-    """
+    """A rollout with log-probs, values and scores of the models. (B, R) tensors are aligned to the response tokens and
+    0 outside `response_mask`. A field that the run does not need is None."""
 
     old_logprobs: Tensor | None  # (B, R) fp32, log-probs under the policy before its updates; None until an update
     #   computes them, where the only update of a PPO step does (`config/on_policy.py`)
@@ -121,8 +118,7 @@ def row_lengths(rows: Rollout) -> Tensor:
 def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
     """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is its position:
     `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids after a row's length are arbitrary:
-    with causal attention no real token sees them.
-    """
+    with causal attention no real token sees them."""
     prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
     first = rows.prompt_ids.shape[1] - prompt_lengths  # (B,) column of the first prompt token in `joined`
@@ -131,10 +127,8 @@ def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def response_slots(rows: Rollout) -> Tensor:
-    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the row's last token.
-
-    The logits at the column before predict the token.
-    """
+    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the row's last token. The
+    logits at the column before predict the token."""
     columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)  # (R,)
     prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)

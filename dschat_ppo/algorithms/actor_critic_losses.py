@@ -52,10 +52,8 @@ class TokenLosses:
 
 
 def ppo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7).
-
-    Unequal bounds: clip-higher (DAPO, Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020).
-    """
+    """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7). Unequal bounds: clip-higher (DAPO,
+    Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020)."""
     return _clipped_surrogate(_log_ratio(terms).exp(), terms, settings)
 
 
@@ -88,10 +86,8 @@ def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 
 def sapo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`-A (4 / tau) sigmoid(tau (rho - 1))`, a soft gate with tau by the sign of A (SAPO, Gao et al. 2025).
-
-    At rho = 1 its gradient is that of `-A rho`.
-    """
+    """`-A (4 / tau) sigmoid(tau (rho - 1))`, a soft gate with tau by the sign of A (SAPO, Gao et al. 2025). At rho = 1
+    its gradient is that of `-A rho`."""
     ratio = _log_ratio(terms).exp()
     advantages = zero_outside(terms.advantages, terms.mask)
     tau = torch.full_like(advantages, settings.sapo_tau_negative)
@@ -126,10 +122,8 @@ def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 
 def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025).
-
-    The absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise.
-    """
+    """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025). The
+    absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise."""
     ratio = _log_ratio(terms).exp()
     distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
     penalty = zero_outside(distance, _selected(terms))

@@ -53,10 +53,8 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: fl
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """`G_t = r_t + gamma G_{t+1}`, (B, R), with t + 1 the row's next True token and G = 0 after the last one.
-
-    Gaps in the mask neither reset the sum nor discount it. 0 outside the mask.
-    """
+    """`G_t = r_t + gamma G_{t+1}`, (B, R), with t + 1 the row's next True token and G = 0 after the last one. Gaps in
+    the mask neither reset the sum nor discount it. 0 outside the mask."""
     factors = torch.where(response_mask, rewards.new_full((), gamma), 1.0)  # (B, R)
     return zero_outside(_carried_back(zero_outside(rewards, response_mask), factors), response_mask)
 
@@ -97,10 +95,8 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024).
-
-    With a KL penalty inside S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`.
-    """
+    """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024). With a KL penalty inside
+    S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
     gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
     return _on_every_token(gaps - groups.mean(gaps), inputs)

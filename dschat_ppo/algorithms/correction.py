@@ -100,10 +100,8 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The `share` of tokens with the highest covariance, (B, R) bool, for the kl_cov loss (Cui et al. 2025).
-
-    Of the tokens of the mask, rounded down, at least one.
-    """
+    """The `share` of tokens with the highest covariance, (B, R) bool, for the kl_cov loss (Cui et al. 2025). Of the
+    tokens of the mask, rounded down, at least one."""
     tokens = mask.nonzero()  # (N, 2) row and column
     # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.
     highest = covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]  # (n,)

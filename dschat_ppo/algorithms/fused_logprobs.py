@@ -161,10 +161,8 @@ def _with_block(sums: Sums, logits: Tensor, may_be_infinite: bool) -> Sums:
 
 
 def _with_block_by_softmax(sums: Sums, logits: Tensor) -> Sums:
-    """`_with_block` in fewer passes over the block: a GPU computes the softmax p = exp(z - z*) / S in one.
-
-    Of a block, S is 1 / max p, and the sum of exp(z - z*) (z - z*) is S (sum of p z - z*).
-    """
+    """`_with_block` in fewer passes over the block: a GPU computes the softmax p = exp(z - z*) / S in one. Of a block,
+    S is 1 / max p, and the sum of exp(z - z*) (z - z*) is S (sum of p z - z*)."""
     before, total, weighted = sums
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
@@ -219,10 +217,8 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice) -> Tensor:
-    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32.
-
-    With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
-    """
+    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32. With z = logits /
+    temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy)."""
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
     logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)

@@ -58,10 +58,8 @@ class Groups:
 
 
 def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
-    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite.
-
-    `scores` (B,) fp32; `groups` (B,) int64, any number for each group, in any order.
-    """
+    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite. `scores` (B,) fp32;
+    `groups` (B,) int64, any number for each group, in any order."""
     index = torch.unique(groups, return_inverse=True)[1]
     spread = _max_by_group(scores, index) + _max_by_group(-scores, index)  # max - min
     return (spread > 0) | ~spread.isfinite()

@@ -30,11 +30,8 @@ def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs.
-
-    The exponent is at most 20, with gradient 0 beyond: otherwise the sum of squares overflows fp32, and from 89 on exp
-    itself does. d has no upper bound.
-    """
+    """`exp(-d) - 1 + d`, per token; shape and dtype of the inputs. The exponent is at most 20, with gradient 0 beyond:
+    otherwise the sum of squares overflows fp32, and from 89 on exp itself does. d has no upper bound."""
     difference = (logprobs - other_logprobs).clamp_min(-LARGEST_K3_EXPONENT)
     return torch.expm1(-difference) + difference
 

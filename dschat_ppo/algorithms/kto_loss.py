@@ -37,7 +37,5 @@ def kto_losses(
 
 def balanced_weights(desirable: int, undesirable: int, weights: tuple[float, float]) -> tuple[float, float]:
     """The ratio `w_D n_D / (w_U n_U)`, and the desirable weight that makes it 1 with the same undesirable weight.
-
-    Ethayarajh et al. 2024 (section 4.2) recommend a ratio from 1 to 4/3. n: answers, above 0; `weights`: w_D, w_U.
-    """
+    Ethayarajh et al. 2024 (section 4.2) recommend a ratio from 1 to 4/3. n: answers, above 0; `weights`: w_D, w_U."""
     return weights[0] * desirable / (weights[1] * undesirable), weights[1] * undesirable / desirable

@@ -14,10 +14,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, (..., V) -> (...) fp32.
-
-    A token of logit -inf has probability 0 and adds 0 to value and gradient.
-    """
+    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, (..., V) -> (...) fp32. A
+    token of logit -inf has probability 0 and adds 0 to value and gradient."""
     scaled = logits.float() / temperature
     factors = scaled.masked_fill(scaled == -torch.inf, 0.0)  # 0 x -inf is NaN
     return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * factors).sum(dim=-1)

@@ -38,10 +38,8 @@ def bradley_terry_loss(
 def reward_centering_loss(
     chosen_scores: Tensor, rejected_scores: Tensor, pair_mask: Tensor, num_pairs: Tensor | float
 ) -> Tensor:
-    """`sum (chosen + rejected)^2 / num_pairs`, which pulls the mean score to 0 (Eisenstein et al. 2023).
-
-    Bradley-Terry does not determine the mean. Scores (B,) fp32.
-    """
+    """`sum (chosen + rejected)^2 / num_pairs`, which pulls the mean score to 0 (Eisenstein et al. 2023). Bradley-Terry
+    does not determine the mean. Scores (B,) fp32."""
     return masked_sum((chosen_scores + rejected_scores) ** 2, pair_mask) / num_pairs
 
 
@@ -56,11 +54,8 @@ def sigmoid_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tens
 
 
 def robust_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """`[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e)`, (B,).
-
-    Its mean over labels that are flipped with probability e is the DPO loss of the true labels (Chowdhury et al. 2024,
-    "Provably robust DPO").
-    """
+    """`[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e)`, (B,). Its mean over labels that are
+    flipped with probability e is the DPO loss of the true labels (Chowdhury et al. 2024, "Provably robust DPO")."""
     right, wrong = F.logsigmoid(beta * lead), F.logsigmoid(-beta * lead)
     return (-(1 - label_smoothing) * right + label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
@@ -124,7 +119,5 @@ def chosen_nll_loss(
     chosen_logprobs: Tensor, num_tokens: Tensor, pair_mask: Tensor, num_pairs: Tensor | float
 ) -> Tensor:
     """`sum (-log pi(chosen) / tokens) / num_pairs`, the NLL term of dpo_nll (Pang et al. 2024, eq. 1).
-
-    `chosen_logprobs` (B,), summed over the tokens of each chosen answer; `num_tokens` (B,) int64, 0 counts as 1.
-    """
+    `chosen_logprobs` (B,), summed over the tokens of each chosen answer; `num_tokens` (B,) int64, 0 counts as 1."""
     return masked_sum(-chosen_logprobs / num_tokens.clamp_min(1), pair_mask) / num_pairs

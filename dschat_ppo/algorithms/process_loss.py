@@ -15,9 +15,7 @@ StepAggregation = Literal["min", "mean", "last", "product"]
 
 def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """`-y log sigmoid(s) - (1 - y) log sigmoid(-s)` of each step: binary cross-entropy (Wang et al. 2024, eq. 2).
-
-    `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the probability that the step is right.
-    """
+    `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the probability that the step is right."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
 
 

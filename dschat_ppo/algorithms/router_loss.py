@@ -23,10 +23,8 @@ class RouterLoad:
 
 
 def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> RouterLoad:
-    """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens.
-
-    `counted` (N,) bool or int64 is how often each token counts: 0 on padding, above 1 for a token of several rows.
-    """
+    """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens. `counted` (N,) bool
+    or int64 is how often each token counts: 0 on padding, above 1 for a token of several rows."""
     times = counted[counted > 0].float().unsqueeze(1)  # (n, 1)
     kept = [torch.softmax(layer[counted > 0].float(), dim=-1) for layer in logits]  # (n, E) each
     chosen = torch.zeros_like(kept[0][:0].sum(dim=0))  # (E,)

@@ -60,9 +60,7 @@ class RunningScale:
 
     def scale(self, scores: Tensor) -> Tensor:
         """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal (std below 1e-8).
-
-        The division would make the first different scores huge.
-        """
+        The division would make the first different scores huge."""
         return scores / self.std if self.std >= SMALLEST_SCALE else scores
 
     def state_dict(self) -> dict[str, float]:

@@ -90,10 +90,8 @@ class BackgroundWriter(CheckpointEngine):
 
 
 class _HashedFile:
-    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk.
-
-    When a write fails, torch's archive writer raises a RuntimeError, which hides the reason.
-    """
+    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk. When a write fails,
+    torch's archive writer raises a RuntimeError, which hides the reason."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file

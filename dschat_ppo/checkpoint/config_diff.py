@@ -97,9 +97,7 @@ _ABSENT = object()
 @dataclass(frozen=True)
 class ConfigChange:
     """A setting (flag, derived batch size or input) that differs. `before` and `after` are texts, None without one.
-
-    `matters`: whether the run would compute something else, or in another order.
-    """
+    `matters`: whether the run would compute something else, or in another order."""
 
     name: str
     before: str | None
@@ -176,10 +174,8 @@ def _short(value: str | None) -> str:
 
 
 def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:
-    """Refuse, without `--resume_force`, to resume under a configuration that computes something else.
-
-    The message shows the changes that matter, and flags that are factors of a changed batch size.
-    """
+    """Refuse, without `--resume_force`, to resume under a configuration that computes something else. The message shows
+    the changes that matter, and flags that are factors of a changed batch size."""
     matter = {change.name for change in changes if change.matters}
     if matter and not force:
         shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]

@@ -92,10 +92,8 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
 
 
 def load_engine(engine: Engine, folder: Path) -> None:
-    """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective.
-
-    For another layout see `reshard.load_engine_resharded`.
-    """
+    """Load the states in `folder`, bit for bit, into a freshly built engine of the same layout. Collective. For another
+    layout see `reshard.load_engine_resharded`."""
     common = model_states(folder)
     saved, own = common.get(LAYOUT, {}), layout(engine)
     differing = [f"{name} {saved.get(name)} there and {own[name]} here" for name in own if saved.get(name) != own[name]]

@@ -45,10 +45,8 @@ class CheckpointFolder:
         return [name for position, name in sorted(found) if position >= since]
 
     def clear_partials(self) -> None:
-        """Remove what a crash left incomplete. Once at the start, with the lock held.
-
-        A checkpoint that was being replaced by one of the same name gets its name back if the new one is not there.
-        """
+        """Remove what a crash left incomplete. Once at the start, with the lock held. A checkpoint that was being
+        replaced by one of the same name gets its name back if the new one is not there."""
         for path in list(self.root.iterdir()) if self.root.is_dir() else []:
             if path.name.endswith(REPLACED):
                 place = path.with_name(path.name.removesuffix(REPLACED))
@@ -67,10 +65,8 @@ class CheckpointFolder:
         return path
 
     def commit(self, name: str) -> None:
-        """Give the complete folder its name, once its files and manifest are on the disk. `latest` is written last.
-
-        An older checkpoint of that name is replaced. `StorageError`: files are missing or truncated.
-        """
+        """Give the complete folder its name, once its files and manifest are on the disk. `latest` is written last. An
+        older checkpoint of that name is replaced. `StorageError`: files are missing or truncated."""
         partial, place = self.root / f"{name}{PARTIAL}", self.root / name
         fault = damage(partial, checksums=False)
         if fault:
@@ -99,9 +95,7 @@ class CheckpointFolder:
 
     def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
         """(name of the newest intact checkpoint or None, a line for each fault). (None, []): none was ever saved here.
-
-        Without `checksums` it checks only manifests and sizes.
-        """
+        Without `checksums` it checks only manifests and sizes."""
         names = self.names()
         complaints = self._faults_of_latest(names)
         for name in reversed(names):

@@ -69,10 +69,8 @@ def newest_on_all_machines(output: Path, named: str | None = None) -> str | None
 
 
 def choose(held: Sequence[HeldByMachine], output: Path) -> str | None:
-    """The newest checkpoint for which each machine has the files of its ranks; None: no machine has any.
-
-    The `UserError`, if there are only parts, names the machine without its part.
-    """
+    """The newest checkpoint for which each machine has the files of its ranks; None: no machine has any. The
+    `UserError`, if there are only parts, names the machine without its part."""
     if not any(machine.parts or machine.faults for machine in held):
         return None
     size = sum(len(machine.ranks) for machine in held)

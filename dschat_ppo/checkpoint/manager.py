@@ -185,10 +185,8 @@ class CheckpointManager:
         return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _save(self) -> None:
-        """Commit the previous checkpoint, then copy the state and start to write it. Collective.
-
-        If a weight is not finite, it raises `NonFiniteError`, and the previous checkpoint remains the newest.
-        """
+        """Commit the previous checkpoint, then copy the state and start to write it. Collective. If a weight is not
+        finite, it raises `NonFiniteError`, and the previous checkpoint remains the newest."""
         if self._pending is not None:
             self._commit()
         started, trainer = time.perf_counter(), self._trainer
@@ -228,10 +226,8 @@ class CheckpointManager:
             (folder / role / "state").mkdir(parents=True)
 
     def _write_small_files(self, folder: Path) -> Written:
-        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground.
-
-        With `--local_checkpoints` each machine gets a copy of the first. Collective then.
-        """
+        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground. With
+        `--local_checkpoints` each machine gets a copy of the first. Collective then."""
         written: Written = {}, None
         try:
             if dist.is_main():
@@ -327,11 +323,8 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global streams to the state of `capture_rng_state`.
-
-    With another number of GPUs only this rank's own GPU gets its stream back. If only the state or only the machine has
-    GPUs, their streams stay.
-    """
+    """Set the global streams to the state of `capture_rng_state`. With another number of GPUs only this rank's own GPU
+    gets its stream back. If only the state or only the machine has GPUs, their streams stay."""
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
     words = legacy["words"].numpy().astype(np.uint32)

@@ -226,10 +226,8 @@ def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequenc
 
 
 def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold.
-
-    One at a time: the states themselves stay in their mapped files. `common` is `model_states(folder)`.
-    """
+    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold. One at a
+    time: the states themselves stay in their mapped files. `common` is `model_states(folder)`."""
     pieces = defaultdict(list)
     for shard in read_shards(folder, common):
         for fragment in shard.fragments:

@@ -23,11 +23,8 @@ class RankStates:
 
 
 def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
-    """Restore a part of a trainer that is on now, by `flag`, from its saved state.
-
-    If it was off when the checkpoint was saved (`--resume_force`), the state is None or empty: the part stays as it was
-    built, and a line is logged.
-    """
+    """Restore a part of a trainer that is on now, by `flag`, from its saved state. If it was off when the checkpoint
+    was saved (`--resume_force`), the state is None or empty: the part stays as it was built, and a line is logged."""
     if state:
         load(state)
     else:

@@ -29,10 +29,8 @@ def write_config(config: StepConfig, folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The flags of the earlier run in an output folder, by name; None if neither file has them.
-
-    If `config.yaml` cannot be read, it is restored from the newest intact checkpoint.
-    """
+    """The flags of the earlier run in an output folder, by name; None if neither file has them. If `config.yaml` cannot
+    be read, it is restored from the newest intact checkpoint."""
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date

@@ -49,10 +49,8 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads. The keys and flags name an input in a diff; None: the run has no such input.
-
-    `rows`: name -> further token rows. `models` and `files`: (flag, local folder or path) of each.
-    """
+    """What a run reads. The keys and flags name an input in a diff; None: the run has no such input. `rows`: name ->
+    further token rows. `models` and `files`: (flag, local folder or path) of each."""
 
     train: Dataset | StreamedRows
     rows: dict[str, Dataset | None] = field(default_factory=dict)
@@ -63,10 +61,8 @@ class RunInputs:
 def identify_run(
     kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
-    """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`.
-
-    Only rank 0, and the first rank of each machine, reads the inputs: other ranks have no fingerprints.
-    """
+    """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`. Only rank 0, and the first
+    rank of each machine, reads the inputs: other ranks have no fingerprints."""
     settings = flatten(config) | dict(derived)
     if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
         return RunIdentity(kind, settings, "")
@@ -92,10 +88,8 @@ def require_same_on_machines(identity: RunIdentity, versions: Mapping[str, str])
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
-    """Name -> first hex digits of the SHA-256 of each input, except the training rows.
-
-    Evaluation rows are included although no step trains on them: they decide which model is the best.
-    """
+    """Name -> first hex digits of the SHA-256 of each input, except the training rows. Evaluation rows are included
+    although no step trains on them: they decide which model is the best."""
     found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
     found |= {contents_of(flag): model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
     found |= {contents_of(flag): checksum(Path(path)) for flag, path in inputs.files if path is not None}

@@ -53,8 +53,7 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 def start(step: str, argv: Sequence[str]) -> int:
     """Run a step (one of `training.STEPS`) on as many ranks as `argv` or the devices say; returns the exit code.
-    Replaces this process by DeepSpeed's launcher if there are several.
-    """
+    Replaces this process by DeepSpeed's launcher if there are several."""
     try:
         count, words = take_num_accelerators(argv)
         if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -105,8 +104,7 @@ def _launcher(name: str) -> list[str]:
 
 def run_launcher(argv: Sequence[str]) -> int:
     """Run the module `argv[0]` in this process; returns its exit code, but 130 after Ctrl-C: DeepSpeed's launcher then
-    returns 1, as after a failure.
-    """
+    returns 1, as after a failure."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)  # the kernel's handler writes the number of each signal to it
@@ -126,8 +124,7 @@ def run_launcher(argv: Sequence[str]) -> int:
 
 def slots_of(hostfile: Path, most: int | None) -> list[int]:
     """The ranks of each machine of a hostfile of DeepSpeed, whose lines are "NAME slots=N"; [] without one. `most` is
-    what `--num_accelerators` starts on each machine; None: all.
-    """
+    what `--num_accelerators` starts on each machine; None: all."""
     if not hostfile.exists():
         return []
     found = re.findall(r"^\s*[^#\s]\S*\s+slots\s*=\s*(\d+)", hostfile.read_text(encoding="utf-8"), re.MULTILINE)
@@ -146,8 +143,7 @@ def number_of_ranks(count: int | None) -> int:
 
 def count_gpus() -> int:
     """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU. Without
-    torch on NVIDIA's GPUs, because its import takes a second.
-    """
+    torch on NVIDIA's GPUs, because its import takes a second."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
     if AMD_DEVICE.exists():

@@ -12,8 +12,7 @@ _MOST_SECONDS_AT_ONCE = 2.0
 
 class TimeLeft:
     """A limit in seconds that counts only while this process runs, not while it is stopped (SIGSTOP). Call `seconds` at
-    least once a second: more than two are not counted at once.
-    """
+    least once a second: more than two are not counted at once."""
 
     def __init__(self, limit: float):
         self._left, self._asked = limit, time.monotonic()

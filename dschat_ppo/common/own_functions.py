@@ -89,8 +89,7 @@ def load(where: str, name: str) -> Callable[..., Any]:
 
 def cause_of(problem: BaseException, file: str | None) -> str:
     """Type and text of an exception and the innermost line of `file` in its traceback, as one line. The exception may
-    be a class of the user, whose `__str__` may raise anything.
-    """
+    be a class of the user, whose `__str__` may raise anything."""
     kind, text, place = "an exception", "its text cannot be printed", ""
     try:
         kind = one_line(type(problem).__name__)

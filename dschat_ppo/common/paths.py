@@ -29,6 +29,5 @@ def shown_path(path: str | Path) -> str:
 
 def is_pipe_or_device(path: Path) -> bool:
     """Whether `path`, or what it links to, is neither a file nor a folder: reading a pipe waits until somebody writes
-    to it, and a device such as /dev/zero has no end.
-    """
+    to it, and a device such as /dev/zero has no end."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

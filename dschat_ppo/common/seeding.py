@@ -57,8 +57,7 @@ SPLITMIX_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 def row_seeds(first: int, count: int, *path: int) -> torch.Tensor:
     """Seeds of the responses `first .. first + count - 1`, (count,) int64; `path` (run seed, step, ...) separates uses.
-    A seed depends only on the number of the response, not on the rank that generates it.
-    """
+    A seed depends only on the number of the response, not on the rank that generates it."""
     base = np.random.SeedSequence([len(path), *path]).generate_state(1, dtype=np.uint64)
     numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)
     return torch.from_numpy(splitmix64(base + numbers * SPLITMIX_STEP).view(np.int64))

@@ -230,10 +230,8 @@ class PPOPlan:
 def plan_ppo(
     flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0
 ) -> PPOPlan:
-    """The batch plan of step 3 for a number of prompts (see `PPOPlan`).
-
-    A run whose flags limit its steps has fewer `warmup_rollouts` if it must, so that its last step trains the actor.
-    """
+    """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its steps has fewer
+    `warmup_rollouts` if it must, so that its last step trains the actor."""
     plan = PPOPlan(
         prompts=prompts,
         world_size=world_size,

@@ -27,8 +27,7 @@ _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser that raises `UserError` with a message of one line, which suggests flags for unknown ones.
-    With `helps_by_name` the program has `--help NAME` and `--help all`, as the steps have.
-    """
+    With `helps_by_name` the program has `--help NAME` and `--help all`, as the steps have."""
 
     helps_by_name = False
 

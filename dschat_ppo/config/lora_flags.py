@@ -115,11 +115,8 @@ class PPOLoraFlags:
 
 
 def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
-    """Flag -> rate: that in `given` (None: not given), else its default.
-
-    With `--only_optimize_lora` the adapter trains in place of the weights, so the rate that was given for the weights
-    of a model is also that of its adapter.
-    """
+    """Flag -> rate: that in `given` (None: not given), else its default. With `--only_optimize_lora` the adapter trains
+    in place of the weights, so the rate that was given for the weights of a model is also that of its adapter."""
     rates = {}
     for name, default in defaults.items():
         whole, prefix = name.replace("lora_", ""), name.removesuffix("lora_learning_rate")

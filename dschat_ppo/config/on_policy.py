@@ -16,8 +16,7 @@ def old_logprobs_source(
     config: PPOConfig, plan: PPOPlan, model_configs: Iterable[dict[str, Any]]
 ) -> tuple[OldLogprobs, str | None]:
     """The source of old log-probs, and with `--old_logprobs auto` the reason that it is not the update. `model_configs`
-    are the `config.json` of actor and critic.
-    """
+    are the `config.json` of actor and critic."""
     of_scoring: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
     if config.ppo.old_logprobs != "auto":
         return of_scoring, None

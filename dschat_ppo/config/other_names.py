@@ -161,8 +161,7 @@ OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in thei
 
 def flags_for(given: str, known: Collection[str]) -> list[str]:
     """The flags among `known`, those of a step, for a setting of another step or trainer; [] if none is known. `given`
-    has _ for -; OpenRLHF's names have dots, as in "rollout.n_samples_per_prompt".
-    """
+    has _ for -; OpenRLHF's names have dots, as in "rollout.n_samples_per_prompt"."""
     parts = given.split(".")
     for first in range(len(parts)):
         name = "_".join(parts[first:])

@@ -44,7 +44,6 @@ NOW_FIXED: dict[str, Any] = {
 
 def note_on_retired(names: Iterable[str]) -> str | None:
     """The note about a configuration that an earlier version saved, with flags (`names`, without dashes) that left;
-    else None.
-    """
+    else None."""
     left = [f"--{name}" for name in names if name in RETIRED]
     return f"flags that this version does not have are ignored: {', '.join(left)}" if left else None

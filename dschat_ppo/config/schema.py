@@ -43,8 +43,7 @@ WITHOUT_EFFECT = {
 
 def flag(help: str, default: Any = MISSING, *aliases: str, commas: bool = False) -> Any:
     """A dataclass field that becomes the command-line flag of the same name; required without a default. `aliases` are
-    names of other libraries. With `commas` its text has parts between commas, which may also be words of their own.
-    """
+    names of other libraries. With `commas` its text has parts between commas, which may also be words of their own."""
     names = [f"--{name}" for name in aliases]
     return field(default=default, metadata={"help": help, "aliases": names} | ({"commas": True} if commas else {}))
 

@@ -53,10 +53,8 @@ def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: flo
 
 
 def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) * sin.
-
-    `cos`, `sin`: (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)
-    """
+    """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) * sin. `cos`, `sin`:
+    (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)"""
     rows, every, width = values.shape
     assert cos.shape == sin.shape and cos.shape in ((rows, width), (1, width))
     _run("rotate", values, cos, sin, width if len(cos) > 1 else 0, rows, heads, every, width)
@@ -133,10 +131,8 @@ def causal_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, gradient: Tensor, parts: Tensor,
     groups: Tensor, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, given `gradient` of `output`; the rest as in `causal_attention`.
-
-    `groups` (groups + 1,) int64: the first part of each group, and the number of parts; no part sees another group.
-    """
+    """The gradients of query, key and value, given `gradient` of `output`; the rest as in `causal_attention`. `groups`
+    (groups + 1,) int64: the first part of each group, and the number of parts; no part sees another group."""
     query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
     found = tuple(torch.empty_like(x) for x in (query, key, value))
     tensors = query, key, value, output, gradient, *found

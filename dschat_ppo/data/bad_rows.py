@@ -22,8 +22,7 @@ _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
 
 def report_unreadable(name: str, splits: Splits, policy: str) -> None:
     """Log the lines of files that `--bad_rows` left out because they cannot be read; `UserError` if they are
-    `too_many`.
-    """
+    `too_many`."""
     count = splits.skipped.count
     if not count:
         return
@@ -36,8 +35,7 @@ def report_unreadable(name: str, splits: Splits, policy: str) -> None:
 
 def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> None:
     """Log the rows that `--bad_rows` drops: how many of `rows` raw rows for each reason, and the first ones.
-    `UserError` if they are `too_many`.
-    """
+    `UserError` if they are `too_many`."""
     found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     if not len(found):
         return
@@ -58,8 +56,7 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
 
 def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray, form: str, use: Use) -> None:
     """Log what gives this step no sample although nothing is wrong with it: answers of KTO that are labelled bad in
-    SFT, and rows of other forms without a pair.
-    """
+    SFT, and rows of other forms without a pair."""
     bad = table.fitted == Fitted.UNUSABLE
     if form == "kto" and use == "sft":
         good = np.setdiff1d(used, table.number[bad])
@@ -74,8 +71,7 @@ def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray
 
 def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:
     """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes. Returns
-    (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none.
-    """
+    (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none."""
     usable = np.flatnonzero((table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE))
     _, first = np.unique(table.key[usable], return_index=True)
     repeats = np.zeros(len(table.key), dtype=bool)

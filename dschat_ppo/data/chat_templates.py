@@ -47,8 +47,7 @@ _CHECKS = """\
 @dataclass(frozen=True)
 class NamedTemplate:
     """A template that `--chat_template` knows by name: `text` is its Jinja text after `_CHECKS`, `end` the token that
-    ends a turn (None for the tokenizer's EOS), `tokens` further tokens that it writes.
-    """
+    ends a turn (None for the tokenizer's EOS), `tokens` further tokens that it writes."""
 
     end: str | None
     tokens: tuple[str, ...]
@@ -185,11 +184,8 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja text of a named template for `tokenizer`.
-
-    Turns end with the template's own token if the tokenizer has it, otherwise with EOS. The text starts with BOS if the
-    tokenizer writes BOS before plain text.
-    """
+    """The Jinja text of a named template for `tokenizer`. Turns end with the template's own token if the tokenizer has
+    it, otherwise with EOS. The text starts with BOS if the tokenizer writes BOS before plain text."""
     named, known = NAMED[name], tokenizer.get_vocab()
     has_end = named.end in known
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -209,8 +205,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def template_of_file(name: str) -> str:
     """The text of a Jinja file, checked: its syntax, its depth, no numbers of unbounded size, and that it uses
-    `messages`.
-    """
+    `messages`."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
@@ -230,10 +225,8 @@ def template_of_file(name: str) -> str:
 
 
 def with_variables(templates: dict[str, str], variables: dict[str, Any]) -> dict[str, str]:
-    """Jinja texts that set `variables` first, each those that it reads, and otherwise render as before.
-
-    Values that an earlier call has set under the same names are replaced. A name that no template reads is refused.
-    """
+    """Jinja texts that set `variables` first, each those that it reads, and otherwise render as before. Values that an
+    earlier call has set under the same names are replaced. A name that no template reads is refused."""
     result, readable = {}, set[str]()
     for which, text in templates.items():
         for name in variables:

@@ -36,8 +36,7 @@ _ENDED = (
 
 class ChunkReader:
     """The reader process of this node. A rank has at most one: `in_free_folder` ends the one before. `lock` is held as
-    long as the reader lives, so that no other run uses the folder of the stream, `home`.
-    """
+    long as the reader lives, so that no other run uses the folder of the stream, `home`."""
 
     _running: list[ChunkReader] = []
 

@@ -29,8 +29,7 @@ _WRITTEN_ROWS = 1000  # at a time
 @dataclass(frozen=True)
 class TokenBatch:
     """Token rows that are kept of a batch of raw rows, and for the log what was done to how many. `unusable` raw rows
-    are skipped because something is wrong with them; `problem` is that of the first one, or "".
-    """
+    are skipped because something is wrong with them; `problem` is that of the first one, or ""."""
 
     rows: list[Row]
     counts: dict[str, int]
@@ -41,8 +40,7 @@ class TokenBatch:
 @dataclass(frozen=True)
 class StreamSource:
     """One data set of a stream: its raw rows, and what makes token rows of them (`UserError` for a row that ends the
-    run). `weight` is its share of the rows, relative to the other data sets.
-    """
+    run). `weight` is its share of the rows, relative to the other data sets."""
 
     name: str
     weight: float
@@ -133,8 +131,7 @@ class ChunkMaker:
 
     def provide(self, chunk: int) -> Dataset:
         """The rows of a chunk, from the cache if it is there; `UserError` if the stream has fewer than `num_rows`
-        rows.
-        """
+        rows."""
 
         def make(folder: Path) -> Dataset:
             is_restarted = self._go_to(chunk)

@@ -29,8 +29,7 @@ from dschat_ppo.errors import UserError, reading
 @dataclass(frozen=True)
 class EncodedExample:
     """Token ids of one example; each answer with its final token. `prompt_spans` are half-open ranges of `prompt` that
-    are earlier answers of the assistant, each with its end-of-turn token if the chat template has one.
-    """
+    are earlier answers of the assistant, each with its end-of-turn token if the chat template has one."""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -199,10 +198,8 @@ class _Group:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds the added tokens that split a text into parts which are encoded independently; None if there are none.
-
-    Slow tokenizers treat the parts of a text differently, so their texts are encoded whole.
-    """
+    """Finds the added tokens that split a text into parts which are encoded independently; None if there are none. Slow
+    tokenizers treat the parts of a text differently, so their texts are encoded whole."""
     if not tokenizer.is_fast:
         return None
     tokens = [

@@ -55,10 +55,7 @@ def limit_flag(use: Use) -> str:
 
 def value_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`. `UserError` if
-    there is none.
-
-    A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3.
-    """
+    there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3."""
     value = _found_at(row, path)
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value

@@ -95,10 +95,8 @@ def _worths(row: Row, reading: Reading, values: list[Any], column: str) -> list[
 
 
 def read_kto(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """An answer and whether it is good; or all answers to one prompt, after `group_by_prompt`.
-
-    SFT takes the good answers, a preference is every good answer with every bad one. KTO takes each answer alone.
-    """
+    """An answer and whether it is good; or all answers to one prompt, after `group_by_prompt`. SFT takes the good
+    answers, a preference is every good answer with every bad one. KTO takes each answer alone."""
     if reading.column("messages"):
         column = dict(reading.columns)["messages"]
         asked, said = split_answer(reading.messages(value_at(row, column), "messages"), column, use != "prompt")
@@ -156,8 +154,7 @@ def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messag
 
 def _is_good(label: Any) -> bool:
     """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for
-    them.
-    """
+    them."""
     text = str(label).strip().lower()
     if text not in LABELS:
         raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")

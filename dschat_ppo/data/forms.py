@@ -150,8 +150,7 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
 
 def mixed_renderings(forms: dict[str, Form]) -> str:
     """Which data sets the chat template renders and which have text prompts; "" if all are alike. Plain text, which has
-    no prompts, does not count.
-    """
+    no prompts, does not count."""
     with_prompts = {spec: form for spec, form in forms.items() if form.name != "text"}
     chat, text = ([spec for spec, form in with_prompts.items() if form.rendering == kind] for kind in ("chat", "text"))
     if not chat or not text:

@@ -31,8 +31,7 @@ Batch = tuple[list[int], list[dict[str, Any]]]  # numbers of the rows, and the r
 @dataclass
 class JsonColumns:
     """What is known of the columns of a file: its Arrow `types` so far, the columns that are stored `as_json` text, and
-    the `kinds` of values ("text or a number", "a list", "an object"), of which a column has only one.
-    """
+    the `kinds` of values ("text or a number", "a list", "an object"), of which a column has only one."""
 
     types: dict[str, pa.DataType] = field(default_factory=dict)
     as_json: set[str] = field(default_factory=set)
@@ -48,8 +47,7 @@ class JsonColumns:
 
     def add(self, batch: Batch, bad: BadLines) -> tuple[list[int], dict[str, pa.Array]]:
         """Convert a batch, and extend the types by those it needs. `bad` receives the rows that do not fit; the others
-        come back as their numbers and columns.
-        """
+        come back as their numbers and columns."""
         numbers, rows = batch
         faults: dict[int, str] = {}
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -102,8 +100,7 @@ _KINDS = {list: "a list", dict: "an object"} | dict.fromkeys((str, bool, int, fl
 
 def _dumps(value: Any) -> str:
     """JSON text. `OverflowError`: it holds an integer of more than 64 bits, which `datasets` cannot read again.
-    `ValueError`: it holds NaN or infinity.
-    """
+    `ValueError`: it holds NaN or infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if _LONG_NUMBER.search(text):
         try:
@@ -222,8 +219,7 @@ def line_batches(
     path: Path, bad: BadLines, place: tuple[int, int] = (0, 0), batch_bytes: int = BATCH_BYTES
 ) -> Iterator[tuple[list[int], list[dict[str, Any]], tuple[int, int]]]:
     """(line numbers from 1 on, rows, the place after them) for batches of a file of JSON Lines, of `batch_bytes` at
-    least. `place` is (bytes, lines) of the file that are read already.
-    """
+    least. `place` is (bytes, lines) of the file that are read already."""
     offset, number = place
     with path.open("rb") as file:
         if offset == 0 and file.read(len(_BOM)) == _BOM:

@@ -15,8 +15,7 @@ _LONGEST_WORD = 12  # of JSON outside a string, with some space: "\\ud83d\\ude00
 
 def json_values(path: Path) -> Iterator[Any]:
     """The values of one array, or of a sequence of JSON values, decoded one by one: the file is never whole in
-    memory.
-    """
+    memory."""
     decoder, number = json.JSONDecoder(), 0
     with path.open(encoding="utf-8-sig") as file:
         buffer = _read(file, number).lstrip()

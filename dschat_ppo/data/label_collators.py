@@ -19,9 +19,7 @@ _CHUNK = 1000  # rows that are read at a time
 @dataclass(frozen=True)
 class LabelledBatch:
     """B right-padded rows of prompt and answer, and B mismatched rows, with the same prompts and other rows' answers.
-
-    `answer_mask` and `other_mask` are True on the tokens of the answers, and nowhere on a padding row.
-    """
+    `answer_mask` and `other_mask` are True on the tokens of the answers, and nowhere on a padding row."""
 
     input_ids: Tensor  # (B, T) int64
     answer_mask: Tensor  # (B, T) bool

@@ -108,10 +108,8 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[in
 
 
 def describe_lengths(lengths: np.ndarray) -> str:
-    """Percentiles and a histogram of (N,) token counts, N at least 1, in one line.
-
-    The histogram has equal steps from 0 to the longest row; a denser character stands for more rows, and any row shows.
-    """
+    """Percentiles and a histogram of (N,) token counts, N at least 1, in one line. The histogram has equal steps from 0
+    to the longest row; a denser character stands for more rows, and any row shows."""
     low, median, high, highest, most = (
         int(value) for value in np.percentile(lengths, [0, 50, 90, 99, 100], method="inverted_cdf")
     )

@@ -152,10 +152,8 @@ def without_context(messages: Messages) -> Messages:
 
 
 def up_to_last_target(messages: Messages, column: str, is_trained: bool) -> Messages:
-    """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all.
-
-    If every turn is excluded, a row that `is_trained` is refused; otherwise what precedes the last turn is a prompt.
-    """
+    """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all. If
+    every turn is excluded, a row that `is_trained` is refused; otherwise what precedes the last turn is a prompt."""
     if CONTEXT not in messages[-1]:
         return messages
     targets = [n for n, message in enumerate(messages) if message["role"] == "assistant" and CONTEXT not in message]
@@ -235,8 +233,7 @@ def kind_of(value: Any) -> str:
 
 def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
     """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
-    tool calls). Refused if it is not the assistant's, or if it is excluded from training and the row `is_trained`.
-    """
+    tool calls). Refused if it is not the assistant's, or if it is excluded from training and the row `is_trained`."""
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
     answer = messages[-1]

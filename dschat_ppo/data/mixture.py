@@ -19,18 +19,15 @@ _HOLD_OUT, _MIX = 1, 2  # separate the uses of a seed
 
 def rows_of_step(count: int, shares: tuple[float, float, float], part: int, seed: int) -> np.ndarray:
     """(N,) int64, numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random,
-    disjoint and complete. All three steps see the same split of `count` rows, which `shares` and `seed` decide.
-    """
+    disjoint and complete. All three steps see the same split of `count` rows, which `shares` and `seed` decide."""
     order = torch.randperm(count, generator=shared_generator(seed)).numpy()
     bounds = [round(count * sum(shares[:i]) / sum(shares)) for i in range(4)]
     return order[bounds[part] : bounds[part + 1]]
 
 
 def hold_out(numbers: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split row numbers at random into (for training, held out).
-
-    At least one row is held out and one is kept. Nothing is held out if `fraction` is 0 or there is only one row.
-    """
+    """Split row numbers at random into (for training, held out). At least one row is held out and one is kept. Nothing
+    is held out if `fraction` is 0 or there is only one row."""
     if fraction == 0 or len(numbers) < 2:
         return numbers, numbers[:0]
     count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
@@ -48,11 +45,8 @@ class Share:
 
 
 def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[Share]:
-    """How many rows of each data set an epoch has.
-
-    Data sets with a weight share the sum of their sizes in proportion to their weights, rounded so that the total is
-    exact. `@ROWS` sets a number. All others are used once.
-    """
+    """How many rows of each data set an epoch has. Data sets with a weight share the sum of their sizes in proportion
+    to their weights, rounded so that the total is exact. `@ROWS` sets a number. All others are used once."""
     used = [
         count if source.samples is None else source.samples for source, count in zip(sources, available, strict=True)
     ]
@@ -69,8 +63,7 @@ def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[S
 
 def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
     """`used` of these (N,) row numbers: all of them as often as they fit, then a random remainder in the order of
-    `rows`. `number` is that of the data set, so that sets of equal size draw differently.
-    """
+    `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
     if used == len(rows):
         return rows
     whole, rest = divmod(used, len(rows))

@@ -42,8 +42,7 @@ EVAL_FLAG = "--eval_data_path"
 @dataclass(frozen=True)
 class TokenRows:
     """Token rows for training, and for evaluation or None. `sources` and `eval_sources` name the data sets that their
-    columns `source` number.
-    """
+    columns `source` number."""
 
     train: Dataset | StreamedRows
     eval: Dataset | None
@@ -55,8 +54,7 @@ class TokenRows:
 class Preparation:
     """What `prepare` knows while it reads one data set after another. With `most_rows` it uses only the first rows of
     each, as if there were no others. `seen` holds each data set that was tokenised, also one that was refused
-    afterwards.
-    """
+    afterwards."""
 
     use: Use
     tokenizer: PreTrainedTokenizerBase
@@ -206,8 +204,7 @@ class Preparation:
         parts: list[tuple[np.ndarray, str, bool]],
     ) -> list[Part]:
         """Tokenise the rows of one data set, and log what became of them. `parts` are (row numbers in the order of use,
-        suffix of the name in the log, whether they are for training).
-        """
+        suffix of the name in the log, whether they are for training)."""
         flags, name = self.flags, f"{source.label}{parts[0][1]}"
         numbers = np.concatenate([numbers for numbers, _, _ in parts])
         if len(numbers) >= _MANY_ROWS:
@@ -301,8 +298,7 @@ def prepare_whole(
     use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
 ) -> tuple[Dataset, tuple[str, ...]]:
     """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
-    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages.
-    """
+    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
     preparation = Preparation(use, tokenizer, flags, limit)
     for source in parse_sources(flags.data_path, flag, flags):
         preparation.add_evaluation(source)

@@ -61,8 +61,7 @@ class StreamPart(Protocol):
 @dataclass(frozen=True)
 class StepShare:
     """The raw rows of one step by `--data_split`: of each `SPLIT_ROWS` rows a random part, disjoint from those of the
-    other steps (`part` 0, 1, 2). It depends only on the number of a row, so that every step sees the same division.
-    """
+    other steps (`part` 0, 1, 2). It depends only on the number of a row, so that every step sees the same division."""
 
     shares: tuple[float, float, float]
     part: int
@@ -91,8 +90,7 @@ class StepShare:
 
 class RawStream:
     """Reads the rows of one data set, batch by batch: of all its files or splits, or those of `share` alone. `position`
-    is the place after the last batch, for `seek`, in values that JSON can hold.
-    """
+    is the place after the last batch, for `seek`, in values that JSON can hold."""
 
     def __init__(self, parts: Sequence[StreamPart], share: StepShare | None):
         self._parts = parts

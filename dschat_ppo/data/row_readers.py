@@ -49,8 +49,7 @@ class Skipped:
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
     """For a block that writes converted or unpacked data: a full disk becomes a `UserError`, which does not name the
-    data.
-    """
+    data."""
     try:
         yield
     except OSError as problem:
@@ -151,8 +150,7 @@ def read_tables(
     kind: Kind, path: Path, bad: BadLines, known: JsonColumns, after: int = 0
 ) -> Iterator[tuple[Sequence[int], pa.Table, Features]]:
     """(numbers of the rows, the rows, their features) of one batch after the other. Rows up to the number `after` may
-    be left out, where the file can be opened behind them (Parquet).
-    """
+    be left out, where the file can be opened behind them (Parquet)."""
     if kind == "json":
         for batch in json_batches(path, bad):
             numbers, arrays = known.add(batch, bad)

@@ -22,8 +22,7 @@ def render_sample(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Sequence[tuple[int, int]], colour: bool = False
 ) -> str:
     """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧ or, for a terminal, in green. `spans`
-    are half-open ranges of `ids` that are trained, in order and disjoint; adjacent ones are one part.
-    """
+    are half-open ranges of `ids` that are trained, in order and disjoint; adjacent ones are one part."""
     opened, closed = COLOURS if colour else MARKS
     joined: list[tuple[int, int]] = []
     for start, stop in spans:

@@ -91,8 +91,7 @@ def optimizer_steps(
 
 class IndexStream:
     """An endless sequence of row indices, reshuffled every epoch. The same on every rank. `chunk_rows`: see
-    `chunk_rows_of`.
-    """
+    `chunk_rows_of`."""
 
     def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):
         self._num_rows = num_rows
@@ -122,10 +121,8 @@ class IndexStream:
         return {"epoch": self._epoch, "chunk": self._chunk, "pending": list(self._pending), "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position, over the same rows with the same seed.
-
-        If the data set has become smaller (`--resume_force`), indices beyond its end are dropped.
-        """
+        """Continue from a saved position, over the same rows with the same seed. If the data set has become smaller
+        (`--resume_force`), indices beyond its end are dropped."""
         self._epoch, self.taken = state["epoch"], state["taken"]
         self._chunk = state.get("chunk", 0)  # older checkpoints have none: their rows were no stream
         self._pending = [row for row in state["pending"] if row < self._num_rows]

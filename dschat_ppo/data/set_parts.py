@@ -34,8 +34,7 @@ class Part:
 @dataclass(frozen=True)
 class TokenisedSet:
     """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`. `parts` are (row numbers in
-    the order of use, suffix of the name in the log, whether they are for training).
-    """
+    the order of use, suffix of the name in the log, whether they are for training)."""
 
     raw: Dataset
     origins: Origins
@@ -56,8 +55,7 @@ def usable_parts(
 ) -> list[Part]:
     """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log which rows are dropped, and
     why. `UserError` if `--bad_rows` does not accept them, or if the limit leaves a part for training no row or no whole
-    answer.
-    """
+    answer."""
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
     first = f"{source.label}{tokenised.parts[0][1]}"
     used = np.concatenate([numbers for numbers, _, _ in tokenised.parts])

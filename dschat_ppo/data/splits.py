@@ -29,8 +29,7 @@ _SHOWN = 8  # files in the log
 @dataclass(frozen=True)
 class Origins:
     """Names the rows of one data set for messages, by its files or its splits on the hub, in the order of their
-    numbers. Small and picklable, for the processes of `Dataset.map`.
-    """
+    numbers. Small and picklable, for the processes of `Dataset.map`."""
 
     names: tuple[str, ...]
 
@@ -43,8 +42,7 @@ class Origins:
 class Splits:
     """The rows of one data set, for training and for evaluation (or None), and the lines of its files that are skipped
     because they cannot be read. Each row has an int64 column `ORIGIN` that survives shuffling, splitting and selecting;
-    `origins.describe` turns its value into "FILE, row N".
-    """
+    `origins.describe` turns its value into "FILE, row N"."""
 
     train: Dataset
     eval: Dataset | None
@@ -129,8 +127,7 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
 
 def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
     """Read as `train` a data set that is used whole, for evaluation: all files of a folder, whatever they are named. A
-    hub data set with several splits must name one.
-    """
+    hub data set with several splits must name one."""
     opened = _open(source, cache_dir, bad_rows != "error")
     names = list(opened.splits)
     if source.split is not None:

@@ -13,8 +13,7 @@ from dschat_ppo.errors import UserError
 
 def joined_steps(example: Example, separator: str) -> Example:
     """The example with one answer: its steps with `separator` between them, which is removed from their ends. Refused
-    are an example without steps or labels, and a step that is empty or contains the separator.
-    """
+    are an example without steps or labels, and a step that is empty or contains the separator."""
     steps = []
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
@@ -58,10 +57,8 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
 
 
 def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: str) -> int:
-    """Index of the token that completes `start`, the first characters of the decoded text.
-
-    Texts are compared, not lengths: the bytes of half a character decode to one or several replacement characters.
-    """
+    """Index of the token that completes `start`, the first characters of the decoded text. Texts are compared, not
+    lengths: the bytes of half a character decode to one or several replacement characters."""
     low, high = 1, len(ids)  # the number of tokens that are needed
     while low < high:
         middle = (low + high) // 2
@@ -80,8 +77,7 @@ def labelled_ends(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[float], separator: str
 ) -> tuple[list[int], list[float]]:
     """`step_ends` and the labels of the steps that have one. `UserError` if there are more labels than steps that
-    end.
-    """
+    end."""
     ends = step_ends(tokenizer, ids, separator)
     if len(ends) != len(labels):
         raise UserError(

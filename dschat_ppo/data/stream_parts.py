@@ -37,8 +37,7 @@ _ENDS = 2**16  # bytes at either end of a file that identify it, with its size
 @dataclass(frozen=True)
 class FilePart:
     """A data file. `skip` leaves out lines that cannot be read; a compressed file is unpacked into the folder
-    `scratch`.
-    """
+    `scratch`."""
 
     path: Path
     flag: str
@@ -52,8 +51,7 @@ class FilePart:
 
     def batches(self, place: Any) -> Iterator[PartBatch]:
         """The rows from `place` on. JSON Lines and Parquet are opened there; other files are read from their start.
-        Errors do not name the file.
-        """
+        Errors do not name the file."""
         kind = kind_of(self.path)
         if kind is None:
             raise UserError(f"'{self.path.suffix}' files are not supported; use one of {SUPPORTED}")
@@ -157,8 +155,7 @@ class StreamedSet:
 
 def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
     """Find the parts of a data set. Reads no row; refuses a number of rows or a part of a split, which would need all
-    rows.
-    """
+    rows."""
     what = f"{source.flag} {source.location}"
     if source.samples is not None:
         raise UserError(

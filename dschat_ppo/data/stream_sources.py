@@ -74,8 +74,7 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
 
 def first_rows(parts: tuple[StreamPart, ...]) -> tuple[list[Row], str]:
     """(the first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash; problem of the first
-    skipped line before them, or "").
-    """
+    skipped line before them, or "")."""
     first_problem = ""
     for part in parts:
         with tempfile.NamedTemporaryFile() as file:

@@ -45,8 +45,7 @@ class StreamedRows:
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> dict[str, Any]:
         """One row, or the columns of several rows. `UserError` if the stream has fewer, or a row of the chunk cannot be
-        used.
-        """
+        used."""
         if isinstance(index, int):
             return self._row(index)
         numbers = range(*index.indices(len(self))) if isinstance(index, slice) else index

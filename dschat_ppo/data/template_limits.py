@@ -66,8 +66,7 @@ def rendered_within_limits(template: str | Mapping[str, str], render: Callable[[
 
 def _check_length(template: str, text: str, given: object) -> None:
     """Refuse a long rendering that is mostly not from the conversation: the tokenizer needs some 250 bytes of memory
-    for each of its characters.
-    """
+    for each of its characters."""
     own = len(json.dumps(given, ensure_ascii=False, default=str))
     if len(text) > OWN_CHARACTERS + REPEATS * own:
         start = " ".join(template.split())[:_QUOTED]
@@ -79,8 +78,7 @@ def _check_length(template: str, text: str, given: object) -> None:
 
 def check_size(text: str) -> int:
     """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII. `UserError` above
-    `MOST_BYTES`.
-    """
+    `MOST_BYTES`."""
     size = len(text) if text.isascii() else 4 * len(text)
     if size > MOST_BYTES and len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
         raise UserError(

@@ -29,8 +29,7 @@ _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answ
 
 def is_messages(value: Any) -> bool:
     """Whether `value` is a non-empty list of `{"role": text, "content": text}`; one with `tool_calls` needs no
-    content.
-    """
+    content."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -87,19 +86,15 @@ class TurnEnd:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
-    """The end of the assistant's turn in the tokenizer's chat template, found by rendering an example.
-
-    The end-of-turn token is the first special token after the answer, or else the first other added token.
-    """
+    """The end of the assistant's turn in the tokenizer's chat template, found by rendering an example. The end-of-turn
+    token is the first special token after the answer, or else the first other added token."""
     return _turn_end(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
 
 
 @lru_cache(maxsize=16)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
     """Cached: every answer needs it, and a tokenizer with thousands of added tokens takes 20 ms to list them.
-
-    `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both.
-    """
+    `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both."""
     rendered, closing, between, thought = "", "", "", ""
     ask: Message = {"role": "user", "content": "A question."}
     answer: Message = {"role": "assistant", "content": _EXAMPLE}
@@ -189,11 +184,8 @@ def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that holds prompt and answer, with exactly one final token.
-
-    If the text contains the chat template's end-of-turn token, the template has rendered it and that token is the final
-    one; otherwise EOS is.
-    """
+    """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
+    template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
     turn = turn_end(tokenizer).token
     names = tuple(map(str, tokenizer.convert_ids_to_tokens([turn, int(tokenizer.eos_token_id)])))
     end = turn if names[0] in text else int(tokenizer.eos_token_id)
@@ -210,8 +202,7 @@ def finished(ids: list[int], final: int) -> list[int]:
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
     """(text of an answer to a text prompt, id of its final token). A text that is rendered already ends with the
-    end-of-turn token; that one is its final token, and white space after it is dropped. Tool calls are refused.
-    """
+    end-of-turn token; that one is its final token, and white space after it is dropped. Tool calls are refused."""
     if isinstance(answer, dict):
         if answer.get("tool_calls"):
             raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
@@ -225,8 +216,7 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
     """The text of chat messages, followed by the opening of the assistant's turn. `UserError` if the template rejects
-    the messages, or leaves out a message, a tool call or the tools.
-    """
+    the messages, or leaves out a message, a tool call or the tools."""
     text = render(tokenizer, prompt, open_answer=True, tools=tools)
     check_rendered(text, prompt, tools)
     return text
@@ -240,8 +230,7 @@ def render_answer(
     tools: Tools | None = None,
 ) -> tuple[str, int]:
     """(the assistant's turn as the template renders it after `opening`, which is `render_prompt` of `prompt`; id of the
-    token that ends the answer). The text ends with that token, unless the template writes none.
-    """
+    token that ends the answer). The text ends with that token, unless the template writes none."""
     end = turn_end(tokenizer)
     final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}

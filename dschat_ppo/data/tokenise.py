@@ -65,8 +65,7 @@ class TokeniseSettings:
 class BadRow:
     """A row that cannot be used; `index` counts the raw rows of its batch. `reason` does not name the row; `message`
     does, and quotes its first characters. `is_too_long` if `--truncation error` forbids its length; otherwise its
-    content is wrong.
-    """
+    content is wrong."""
 
     index: int
     reason: str
@@ -154,8 +153,7 @@ def tokenise_batch(
 @dataclass(frozen=True)
 class FittedExample:
     """An example at the length limit: its ids before (`whole`) and within it, and the columns of labels, if the use has
-    any; of steps those that the limit leaves.
-    """
+    any; of steps those that the limit leaves."""
 
     whole: EncodedExample
     ids: EncodedExample

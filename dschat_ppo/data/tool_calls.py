@@ -22,10 +22,8 @@ def _calls(messages: list[Message]) -> Iterator[dict[str, Any]]:
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
-    """Messages whose tool calls have their arguments as JSON text, as OpenAI's API has them.
-
-    Most chat templates expect dictionaries and write JSON, but some write the arguments as they are.
-    """
+    """Messages whose tool calls have their arguments as JSON text, as OpenAI's API has them. Most chat templates expect
+    dictionaries and write JSON, but some write the arguments as they are."""
     copied = copy.deepcopy(messages)
     for function in _calls(copied):
         if isinstance(function.get("arguments"), dict):
@@ -46,8 +44,7 @@ def shows_python(text: str, messages: list[Message]) -> bool:
 
 def check_rendered(text: str, messages: list[Message], tools: list[Any] | None) -> None:
     """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
-    templates drop their thinking.
-    """
+    templates drop their thinking."""
     needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
     needed += [("the tool call", str(function.get("name", ""))) for function in _calls(messages)]
     described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]

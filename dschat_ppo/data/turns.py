@@ -55,8 +55,7 @@ def turn_spans(
 
 def token_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
     """Ranges of tokens for ranges of characters (in order, disjoint); a token on a boundary belongs to the range.
-    `offsets` are the first and last + 1 character of each token.
-    """
+    `offsets` are the first and last + 1 character of each token."""
     found, token = [], 0
     for start, stop in spans:
         while token < len(offsets) and offsets[token][1] <= start:

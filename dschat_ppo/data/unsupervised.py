@@ -30,8 +30,7 @@ def text_blocks(
     spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
 ) -> Dataset:
     """Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
-    are shorter): as in `data.prepare`, the first token as `prompt_ids`, the others as the only answer.
-    """
+    are shorter): as in `data.prepare`, the first token as `prompt_ids`, the others as the only answer."""
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
         wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
         (source,) = parse_sources([spec], FLAG, wanted)

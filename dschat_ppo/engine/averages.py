@@ -126,9 +126,7 @@ class MovingAverage:
 
     def load_parts(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
         """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns whether there was any.
-
-        Their partitions may be others. `ranks` is read one at a time.
-        """
+        Their partitions may be others. `ranks` is read one at a time."""
         firsts = {name: 0 if name in self._owners else dist.rank() * p.numel() for name, p in self._parts.items()}
         return copy_overlaps({name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks)
 

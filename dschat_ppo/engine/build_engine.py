@@ -43,10 +43,8 @@ class OptimizerSettings:
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
-    """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW.
-
-    `layer_by_layer`: ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `whole_weights.py`).
-    """
+    """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW. `layer_by_layer`:
+    ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `whole_weights.py`)."""
     whole = not layer_by_layer and may_be_whole(model, config)
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
@@ -64,10 +62,8 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
 
 
 def _leave_gradients(engine: Engine) -> None:
-    """Leave out the all-reduce of gradients below ZeRO-2, which on one rank is the identity.
-
-    DeepSpeed copies all gradients three times for it, and in bf16 rounds to bf16 what was accumulated in fp32.
-    """
+    """Leave out the all-reduce of gradients below ZeRO-2, which on one rank is the identity. DeepSpeed copies all
+    gradients three times for it, and in bf16 rounds to bf16 what was accumulated in fp32."""
     engine.allreduce_and_copy = lambda *_: None
 
 
@@ -127,11 +123,8 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
-    """The rate of each parameter group is its peak times a factor f.
-
-    With `min_lr_ratio` m, f after the warm-up becomes m + (1 - m) f. "polynomial" ends at m times the peak, or with
-    m = 0 at `POLYNOMIAL_END`, as in transformers.
-    """
+    """The rate of each parameter group is its peak times a factor f. With `min_lr_ratio` m, f after the warm-up becomes
+    m + (1 - m) f. "polynomial" ends at m times the peak, or with m = 0 at `POLYNOMIAL_END`, as in transformers."""
     peak, warmup, total, least = (
         settings.learning_rate,
         settings.warmup_steps,

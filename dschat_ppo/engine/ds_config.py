@@ -93,10 +93,8 @@ def train_config(
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank.
-
-    hpZ would save no gather: only a backward pass gathers again.
-    """
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank. hpZ would
+    save no gather: only a backward pass gathers again."""
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
@@ -142,11 +140,8 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The settings of `--deepspeed_config`; {} without a file.
-
-    Without those that the trainer derives (see `require_agreement`) and "auto", which means what the flags or DeepSpeed
-    set.
-    """
+    """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer derives (see
+    `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 

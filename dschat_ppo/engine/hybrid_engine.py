@@ -236,10 +236,8 @@ class HostMemory:
 
 
 def host_memory(size: int) -> torch.UntypedStorage:
-    """Host memory of `size` bytes, with a GPU page-locked, so that copies are several times faster.
-
-    It is registered with CUDA instead of taken from torch's allocator, which rounds sizes up to a power of two.
-    """
+    """Host memory of `size` bytes, with a GPU page-locked, so that copies are several times faster. It is registered
+    with CUDA instead of taken from torch's allocator, which rounds sizes up to a power of two."""
     memory = torch.UntypedStorage(size)
     if not on_gpu() or size < SMALLEST_LOCKED:
         return memory

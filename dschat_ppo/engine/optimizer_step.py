@@ -35,10 +35,8 @@ MicroBatch = TypeVar("MicroBatch")
 
 @dataclass(frozen=True)
 class Gradients(Generic[MicroBatch]):
-    """The accumulated gradients of an optimizer step, before its update.
-
-    `fault` is the first loss that is not finite; `random_state` this rank's `random_state()` at the start of the step.
-    """
+    """The accumulated gradients of an optimizer step, before its update. `fault` is the first loss that is not finite;
+    `random_state` this rank's `random_state()` at the start of the step."""
 
     engine: Engine
     micro_batches: Sequence[MicroBatch]
@@ -81,10 +79,8 @@ def accumulate(
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
-    """The update, the second half of `optimizer_step`. Collective.
-
-    `refused` (the same on every rank) skips it: weights, schedule and loss scale do not change.
-    """
+    """The update, the second half of `optimizer_step`. Collective. `refused` (the same on every rank) skips it:
+    weights, schedule and loss scale do not change."""
     engine, fault = gradients.engine, gradients.fault
     if refused or fault is not None:
         skip_update(engine)
@@ -109,19 +105,15 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
 
 
 def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
-    """Update several fp16 engines, or none of them if the gradients of one overflow. Collective.
-
-    Only the engines whose gradients overflowed lower their loss scale.
-    """
+    """Update several fp16 engines, or none of them if the gradients of one overflow. Collective. Only the engines whose
+    gradients overflowed lower their loss scale."""
     bad = [has_overflow(part.engine) for part in parts]
     return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
 
 
 def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault:
-    """Find the rank and micro-batch of the bad gradient by repeating forward and backward. Collective.
-
-    The step's gradients must be gone; those of this pass are dropped too. The random streams do not advance.
-    """
+    """Find the rank and micro-batch of the bad gradient by repeating forward and backward. Collective. The step's
+    gradients must be gone; those of this pass are dropped too. The random streams do not advance."""
     engine, largest, after = gradients.engine, [], random_state()
     set_random_state(gradients.random_state)
     for number, micro_batch in enumerate(gradients.micro_batches, start=1):

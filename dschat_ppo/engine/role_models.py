@@ -49,10 +49,8 @@ class RoleModels:
         self._base = model_over_base(lm) if config.lora.share_base else None
 
     def reference(self, ds_config: Config) -> PolicyModel:
-        """The model of the reference, with the actor's kernels, so that both give the same bits before any update.
-
-        A reference from another folder than the actor's still needs `select_kernels`.
-        """
+        """The model of the reference, with the actor's kernels, so that both give the same bits before any update. A
+        reference from another folder than the actor's still needs `select_kernels`."""
         run, lm, folder = self._config.run, self._reference, self._folders.reference
         if folder is not None:
             return PolicyModel(load_causal_lm(folder, run.dtype, ds_config, resize=run.resize_vocabulary))

@@ -48,10 +48,8 @@ class RouterTerm:
     count: Tensor  # scalar, fp32
 
     def add_to(self, loss_of: Callable[[], Tensor], rows: Tensor, sums: MetricSums, metric: str) -> Tensor:
-        """The loss of a micro-batch plus its part of this term, whose value `sums` receives as `metric`.
-
-        `loss_of` runs the model once; `rows` (B,) bool is False on rows that only fill the micro-batch.
-        """
+        """The loss of a micro-batch plus its part of this term, whose value `sums` receives as `metric`. `loss_of` runs
+        the model once; `rows` (B,) bool is False on rows that only fill the micro-batch."""
         with recorded_router(rows, self.settings.top_k) as recorder:
             loss = loss_of()
         [load] = recorder.loads
@@ -65,11 +63,8 @@ def router_term(
     settings: RouterSettings, batches: Sequence[Batch], loss_of: Callable[[Batch], object],
     rows_of: Callable[[Batch], Tensor],
 ) -> RouterTerm:  # fmt: skip
-    """Count the load of an optimizer step's micro-batches, by forward passes without gradients. Collective.
-
-    The passes draw the random numbers (dropout) that the training passes draw again. `rows_of`: (B,) bool, rows that
-    count.
-    """
+    """Count the load of an optimizer step's micro-batches, by forward passes without gradients. Collective. The passes
+    draw the random numbers (dropout) that the training passes draw again. `rows_of`: (B,) bool, rows that count."""
     state, loads = random_state(), []
     for batch in batches:
         with recorded_router(rows_of(batch), settings.top_k) as recorder:

@@ -70,10 +70,8 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first of all ranks' losses that is not finite, or None. Collective.
-
-    `losses` (M,) fp32, one per micro-batch, M the same on every rank; `state` as in `Fault.random_state`.
-    """
+    """The first of all ranks' losses that is not finite, or None. Collective. `losses` (M,) fp32, one per micro-batch,
+    M the same on every rank; `state` as in `Fault.random_state`."""
     everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
     if bool(everywhere.isfinite().all()):
         return None
@@ -82,10 +80,8 @@ def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
 
 
 def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
-    """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective.
-
-    `largest` (M,) fp32, absolute, of each of this rank's micro-batches; `state` as in `Fault.random_state`.
-    """
+    """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective. `largest` (M,)
+    fp32, absolute, of each of this rank's micro-batches; `state` as in `Fault.random_state`."""
     everywhere = gather_cat(largest.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
     places = bad if bool(bad.any()) else everywhere == everywhere.max()
@@ -162,10 +158,8 @@ def skip_update(engine: Engine) -> None:
 
 
 def clear_offloaded_gradients(engine: Engine) -> None:
-    """Clear the fp32 gradients of this rank's partition after a skipped update.
-
-    With bf16, stage 1 or 2 and offload, DeepSpeed 0.19.8 does not clear them, and the next step would add to them.
-    """
+    """Clear the fp32 gradients of this rank's partition after a skipped update. With bf16, stage 1 or 2 and offload,
+    DeepSpeed 0.19.8 does not clear them, and the next step would add to them."""
     optimizer = engine.optimizer
     if getattr(optimizer, "cpu_offload", False):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))

@@ -32,10 +32,8 @@ WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's number `rank` in the `group` of `size` ranks that generate together.
-
-    `layers`: decoder layers whose weights are gathered at a time, to divide them.
-    """
+    """This rank's number `rank` in the `group` of `size` ranks that generate together. `layers`: decoder layers whose
+    weights are gathered at a time, to divide them."""
 
     group: dist.Group
     rank: int

@@ -30,10 +30,8 @@ OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "ze
 
 
 def fits_whole(size: int, ranks: int, memory: int) -> bool:
-    """Whether each of `ranks` keeps the `size` bytes of whole weights in the `memory` bytes of its device.
-
-    One rank always does: its whole weights are views of its partition.
-    """
+    """Whether each of `ranks` keeps the `size` bytes of whole weights in the `memory` bytes of its device. One rank
+    always does: its whole weights are views of its partition."""
     return ranks == 1 or FITS * size <= memory
 
 
@@ -64,10 +62,8 @@ def _memory_of_device() -> int:
 
 
 class WholeWeights:
-    """Gathers the missing weights of an engine, partitioned by ZeRO-3, before the forward pass of its model.
-
-    An update, a checkpoint and a save of the model drop the whole weights, on all ranks alike.
-    """
+    """Gathers the missing weights of an engine, partitioned by ZeRO-3, before the forward pass of its model. An update,
+    a checkpoint and a save of the model drop the whole weights, on all ranks alike."""
 
     def __init__(self, parameters: Iterable[Any]):
         self._parameters = list(parameters)

@@ -61,8 +61,7 @@ class Drawing:
 
 def page(runs: Sequence[Run], now: float, place: Path) -> str:
     """The page of 1 to 6 runs as text. `now` is in seconds since the epoch; links to other reports start from the
-    folder `place`.
-    """
+    folder `place`."""
     figures = drawings(runs)
     first = [made for made in figures[:2] if made.figure.section == figures[0].figure.section]
     grouped = groupby(figures[len(first) :], key=lambda made: made.figure.section)
@@ -133,8 +132,7 @@ def drawings(runs: Sequence[Run]) -> list[Drawing]:
 
 def lines(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
     """Of one run, one panel with a line for each metric; of several, a panel for each metric with a line for each run.
-    A metric without finite values has no line.
-    """
+    A metric without finite values has no line."""
     found = []
     for name in names:
         series = []
@@ -164,8 +162,7 @@ def pair(runs: Sequence[Run], across: str, up: str) -> dict[str, Any]:
 
 def bands(run: Run, number: int, names: Sequence[str], runs: int) -> dict[str, Any]:
     """The metrics of a run for areas on top of each other, the largest sum first; a step without one counts as 0. Step
-    0, before training, does not count.
-    """
+    0, before training, does not count."""
     values = {name: dict(run.metrics[name]) for name in names if name in run.metrics}
     steps = [step for step in run.steps if step > 0] or run.steps
     totals: Points = [(step, sum(own.get(step) or 0.0 for own in values.values())) for step in steps]

@@ -18,8 +18,7 @@ MOST_RUNS = 6  # that colours and dashes still distinguish
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Write one HTML file, whole or not at all, that compares the runs in 1 to `MOST_RUNS` `folders`, finished or not;
-    it needs no network, and no large library is imported.
-    """
+    it needs no network, and no large library is imported."""
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
     text = page(read_runs(folders), time.time(), path.parent)

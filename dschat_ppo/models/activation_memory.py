@@ -35,10 +35,8 @@ def mlp_of(layer: nn.Module) -> tuple[nn.Module | None, bool]:
 
 
 def mlps_of(backbone: nn.Module) -> tuple[list[nn.Module], int]:
-    """The MLP of each decoder layer that has one, and the number of layers whose MLP is a mixture of experts.
-
-    Experts are not tiled: their router sees all tokens of a layer at once, and its loss needs that.
-    """
+    """The MLP of each decoder layer that has one, and the number of layers whose MLP is a mixture of experts. Experts
+    are not tiled: their router sees all tokens of a layer at once, and its loss needs that."""
     found = [mlp_of(layer) for layer in decoder_layers(backbone)]
     return [mlp for mlp, experts in found if mlp is not None and not experts], sum(experts for _, experts in found)
 
@@ -84,10 +82,8 @@ def _tiled(kind: Any) -> Any:
 
 
 def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
-    """Keep tensors that the backward pass of the block needs in host memory, except parameters and small ones.
-
-    Inside gradient checkpointing these are the inputs of the layers. On a CPU they stay where they are.
-    """
+    """Keep tensors that the backward pass of the block needs in host memory, except parameters and small ones. Inside
+    gradient checkpointing these are the inputs of the layers. On a CPU they stay where they are."""
     return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if enabled else nullcontext()
 
 

@@ -286,10 +286,8 @@ def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def load_merged(model: PreTrainedModel, folder: str) -> None:
-    """Merge the adapter in `folder` into the weights of `model`: the product in fp32, then rounded. In place.
-
-    `model` is the adapter's base, whole or partitioned by ZeRO-3 (then collective), before it gets an engine.
-    """
+    """Merge the adapter in `folder` into the weights of `model`: the product in fp32, then rounded. In place. `model`
+    is the adapter's base, whole or partitioned by ZeRO-3 (then collective), before it gets an engine."""
     require_extra("peft", f"the adapter folder {folder}")
     import deepspeed
 
@@ -316,9 +314,7 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
 
 def load_adapter_weights(model: PreTrainedModel, folder: str, name: str) -> dict[str, Tensor]:
     """Copy the weights in an adapter folder into the adapter `name` of `model`, and its whole layers into the model.
-
-    Returns them as the file has them, by their names in the model, on its device.
-    """
+    Returns them as the file has them, by their names in the model, on its device."""
     import deepspeed
 
     weights = adapter_weights(folder, name)

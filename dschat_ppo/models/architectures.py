@@ -56,9 +56,7 @@ SKIPPED_LAYERS = ("layerdrop", "decoder_layerdrop")  # share of the layers that 
 
 def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) -> None:
     """Refuse models that are not decoders. Rows are right-padded and models get no mask, so attention must be causal.
-
-    `needs_lm`: whether the language model's head is used, and not only the backbone under a scalar head.
-    """
+    `needs_lm`: whether the language model's head is used, and not only the backbone under a scalar head."""
     name = type(config).__name__
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(f"{folder}: use_bidirectional_attention lets tokens see later tokens; take a causal model")

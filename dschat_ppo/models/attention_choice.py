@@ -97,10 +97,8 @@ def attention_dropout(config: PretrainedConfig) -> float:
 
 
 def check_attention_dropout(choice: str, config: PretrainedConfig, dropout: float | None, named: str) -> None:
-    """Check that a model that trains with flex attention has no dropout in its attention.
-
-    `dropout` replaces all of the config; None: nothing does.
-    """
+    """Check that a model that trains with flex attention has no dropout in its attention. `dropout` replaces all of the
+    config; None: nothing does."""
     share = attention_dropout(config) if dropout is None else dropout
     if choice == "flex_attention" and share > 0:
         raise UserError(

@@ -52,9 +52,7 @@ def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     """Whether only the model's mask limits how far back a token sees; attention without a mask would see too much.
-
-    `received`: the `sliding_window` that each layer passed to its attention.
-    """
+    `received`: the `sliding_window` that each layer passed to its attention."""
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None) is not None:
         return True

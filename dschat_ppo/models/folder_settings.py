@@ -35,9 +35,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--
 
 def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -> None:
     """Refuse settings of `config.json` whose weights this project cannot read, and note those that it ignores.
-
-    `refused` begins the error message.
-    """
+    `refused` begins the error message."""
     for name, value in _all_settings(settings):
         if name == "quantization_config" and value:
             method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
@@ -76,10 +74,8 @@ def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def without_code(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, changed in place: transformers chooses its kernels, and no setting names code or belongs to a run.
-
-    The model is saved with this configuration, so the names do not reach later users of the saved folder either.
-    """
+    """`config`, changed in place: transformers chooses its kernels, and no setting names code or belongs to a run. The
+    model is saved with this configuration, so the names do not reach later users of the saved folder either."""
     config._attn_implementation = None  # those of nested configurations too
     config._experts_implementation = None
     nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]

@@ -22,11 +22,8 @@ def vocabulary_size(model: Any) -> int:
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """Scores of the response tokens.
-
-    `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested, `distributions` (N, V) fp32 are
-    the log-probs of all tokens at the N response tokens, row after row.
-    """
+    """Scores of the response tokens. `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
+    `distributions` (N, V) fp32 are the log-probs of all tokens at the N response tokens, row after row."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -90,8 +87,6 @@ def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tens
 
 
 def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
-    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32.
-
-    Packed rows need no memory for padding. Other arguments as for `last_token_scores`.
-    """
+    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32. Packed rows need no
+    memory for padding. Other arguments as for `last_token_scores`."""
     return engine(input_ids, lengths, wanted=wanted)

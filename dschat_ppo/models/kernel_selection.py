@@ -137,10 +137,8 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Run the beginning that rows share once, if that gives the numbers of packed rows.
-
-    Only the attention differs from that of packed rows.
-    """
+    """Run the beginning that rows share once, if that gives the numbers of packed rows. Only the attention differs from
+    that of packed rows."""
     if isinstance(module, PolicyModel) and not module.layout.fused:
         return
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
@@ -152,10 +150,8 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
 
 def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Run the last MLP only for the tokens whose states are read, if these then have the same numbers.
-
-    Dropout would draw other numbers for fewer tokens, so a model that trains with it runs all tokens.
-    """
+    """Run the last MLP only for the tokens whose states are read, if these then have the same numbers. Dropout would
+    draw other numbers for fewer tokens, so a model that trains with it runs all tokens."""
     if last_mlp(module.backbone) is None or (isinstance(module, PolicyModel) and not module.layout.fused):
         return
     every = _outputs(engine, ids, first=TOKENS // 2)

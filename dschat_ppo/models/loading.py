@@ -101,10 +101,8 @@ def check_vocabulary(
 
 
 def require_length(folder: str, longest: int, flags: str) -> None:
-    """Require that the model can read rows of `longest` tokens (set by `flags`).
-
-    Learned positions must cover them; of rotary ones, `MAX_EXTRAPOLATION` times the known positions.
-    """
+    """Require that the model can read rows of `longest` tokens (set by `flags`). Learned positions must cover them; of
+    rotary ones, `MAX_EXTRAPOLATION` times the known positions."""
     config = load_config(folder, "model").get_text_config()
     known = _known_positions(folder)
     if known is None or longest <= known:
@@ -141,10 +139,8 @@ def _known_positions(folder: str) -> int | None:
 
 @contextmanager
 def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None = None) -> Iterator[None]:
-    """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3.
-
-    Ranks then wait for each other inside, so the watchdog is paused only for the other configs.
-    """
+    """Make `from_pretrained` build each layer already partitioned over the ranks if the config is ZeRO-3. Ranks then
+    wait for each other inside, so the watchdog is paused only for the other configs."""
     if local_rank() == 0 and device != "meta":
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
@@ -167,21 +163,16 @@ def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None =
 
 @cache
 def _read_through(folder: str) -> None:
-    """Read the weights once, into the page cache.
-
-    Later they are copied from a mapped file between collectives, where a slow disk looks like a rank that hangs.
-    """
+    """Read the weights once, into the page cache. Later they are copied from a mapped file between collectives, where a
+    slow disk looks like a rank that hangs."""
     for file in weight_files(folder):
         for _ in read_blocks(file):
             pass
 
 
 def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None:
-    """Compare the checkpoint with the causal language model of its config, without reading the weights.
-
-    A model that is none, or has a score head, is refused too, and an `adapter` (see `load_causal_lm`) that cannot be
-    added.
-    """
+    """Compare the checkpoint with the causal language model of its config, without reading the weights. A model that is
+    none, or has a score head, is refused too, and an `adapter` (see `load_causal_lm`) that cannot be added."""
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
     base = base_folder(folder, "model")
@@ -222,10 +213,8 @@ def load_causal_lm(
 
 
 def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
-    """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
-
-    Returns whether it has no head, which `new_head` (training a reward model) allows: it will be new.
-    """
+    """Compare the checkpoint with a one-label sequence classifier, without reading the weights. Returns whether it has
+    no head, which `new_head` (training a reward model) allows: it will be new."""
     config = load_config(folder, "model")
     check_classifier_config(config, folder)
     with reading(f"{folder}: no reward model can be built from its config.json"):
@@ -292,10 +281,8 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
 
 
 def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> PreTrainedModel:
-    """`model`, loaded from the base of `folder`, with its adapter, in place.
-
-    `adapter`: add such an adapter, or train that of an adapter folder further; None: merge that of the folder.
-    """
+    """`model`, loaded from the base of `folder`, with its adapter, in place. `adapter`: add such an adapter, or train
+    that of an adapter folder further; None: merge that of the folder."""
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
         ignored = [] if adapter is None else ignored_flags(folder, adapter)

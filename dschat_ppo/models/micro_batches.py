@@ -77,9 +77,7 @@ def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = N
 
 def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> tuple[list[Tensor], int]:
     """`split_by_tokens`, with the last part repeated so that every rank has the same number of parts. Collective.
-
-    Returns (parts, number of them without the repetitions).
-    """
+    Returns (parts, number of them without the repetitions)."""
     parts = split_by_tokens(lengths, budget, prompts)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
     return parts + (passes - len(parts)) * parts[-1:], len(parts)
@@ -137,11 +135,8 @@ class _Filling:
         return self.own[row] + (self.prompt[row] if is_first else self.prompt[row] // COPIED)
 
     def parts(self, groups: list[list[int]], capacity: int, divide: bool = False) -> list[list[int]]:
-        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by itself.
-
-        `divide` every group that does not fit into what is left of a part; else only those that do not fit into a part
-        at all.
-        """
+        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by itself. `divide` every
+        group that does not fit into what is left of a part; else only those that do not fit into a part at all."""
         parts: list[list[int]] = []
         room = 0
         for rows in groups:

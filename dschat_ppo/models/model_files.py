@@ -35,11 +35,8 @@ _SETTINGS_ONLY = [False]
 
 @contextmanager
 def settings_only() -> Iterator[None]:
-    """In the block, models without their weights are judged by their settings (`--dry_run`).
-
-    `download` fetches settings and tokenizers, and the weights of a folder without any are not compared with its
-    `config.json`.
-    """
+    """In the block, models without their weights are judged by their settings (`--dry_run`). `download` fetches
+    settings and tokenizers, and the weights of a folder without any are not compared with its `config.json`."""
     _SETTINGS_ONLY[0] = True
     try:
         yield
@@ -54,9 +51,7 @@ def wants_settings_only() -> bool:
 
 def check_settings(folder: str, refused: str) -> None:
     """Check `config.json` of a model folder before transformers builds a model from it, which may exhaust memory.
-
-    `refused` begins the error message.
-    """
+    `refused` begins the error message."""
     with reading(refused):
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
@@ -85,11 +80,8 @@ def weight_files(folder: str) -> list[Path]:
 
 
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a checkpoint, without reading the weights.
-
-    An index may name no file outside the folder. A weight that is no floating-point number is refused: its quantisation
-    is not known.
-    """
+    """Names and shapes of the weights in a checkpoint, without reading the weights. An index may name no file outside
+    the folder. A weight that is no floating-point number is refused: its quantisation is not known."""
     for file in sorted(Path(folder).glob("*.index.json")):
         _check_index(file)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -141,9 +133,7 @@ def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch
 
 def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The first weight of a mixture of experts whose shape is not that of most of its layer, with both shapes, or None.
-
-    transformers joins these weights to one tensor, and fails without a name.
-    """
+    transformers joins these weights to one tensor, and fails without a name."""
     layers: dict[str, list[str]] = {}
     for name in sorted(shapes):
         layers.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), []).append(name)

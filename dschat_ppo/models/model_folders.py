@@ -53,10 +53,8 @@ WEIGHTS = (
 
 
 def model_folder(name: str, flag: str, revision: str | None = None) -> str:
-    """The local folder of the model or adapter that `flag` names: itself, or the files of that revision from the hub.
-
-    A file, and a folder with a pipe or a device in it, are refused.
-    """
+    """The local folder of the model or adapter that `flag` names: itself, or the files of that revision from the hub. A
+    file, and a folder with a pipe or a device in it, are refused."""
     name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
     if Path(name).is_file():
         raise UserError(f"{flag} {name}: is a file; name the folder of a model, or a model on the hub")
@@ -81,9 +79,7 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
 
 def base_name(folder: str) -> tuple[str, str | None]:
     """The name under which other programs find the model of a local folder, and its revision on the hub.
-
-    `models--org--name/snapshots/revision`, in the hub's cache, is `org/name`; other folders are absolute paths.
-    """
+    `models--org--name/snapshots/revision`, in the hub's cache, is `org/name`; other folders are absolute paths."""
     found = re.search(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$", folder)
     if found is not None:
         return found[1].replace("--", "/"), found[2]
@@ -97,9 +93,7 @@ def is_adapter_folder(folder: str) -> bool:
 
 def base_folder(folder: str, flag: str) -> str:
     """The local folder of the model that an adapter folder was trained on; `folder` itself if it is no adapter folder.
-
-    A base that is an adapter too is refused.
-    """
+    A base that is an adapter too is refused."""
     if not is_adapter_folder(folder):
         return folder
     config = read_adapter_config(folder, flag)
@@ -184,10 +178,8 @@ def _with_name(saved: str, name: str) -> str:
 
 
 def wanted_files(files: list[str], weights: bool = True) -> list[str]:
-    """A repository's files that a model needs: top-level settings, chat templates, and weights of one format.
-
-    Without `weights`, only those of an adapter, which are small and say what it adds.
-    """
+    """A repository's files that a model needs: top-level settings, chat templates, and weights of one format. Without
+    `weights`, only those of an adapter, which are small and say what it adds."""
     top = [name for name in files if "/" not in name]
     settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
     settings += fnmatch.filter(files, TEMPLATES)

@@ -175,10 +175,8 @@ AttentionInterface.register(NAME, _segment_attention)
 
 
 def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | None:
-    """Why the model's attention cannot be replaced by that of packed rows; None if it can.
-
-    Whether its other layers keep segments apart must be tried (`select_kernels`).
-    """
+    """Why the model's attention cannot be replaced by that of packed rows; None if it can. Whether its other layers
+    keep segments apart must be tried (`select_kernels`)."""
     if not model._supports_attention_backend:
         return "transformers does not let its attention be replaced"
     if choice in ("auto", "sdpa") and model.config._attn_implementation != "sdpa":
@@ -190,9 +188,7 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
 
 def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: PackedRows, choice: str = "auto") -> Tensor:
     """Last hidden states (N, H) of the packed row with layout `rows`; the backbone must take `position_ids`.
-
-    `input_ids` (B, T) int64, right-padded; `lengths` (B,) int64, above 0.
-    """
+    `input_ids` (B, T) int64, right-padded; `lengths` (B,) int64, above 0."""
     with segments(backbone.config, rows.lengths, seen=rows.seen, choice=choice):
         output = backbone(
             input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,

@@ -36,10 +36,8 @@ def check_attention_call(module: Any, attention_mask: Tensor | None, options: di
 
 
 def unfit(problem: Exception) -> str:
-    """Why a model does not fit a way that raised `problem`, in one line. Models raise almost anything there.
-
-    `problem` itself is raised if no other way would help: memory, the device or another rank failed.
-    """
+    """Why a model does not fit a way that raised `problem`, in one line. Models raise almost anything there. `problem`
+    itself is raised if no other way would help: memory, the device or another rank failed."""
     if isinstance(problem, _OTHERS) or ran_out_of_memory(problem):
         raise problem
     if isinstance(problem, UnsupportedAttentionError):

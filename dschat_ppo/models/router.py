@@ -17,10 +17,8 @@ OTHER_BALANCE = {
 
 
 def router_top_k(config: PretrainedConfig, model: str) -> int:
-    """Experts per token of an architecture with a load-balancing loss in transformers.
-
-    `config` of a reward model is that of its language model; `model` is flag and folder, for the message.
-    """
+    """Experts per token of an architecture with a load-balancing loss in transformers. `config` of a reward model is
+    that of its language model; `model` is flag and folder, for the message."""
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
     if config.model_type in OTHER_BALANCE:
         raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; omit the flag")

@@ -61,9 +61,7 @@ def require_finite_weights(role: str, engine: Engine) -> None:
 
 def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is gathered at a time.
-
-    Collective. `wanted`: name of a parameter -> whether to take it; None: all parameters, and the buffers.
-    """
+    Collective. `wanted`: name of a parameter -> whether to take it; None: all parameters, and the buffers."""
     import deepspeed
 
     state: dict[str, Tensor] = {}
@@ -202,10 +200,8 @@ def _write(
 def _write_adapter(
     model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, adapter: str
 ) -> str | None:
-    """Write an adapter folder; returns why that is impossible, or None.
-
-    A scalar model's `config.json` is added: it has the number of labels, PAD and statistics of the scores.
-    """
+    """Write an adapter folder; returns why that is impossible, or None. A scalar model's `config.json` is added: it has
+    the number of labels, PAD and statistics of the scores."""
 
     def write(unfinished: Path) -> None:
         named = {saved_name(name, adapter): weight.contiguous() for name, weight in state.items()}

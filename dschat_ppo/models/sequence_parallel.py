@@ -93,9 +93,7 @@ def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
 @contextmanager
 def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
     """Give rotary embeddings the `positions` (b, ranks x n) of whole rows, and keep this rank's part of their outputs.
-
-    Some of them (longrope, dynamic) choose their frequencies by the largest position.
-    """
+    Some of them (longrope, dynamic) choose their frequencies by the largest position."""
 
     def see_all(_module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if "position_ids" in named:
@@ -128,10 +126,8 @@ def heads_to_columns(value: Tensor) -> Tensor:
 
 
 def exchanged_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`columns_to_heads` of all three; key and value heads that the ranks do not divide are repeated first.
-
-    With `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest.
-    """
+    """`columns_to_heads` of all three; key and value heads that the ranks do not divide are repeated first. With
+    `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest."""
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)

@@ -23,9 +23,7 @@ from dschat_ppo.models.model_folders import is_adapter_folder
 
 def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
     """A second model whose base parameters and buffers are those of `model`, which has no hooks, thus no engine, yet.
-
-    `copies_adapter`: with copies of the adapters as they are now; else it has none.
-    """
+    `copies_adapter`: with copies of the adapters as they are now; else it has none."""
     shared = {id(weight): weight for name, weight in model.named_parameters() if not is_adapter_parameter(name)}
     tree = copy.deepcopy(model, {**shared, **{id(buffer): buffer for buffer in model.buffers()}})
     if not copies_adapter:

@@ -18,10 +18,8 @@ _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its fil
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with an EOS token: its own, or the one that the model's settings name.
-
-    An adapter folder without a tokenizer has that of its base.
-    """
+    """The tokenizer of a model folder, with an EOS token: its own, or the one that the model's settings name. An
+    adapter folder without a tokenizer has that of its base."""
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
     if _needs_sentencepiece(folder):
@@ -64,10 +62,8 @@ def _inner_tokenizers(folder: str) -> str:
 
 
 def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files stay as they are.
-
-    A large vocabulary takes a second to load, and step 3 compares that of the reward model several times.
-    """
+    """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files stay as they are. A
+    large vocabulary takes a second to load, and step 3 compares that of the reward model several times."""
     found = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()]
     key = (folder, *files)
@@ -77,10 +73,8 @@ def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
 
 
 def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The EOS token that a model's settings name, and their file. The first one, if there are several.
-
-    A word of the vocabulary is not taken: settings that were copied from another model name any id.
-    """
+    """The EOS token that a model's settings name, and their file. The first one, if there are several. A word of the
+    vocabulary is not taken: settings that were copied from another model name any id."""
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     for file in ("generation_config.json", "config.json"):
         path = Path(base_folder(folder, flag)) / file

@@ -28,8 +28,7 @@ LOWEST = ("loss",)
 @dataclass(frozen=True)
 class Event:
     """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, `since` which step, its likely
-    cause, and what to change.
-    """
+    cause, and what to change."""
 
     step: int
     since: int
@@ -49,8 +48,7 @@ class CanStop(Protocol):
 
 class HealthWatch:
     """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
-    it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only.
-    """
+    it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only."""
 
     def __init__(self, flags: PPOHealthFlags | FitHealthFlags):
         self.window, self.limits, off = thresholds(flags)

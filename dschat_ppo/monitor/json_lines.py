@@ -29,8 +29,7 @@ class JsonLines:
 
     def begin(self) -> None:
         """Cut the file back to `offset`. Lines that are lost are reported, unless the whole file is missing, as in
-        another output folder.
-        """
+        another output folder."""
         if not is_main() or not self.path.exists():
             return
         try:

@@ -46,8 +46,7 @@ _OPTIMIZER = ("lr", "lora_lr", "grad_norm")
 
 def tracked_name(name: str) -> str:
     """The name of a metric in a tracker, whose charts are in sections: `eval/loss` for `eval_loss`, `optim/lr` for
-    `lr`, and `train/loss` for `loss` (steps 1 and 2). A name of step 3 is `SECTION/...` already.
-    """
+    `lr`, and `train/loss` for `loss` (steps 1 and 2). A name of step 3 is `SECTION/...` already."""
     if name.split("/")[0] in NAME_SPACES:
         return name
     if name.startswith("eval_"):

@@ -46,8 +46,7 @@ class MetricSums:
 
     def add_by_source(self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None) -> None:
         """Add `values` (n,) to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets,
-        where `sources`, (n,) int64, may be None. Values where `mask` (n,) is False do not count.
-        """
+        where `sources`, (n,) int64, may be None. Values where `mask` (n,) is False do not count."""
         if len(self.sources) < 2:
             return
         assert sources is not None
@@ -118,8 +117,7 @@ class MetricSums:
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; 0 for a name without values, no entry for a data set without values.
-        Collective.
-        """
+        Collective."""
         means = {**self._sums["means"], **self._sums["parts"]}
         averaged, largest = sorted(means), sorted(self._maxima)
         if not averaged and not largest:
@@ -180,8 +178,7 @@ def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if the variance of the returns
-    is 0.
-    """
+    is 0."""
     if returns.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=returns.device)
     spread = returns.double().var(correction=0)

@@ -108,8 +108,7 @@ def _rows_by_data_set(rows: Experience, data_sources: Sequence[str]) -> Iterator
 
 def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:
     """KL to the reference over the response tokens, and by data set; {} without a reference. Until old log-probs are
-    known, those recorded while sampling stand for them.
-    """
+    known, those recorded while sampling stand for them."""
     return read(_kl(rows, data_sources))
 
 

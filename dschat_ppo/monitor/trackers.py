@@ -23,8 +23,7 @@ RUN_IDS = "trackers.json"
 @dataclass(frozen=True)
 class Histogram:
     """Counts of values in buckets: `counts[i]` values are in `[edges[i], edges[i + 1])`, of n + 1 ascending finite
-    numbers.
-    """
+    numbers."""
 
     edges: Sequence[float]
     counts: Sequence[float]
@@ -125,8 +124,7 @@ def check_wandb() -> None:
 
 def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
     """Begin the run in each library, or continue it. Call it on rank 0. If one does not begin it (`UserError`), the
-    runs that the libraries before it began are closed as failed.
-    """
+    runs that the libraries before it began are closed as failed."""
     opened: list[Tracker] = []
     with ExitStack() as begun:
         for library in tracking.libraries:
@@ -200,8 +198,7 @@ class WandbTracker:
 
 class TensorBoardTracker:
     """Writes event files with scalars, histograms, texts, and the flags for the HParams tab. A resumed run writes
-    another one; TensorBoard drops the points of earlier files from `first_step` on (`purge_step`).
-    """
+    another one; TensorBoard drops the points of earlier files from `first_step` on (`purge_step`)."""
 
     name = "tensorboard"
     failures: tuple[type[Exception], ...] = (OSError,)  # also those of the thread that writes the file

@@ -17,8 +17,7 @@ UNUSED = ("source_scores", "rollout_logprobs")
 
 def bad_places(record: Any) -> dict[str, list[list[int]]]:
     """Field -> index ([row] or [row, token]) of each NaN or infinity in a dataclass of tensors. If it has a
-    `response_mask` (B, R), fields of that shape are checked only where the mask is True.
-    """
+    `response_mask` (B, R), fields of that shape are checked only where the mask is True."""
     unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
     values = {name: value for name, value in tensors_of(record).items() if name not in unused}
     mask = values.get("response_mask")

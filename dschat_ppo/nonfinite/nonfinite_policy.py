@@ -18,8 +18,7 @@ SHOWN_PLACES = 100  # of each field
 
 class NonFinitePolicy:
     """Stops the run at the first failure, or counts skipped updates; the same on every rank. `bundles` writes a repro
-    bundle for each failure, unless it is None.
-    """
+    bundle for each failure, unless it is None."""
 
     def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
         self.flags = flags
@@ -47,10 +46,8 @@ class NonFinitePolicy:
     def report(
         self, role: str, step: int, rank: int, problem: str, context: FailureContext, details: dict[str, Any]
     ) -> None:
-        """Write a repro bundle of `rank` and count the failure of `role`, or stop the run. Collective.
-
-        `problem` is the message, one line; `context` is this rank's; `details` are further entries of `what.json`.
-        """
+        """Write a repro bundle of `rank` and count the failure of `role`, or stop the run. Collective. `problem` is the
+        message, one line; `context` is this rank's; `details` are further entries of `what.json`."""
         folder = self.bundles.write(step, rank, context, details) if self.bundles else "(no repro bundle)"
         self._in_a_row[role] += 1
         self._skipped += 1

@@ -76,9 +76,7 @@ class ReproBundles:
 
     def write(self, step: int, rank: int, context: FailureContext, details: dict[str, Any]) -> str:
         """Write a bundle of the records of `rank`; returns its folder, or in parentheses why there is none. Collective.
-
-        `details`: further entries of `what.json`: the role, and where the bad number is.
-        """
+        `details`: further entries of `what.json`: the role, and where the bad number is."""
         name, problem = dist.broadcast_object(self._make_folder(step, rank, context) if dist.is_main() else None)
         if problem is None:
             folder = self.root / name

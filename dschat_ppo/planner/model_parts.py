@@ -69,8 +69,7 @@ class ModelParts:
 
 def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model_folder) -> dict[str, PretrainedConfig]:
     """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
-    has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder.
-    """
+    has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder."""
     if not isinstance(config, PPOConfig):
         named = {"model": ("--model_name_or_path", config.fit.model_name_or_path)}
     else:

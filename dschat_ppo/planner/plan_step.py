@@ -44,8 +44,7 @@ class Plan:
 
     def needs(self, phase: Phase) -> Memory:
         """Bytes of a rank's device, and of a host, in a phase, with what is not tensors. On a CPU, host memory is the
-        device's, so that all counts as the host's.
-        """
+        device's, so that all counts as the host's."""
         total, ranks = phase.total(), self.ranks_per_node
         if not self.device_memory:
             return Memory(0, ranks * (total.device + total.host + HOST_PROCESS) + phase.once)
@@ -143,8 +142,7 @@ def plan_step(
 
 def show_memory_plan(config: Any) -> None:
     """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved. If a
-    model cannot be counted, the run continues without a plan: what is wrong with it is found when it is loaded.
-    """
+    model cannot be counted, the run continues without a plan: what is wrong with it is found when it is loaded."""
     models = read_model_configs(config)
     if not dist.is_main():
         return

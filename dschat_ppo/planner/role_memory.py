@@ -117,10 +117,8 @@ def gathered(role: Role) -> Memory:
 
 
 def gathered_layer_by_layer(role: Role) -> Memory:
-    """Weights that a pass at stage 3 gathers at a time: the running layer, the next ones up to `LIVE_NUMBERS`.
-
-    s x min(P, 10^9); the largest part, embedding or head, fits in that for most models.
-    """
+    """Weights that a pass at stage 3 gathers at a time: the running layer, the next ones up to `LIVE_NUMBERS`. s x
+    min(P, 10^9); the largest part, embedding or head, fits in that for most models."""
     if role.stage < 3 or role.kept_whole or role.ranks == 1 and not role.offloads_weights:
         return Memory()
     return Memory.of(role.itemsize * min(role.own, LIVE_NUMBERS))
@@ -144,11 +142,8 @@ def optimizer(role: Role) -> Memory:
 
 
 def gradients(role: Role) -> Memory:
-    """Gradients that stay between two updates.
-
-    bf16 at stage 1: an fp32 buffer of all of them, 4 T. Stage 3: this rank's part, 4 T / N (fp16: 2 T / N), with an
-    offloaded optimizer in host memory. Else none stays.
-    """
+    """Gradients that stay between two updates. bf16 at stage 1: an fp32 buffer of all of them, 4 T. Stage 3: this
+    rank's part, 4 T / N (fp16: 2 T / N), with an offloaded optimizer in host memory. Else none stays."""
     if not role.trained:
         return Memory()
     if role.stage == 3:

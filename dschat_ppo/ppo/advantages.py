@@ -34,8 +34,7 @@ SELECTION = 3  # separates the random stream of `selected` from others of the sa
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
     known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
-    steps.
-    """
+    steps."""
 
     def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
         self.flags = flags
@@ -53,8 +52,7 @@ class AdvantageComputation:
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
         """The score of each answer, by the running scale after it, on its last token minus the KL penalty at each
-        token; the mask of the policy loss.
-        """
+        token; the mask of the policy loss."""
         flags, mask = self.flags, rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":
@@ -68,8 +66,7 @@ class AdvantageComputation:
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
         """Advantages and weights of N rows; then adapts the KL coefficient for the next step. The rewards, and what a
-        group compares, include the KL penalty.
-        """
+        group compares, include the KL penalty."""
         flags, mask = self.flags, rows.response_mask
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
@@ -127,8 +124,7 @@ class AdvantageComputation:
 
     def _selected(self, rows: Experience, step: int) -> Tensor | None:
         """Tokens for the covariance losses, (N, R) bool: among all tokens of the PPO step, by the log-probs of the
-        policy that sampled them, so the choice depends neither on micro-batches nor on ranks.
-        """
+        policy that sampled them, so the choice depends neither on micro-batches nor on ranks."""
         flags = self.flags
         if not flags.selects_tokens:
             return None

@@ -56,8 +56,7 @@ class BegunPPO:
 
 def begin_ppo(config: PPOConfig) -> BegunPPO:
     """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run was asked to stop,
-    or is already complete.
-    """
+    or is already complete."""
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validation.validate_only
     named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
     models = [name for name in named if name is not None]

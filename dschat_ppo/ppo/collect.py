@@ -101,10 +101,8 @@ class ExperienceCollection:
             raise
 
     def prompts_wanted(self) -> int:
-        """Prompts of the next round on each rank; 0 once the rows of the PPO step are collected.
-
-        Dynamic sampling takes as many prompts as should fill the step, estimated from the share of rows kept so far.
-        """
+        """Prompts of the next round on each rank; 0 once the rows of the PPO step are collected. Dynamic sampling takes
+        as many prompts as should fill the step, estimated from the share of rows kept so far."""
         if self.pool is None:
             return self.plan.prompts_per_rank if self._round == 0 else 0
         if not self.pool.missing or self._round == self.max_rounds:

@@ -184,8 +184,7 @@ class Evaluation:
 
     def run(self, step: int) -> dict[str, float]:
         """Answer all prompts, write the answers, and save the models if they are trained and the best so far.
-        Collective.
-        """
+        Collective."""
         rows = self._answer_all(step)
         faults = self.reward_scorer.count_failed_rows()
         score = self.flags.eval_pass_score
@@ -204,8 +203,7 @@ class Evaluation:
     def require_best_models(self, before: Mapping[str, float]) -> None:
         """Forget the best evaluation of a resumed run if `best/` is not there, as with another `--output_dir`, so that
         the best models from here on are kept. `before`, the metrics before training or {}, remains to be beaten.
-        Collective.
-        """
+        Collective."""
         if self.best is None or self.best[1] == 0 or not self.flags.save_best:
             return
         if dist.broadcast_object((self.folder / BEST).is_dir()):

@@ -88,8 +88,7 @@ def greedily(config: GenerationConfig) -> GenerationConfig:
 
 class RolloutGenerator:
     """Samples answers of the actor to the prompts of this rank, which are token rows. Constructing it is collective: it
-    checks the generation engine on the model.
-    """
+    checks the generation engine on the model."""
 
     def __init__(
         self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,

@@ -18,8 +18,7 @@ from dschat_ppo.types import Experience
 
 def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace: StepTrace = NO_TRACE) -> None:
     """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one of them. After
-    `StopRequested` and `UnhealthyRun` the state is saved.
-    """
+    `StopRequested` and `UnhealthyRun` the state is saved."""
     steps = ppo.state.steps_left(ppo.plan.ppo_steps)  # a resumed run may enter in the middle of a step
     for step in trace.around(steps, ppo.state.steps + 1):
         experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
@@ -35,8 +34,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
 
 def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:
     """Sample answers with the current policy and score them; the same rows on every rank. None if a number is not
-    finite and the updates of this PPO step are skipped.
-    """
+    finite and the updates of this PPO step are skipped."""
     collection = ppo.collection
     with collection.cancelled_on_stop(checkpointer):
         while count := collection.prompts_wanted():  # one round; several with --dynamic_sampling

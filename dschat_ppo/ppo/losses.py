@@ -42,8 +42,7 @@ class RecordedTokens:
 
     def gathered(self, rows: Rollout) -> Tensor:
         """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask. `rows` are the N rows
-        that the micro-batches of all ranks were taken from. Collective.
-        """
+        that the micro-batches of all ranks were taken from. Collective."""
         device = next(iter(self._parts.values()))[1].device
         found = torch.zeros(rows.response_mask.shape, device=device)
         for part, numbers in self._parts.values():
@@ -63,8 +62,7 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 class ActorLoss:
     """Policy loss, entropy bonus and KL. `reference` is needed for the full KL as a loss alone; with `counts_ratios`
-    the ratios are counted for a histogram.
-    """
+    the ratios are counted for a histogram."""
 
     def __init__(
         self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
@@ -92,8 +90,7 @@ class ActorLoss:
     ) -> Tensor:  # fmt: skip
         """The loss of one micro-batch (b, R), a scalar with gradient. Without `rows.old_logprobs`, the log-probs of
         this pass are the old ones: the ratio is exactly 1, and its gradient is that of the log-probs. `minibatch` holds
-        the denominators.
-        """
+        the denominators."""
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
         scores = response_scores(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, self.late_ends)

@@ -83,8 +83,7 @@ class MiniDataset:
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
         """This rank's share of the rows of one optimizer step. Every rank computes the shares of all ranks, so ranks
-        with fewer micro-batches add empty ones without a collective.
-        """
+        with fewer micro-batches add empty ones without a collective."""
         lengths = row_lengths(rows)
         prompts = prompts_of(rows) if self._shares_prompts else None
         shares = deal(lengths, dist.data_ranks(), prompts)
@@ -119,8 +118,7 @@ def prompts_of(rows: ScoredRollout) -> RowPrompts:
 
 def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective.
-    With `of_group` only of the ranks that share rows in training, where several do.
-    """
+    With `of_group` only of the ranks that share rows in training, where several do."""
     group = dist.sequence_group() if of_group else None
     lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
@@ -134,8 +132,7 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
 class TextBatches:
     """Serves to each optimizer step as many blocks of text, token blocks of `data.unsupervised`, as the step has
     answers: over all ranks `rows_per_update`, a multiple of `micro_batch` times the ranks. `pad_id` is any id; padding
-    is masked.
-    """
+    is masked."""
 
     def __init__(
         self, rows: Dataset, rows_per_update: int, micro_batch: int, seed: int, pad_id: int, device: torch.device

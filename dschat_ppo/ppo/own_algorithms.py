@@ -24,8 +24,7 @@ _B, _R, _SOURCES = 4, 3, 1
 
 def check_own_functions(config: PPOConfig) -> None:
     """Run each estimator, policy loss and metric of one's own once, on four made-up rows. `UserError` if it does not
-    return what docs/extending.md asks for.
-    """
+    return what docs/extending.md asks for."""
     estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
     rows = made_up_rows()
     if is_own_function(estimator):

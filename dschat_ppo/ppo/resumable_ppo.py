@@ -70,8 +70,7 @@ class ResumablePPO:
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore the `shared_state` of the saved run and the `rank_state` of its ranks. `UserError` if rows of a PPO
-        step in flight lack a field that the flags now need.
-        """
+        step in flight lack a field that the flags now need."""
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
         self._load_average(ranks)
@@ -109,8 +108,7 @@ class ResumablePPO:
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
         """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of all ranks; the
-        others take the same names with nothing counted, so that `reduce` is the same collective on every rank.
-        """
+        others take the same names with nothing counted, so that `reduce` is the same collective on every rank."""
         device = self.ppo.device
         if ranks.own is not None:
             return MetricSums.restored([ranks.own["sums"]], device)

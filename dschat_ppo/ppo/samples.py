@@ -22,8 +22,7 @@ SAMPLES = "samples.jsonl"
 class Samples:
     """Writes `count` answers of the first PPO step, and of every so many (`every`; 0: of none). `sources` names the
     reward sources in the order of `source_scores`, `data_sources` the data sets in the order of their numbers in the
-    rows.
-    """
+    rows."""
 
     def __init__(
         self, folder: Path, every: int, count: int, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
@@ -54,8 +53,7 @@ class Samples:
 def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
     """At most `count` rows: of each prompt, in the order of the run, the answer with the highest and the one with the
     lowest score. Of equal scores, the first row is the highest and the last the lowest. `groups`: the number of each
-    row's prompt.
-    """
+    row's prompt."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)

@@ -56,8 +56,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 
 def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
     """The text of each answer, without special tokens and without the EOS that ended it. It is decoded where it stands:
-    tokenizers such as Llama's drop the space with which a text begins.
-    """
+    tokenizers such as Llama's drop the space with which a text begins."""
     lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
     is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
     near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)  # prompts are padded on the left
@@ -135,8 +134,7 @@ class ScoringSettings:
 
 class ModelScorer:
     """Scores rollouts in micro-batches. The caller puts all models into eval mode. There may be no reference (no KL is
-    needed) and no critic (the estimator needs no values).
-    """
+    needed) and no critic (the estimator needs no values)."""
 
     def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: ScoringSettings):
         self.actor = actor
@@ -148,8 +146,7 @@ class ModelScorer:
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
         """Score B rows; `groups` (B,) int64 is the number of each row's prompt. Collective; ranks with fewer passes
         score their last micro-batch again. Ranks that share rows (`--sequence_parallel_size`) score those of all of
-        them together.
-        """
+        them together."""
         unscored = ScoredRollout(
             **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,

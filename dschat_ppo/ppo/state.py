@@ -218,8 +218,7 @@ class PPOComponents:
     def begin_updates(self, experience: Experience, step: int) -> Experience | None:
         """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept. None if a
         number is not finite: then the step has no updates, or the run stops (`NonFiniteError`). Collective in that
-        case.
-        """
+        case."""
         metrics, kept = dict(self.collection.metrics), None
         if self.is_finite(experience, step):
             kl_coef = self.shaping.used_kl_coef
@@ -241,8 +240,7 @@ class PPOComponents:
 
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the actor, if that is due after PPO step `step`. `NonFiniteError` if a weight of
-        the actor is not finite. Collective.
-        """
+        the actor is not finite. Collective."""
         sync, flags = self.engines.reference_sync, self.config.ppo_schedule
         if sync is None or step % flags.ref_sync_interval != 0:
             return

@@ -125,8 +125,7 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders; nothing if a
-    weight is not finite (`NonFiniteError`). Collective.
-    """
+    weight is not finite (`NonFiniteError`). Collective."""
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
     ends, merge = answer_ends(tokenizer), engines.saves_merged
@@ -147,8 +146,7 @@ def saved_models(output: Path) -> list[Path]:
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
     """Log what the run has reached. `result` is the content of `result.json`, `start` the folder of the actor before
-    training.
-    """
+    training."""
     shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
     saved = saved_models(output)

@@ -53,8 +53,7 @@ class Outcome:
 
 class PPOUpdate:
     """Builds the objectives of actor and critic, and makes optimizer steps. `texts` are blocks of plain text for the
-    PTX loss, or None.
-    """
+    PTX loss, or None."""
 
     def __init__(
         self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None,
@@ -76,8 +75,7 @@ class PPOUpdate:
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
-        Collective with `--router_loss_coef`, whose term is over the experience.
-        """
+        Collective with `--router_loss_coef`, whose term is over the experience."""
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
         actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
         sums = MetricSums()
@@ -101,8 +99,7 @@ class PPOUpdate:
 
     def critic_pass(self, minibatch: MiniBatch[RewardedRollout]) -> Objective:
         """The critic's objective over rows without values, with the values recorded and the gradients made. Collective.
-        `minimise` takes it in place of a `critic_objective` of the same rows, or `drop` drops the gradients.
-        """
+        `minimise` takes it in place of a `critic_objective` of the same rows, or `drop` drops the gradients."""
         objective = self.critic_objective(minibatch, RecordedTokens())
         with self.clock.phase("train"), block("train critic"):
             gradients = accumulate(objective.engine, objective.batches, objective.loss)

@@ -22,10 +22,8 @@ TAKEN = (*TAKEN_ALONE, "score", "total")
 
 
 def check_sources(flags: RewardSourceFlags) -> None:
-    """Check the reward sources before any model is loaded; warn about what the sandbox lacks.
-
-    Each function is imported once in a worker process that ends again. Remote services are not contacted.
-    """
+    """Check the reward sources before any model is loaded; warn about what the sandbox lacks. Each function is imported
+    once in a worker process that ends again. Remote services are not contacted."""
     for url in with_credentials(flags.remote_urls):
         check_url(url)
     specs = [parse_function(text) for text in flags.reward_function]
@@ -112,10 +110,8 @@ def check_routes(
 
 
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
-    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service.
-
-    Starts the worker processes of the functions; `RewardMixture.close` ends them.
-    """
+    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service. Starts
+    the worker processes of the functions; `RewardMixture.close` ends them."""
     if flags.use_reward_model != (model_source is not None):
         raise ValueError("a learned reward is required if and only if --use_reward_model is on")
     sources: list[tuple[RewardSource, float]] = []

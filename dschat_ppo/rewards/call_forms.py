@@ -54,10 +54,8 @@ _TEXTS = {*CALL_FORMS["responses"].arguments, *CALL_FORMS["response"].arguments}
 
 
 def form_of(names: list[str]) -> str:
-    """The form of a function with these parameters; "responses" if no name marks another; `TypeError` if several do.
-
-    A function with `response` and `responses` is called per batch.
-    """
+    """The form of a function with these parameters; "responses" if no name marks another; `TypeError` if several do. A
+    function with `response` and `responses` is called per batch."""
     found = {form: [name for name in names if name in known.marks] for form, known in CALL_FORMS.items()}
     found = {form: marks for form, marks in found.items() if marks}
     if set(found) == {"responses", "response"}:

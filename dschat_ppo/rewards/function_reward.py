@@ -41,9 +41,7 @@ LARGEST = torch.finfo(torch.float32).max
 @dataclass(frozen=True)
 class FunctionSpec:
     """One `--reward_function`: a file `*.py` or a dotted module, the function's name in it, its weight and settings.
-
-    `flag` is the flag that named it. With `sources`, the function scores only rows of these data sources.
-    """
+    `flag` is the flag that named it. With `sources`, the function scores only rows of these data sources."""
 
     path: str
     name: str
@@ -134,9 +132,7 @@ def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
 
 class FunctionReward:
     """Scores responses with a function that runs in `workers` processes. A failed call costs a response, never the run.
-
-    Such a response gets the score `default`. `timeout`: seconds for each call.
-    """
+    Such a response gets the score `default`. `timeout`: seconds for each call."""
 
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
         self.spec = spec

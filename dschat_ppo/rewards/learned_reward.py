@@ -35,9 +35,7 @@ SEPARATOR = "step_separator"  # key of the config of a process reward model, wri
 @dataclass(frozen=True)
 class StepScoring:
     """How the scores of an answer's steps, which `separator` divides, become its score, for a process reward model.
-
-    `how`: see `aggregate_steps`.
-    """
+    `how`: see `aggregate_steps`."""
 
     tokenizer: PreTrainedTokenizerBase
     separator: str
@@ -81,19 +79,14 @@ class ModelReward:
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
-        """Score at the last token of `[prompt | response]`, truncated or not, (B,) fp32, in one forward pass.
-
-        An empty response is scored at the last token of its prompt.
-        """
+        """Score at the last token of `[prompt | response]`, truncated or not, (B,) fp32, in one forward pass. An empty
+        response is scored at the last token of its prompt."""
         return last_token_scores(self.engine, *full_sequences(rollout))
 
 
 class RetokenizedModelReward:
-    """Scores text with a reward model whose tokenizer differs from the actor's.
-
-    Sequences longer than `max_length` tokens lose their start. Other arguments as for `ModelReward`; `tokenizer` and
-    `steps` are the reward model's.
-    """
+    """Scores text with a reward model whose tokenizer differs from the actor's. Sequences longer than `max_length`
+    tokens lose their start. Other arguments as for `ModelReward`; `tokenizer` and `steps` are the reward model's."""
 
     name = "model"
 

@@ -129,11 +129,8 @@ class RemoteReward:
         return every
 
     def _score_batch(self, request: RewardRequest, start: int) -> list[float]:
-        """Scores of one batch.
-
-        The wait doubles from attempt to attempt. Each is shortened at random by up to a half, so that ranks do not
-        retry at the same time.
-        """
+        """Scores of one batch. The wait doubles from attempt to attempt. Each is shortened at random by up to a half,
+        so that ranks do not retry at the same time."""
         rows = slice(start, start + self.batch_size)
         prompts, responses = request.prompts[rows], request.responses[rows]
         query = {
@@ -212,10 +209,8 @@ def shown(text: str) -> str:
 
 
 def _timed(kind: type[HTTPConnection], deadline: float, host: str, **options: Any) -> HTTPConnection:
-    """A connection whose reply, and that of a proxy before it, must be complete at the deadline.
-
-    The deadline holds for the status, headers, sizes of chunks and trailers too.
-    """
+    """A connection whose reply, and that of a proxy before it, must be complete at the deadline. The deadline holds for
+    the status, headers, sizes of chunks and trailers too."""
 
     class TimedResponse(HTTPResponse):
         def __init__(self, sock: socket.socket, *words: Any, **others: Any):
@@ -247,10 +242,8 @@ class _TimedHTTPSHandler(HTTPSHandler):
 
 
 def proxies_for(host: str) -> dict[str, str]:
-    """Scheme -> proxy, from `http_proxy`, `https_proxy` and `all_proxy`.
-
-    Empty if `host` is an address in a network of `no_proxy`, such as 10.0.0.0/8. `ProxyHandler` looks for names there.
-    """
+    """Scheme -> proxy, from `http_proxy`, `https_proxy` and `all_proxy`. Empty if `host` is an address in a network of
+    `no_proxy`, such as 10.0.0.0/8. `ProxyHandler` looks for names there."""
     found = getproxies()
     for network in found.get("no", "").split(","):
         with suppress(ValueError):  # one of the two is a name

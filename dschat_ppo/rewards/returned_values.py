@@ -17,11 +17,8 @@ NO_NUMBER = "returned a value that is not a number"
 
 
 class Returned(NamedTuple):
-    """The result for one response.
-
-    `score` is a number (which may be NaN or infinite), None if the function leaves the response to other sources, or
-    the reason why there is none. `numbers`: other finite numbers to log, by name.
-    """
+    """The result for one response. `score` is a number (which may be NaN or infinite), None if the function leaves the
+    response to other sources, or the reason why there is none. `numbers`: other finite numbers to log, by name."""
 
     score: float | str | None
     numbers: dict[str, float]

@@ -63,10 +63,8 @@ class MixedScores:
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
-
-    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the sum.
-    """
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
+    weight). A source of weight 0 is called and reported, but never enters the sum."""
 
     def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
         if not sources:

@@ -78,9 +78,7 @@ class CallCounts:
 
 def raise_on_any_rank(problem: str | None) -> None:
     """Raise `RewardServiceError` on every rank, with the text of the first rank that has a problem, if any. Collective.
-
-    The texts are the same because only rank 0 prints it.
-    """
+    The texts are the same because only rank 0 prints it."""
     first = dist.first_problem(problem)
     if first is not None:
         raise RewardServiceError(first)
@@ -94,10 +92,8 @@ class Routed(Protocol):
 
 
 def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
-    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere.
-
-    A data source that is a number has the name that it is written with.
-    """
+    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere. A
+    data source that is a number has the name that it is written with."""
     return not sources or str(row.get(DATA_SOURCE)) in sources
 
 

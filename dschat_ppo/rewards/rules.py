@@ -42,10 +42,8 @@ def numeric_match(response: str, answer: Any) -> bool:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####` that has one (the format of GSM8K, Cobbe et al. 2021), else `last_number`.
-
-    Only whitespace and asterisks may come between: `#### Step 1` is a heading.
-    """
+    """The number after the last `####` that has one (the format of GSM8K, Cobbe et al. 2021), else `last_number`. Only
+    whitespace and asterisks may come between: `#### Step 1` is a heading."""
     stated = _AFTER_HASHES.findall(text.replace("\N{MINUS SIGN}", "-"))
     return last_number(stated[-1] if stated else text)
 
@@ -89,10 +87,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def format_match(response: str, pattern: Any = None) -> bool:
-    """1 if the whole response, without outer whitespace, matches the regular expression `pattern`.
-
-    `pattern` is a setting or a column; `.` also matches line breaks.
-    """
+    """1 if the whole response, without outer whitespace, matches the regular expression `pattern`. `pattern` is a
+    setting or a column; `.` also matches line breaks."""
     if pattern is None:
         raise ValueError("needs a column or a setting 'pattern'")
     return re.fullmatch(str(pattern), response.strip(), re.DOTALL) is not None

@@ -52,10 +52,8 @@ _ALLOW, _FAIL_WITH_EPERM, _UNKNOWN_CALL = 0x7FFF0000, 0x00050001, -1  # of libse
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program with all its tests.
-
-    `processes` includes threads. `file_mb` applies to each file and, with bwrap, to all files together.
-    """
+    """Limits of one program with all its tests. `processes` includes threads. `file_mb` applies to each file and, with
+    bwrap, to all files together."""
 
     cpu_seconds: int = 4
     wall_seconds: float = 6.0

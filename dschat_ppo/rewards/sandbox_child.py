@@ -32,10 +32,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def memory_of(process: int, shared: dict[str, int]) -> int:
-    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has ended.
-
-    Its shared mappings of memory go into `shared` (inode -> KiB): they hold pages that no process has mapped any more.
-    """
+    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has ended. Its shared
+    mappings of memory go into `shared` (inode -> KiB): they hold pages that no process has mapped any more."""
     try:
         with open(f"/proc/{process}/maps") as file:
             for place, rights, offset, _, inode, *path in map(str.split, file):

@@ -104,9 +104,7 @@ class RolloutAttention:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Write `key` and `value` (n, kv_heads, L, head_dim) to the cache; attend with `query` (n, heads, L, head_dim).
-
-        Returns ((n, L, heads, head_dim), None). For errors see `check_attention_call`.
-        """
+        Returns ((n, L, heads, head_dim), None). For errors see `check_attention_call`."""
         check_attention_call(module, attention_mask, {**others, "sinks": others.get("s_aux", others.get("sinks"))})
         causal = others.get("is_causal")  # which counts before the attribute
         if not (getattr(module, "is_causal", True) if causal is None else causal):

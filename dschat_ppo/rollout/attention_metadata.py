@@ -28,10 +28,8 @@ class SharedPrefix:
 
 @dataclass
 class PrefillMetadata:
-    """A prefill: `write_prefill` of `cache` writes what `source` numbers in the forward pass to `rows`.
-
-    Both are (m,) int64. Their meaning differs between `KVCache` and `KVPool`.
-    """
+    """A prefill: `write_prefill` of `cache` writes what `source` numbers in the forward pass to `rows`. Both are (m,)
+    int64. Their meaning differs between `KVCache` and `KVPool`."""
 
     cache: KVCache | KVPool
     rows: Tensor
@@ -110,9 +108,7 @@ class PooledMetadata:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied from the pool.
-
-        Places after the new token repeat it.
-        """
+        Places after the new token repeat it."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         heads = len(keys)
         if heads not in self._places:

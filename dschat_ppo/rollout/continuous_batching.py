@@ -77,10 +77,8 @@ class ContinuousBatching:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Generate until every sequence is finished, or generation is cancelled.
-
-        When memory runs out, the running sequences start again from their prompts, with half the rows.
-        """
+        """Generate until every sequence is finished, or generation is cancelled. When memory runs out, the running
+        sequences start again from their prompts, with half the rows."""
         try:
             with installed(self.model, self.attention):
                 self._run()

@@ -39,10 +39,8 @@ Step = Callable[[DecodeInputs, PooledMetadata, Tensor, bool], Tensor]
 
 
 class Bucket(NamedTuple):
-    """What a recorded step is made for: at most `rows` rows of at most `length` tokens.
-
-    `shares`: whether some share their prompt; `whole`: whether the nucleus is searched in the whole vocabulary.
-    """
+    """What a recorded step is made for: at most `rows` rows of at most `length` tokens. `shares`: whether some share
+    their prompt; `whole`: whether the nucleus is searched in the whole vocabulary."""
 
     rows: int
     length: int
@@ -61,10 +59,8 @@ def length_bucket(length: int, capacity: int) -> int:
 
 
 class GraphRecorder:
-    """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run.
-
-    `refusal` is the reason why nothing is recorded any more, or ""; `captures` counts graphs.
-    """
+    """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run. `refusal` is the
+    reason why nothing is recorded any more, or ""; `captures` counts graphs."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -212,9 +208,7 @@ class GraphedDecoder:
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
         """Generate `poll` tokens for every running row; (n,) bool, True for rows that are finished then or were before.
-
-        No step has more than `most_rows` entries.
-        """
+        No step has more than `most_rows` entries."""
         whole = self._overflows >= OVERFLOWS
         finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:
@@ -317,10 +311,8 @@ class RolloutGraphs:
         return max(SPARE + 1, min(self._capacities.get(key, 0), most))
 
     def take(self, key: Hashable, width: int, model: nn.Module) -> tuple[SequenceBuffers, StaticMemory] | None:
-        """The buffers and the static memory of the last rollout, or None, after which they are released.
-
-        `key`: all that is part of a recorded step of `model`, and the number of sequences. `width`: of the prompts.
-        """
+        """The buffers and the static memory of the last rollout, or None, after which they are released. `key`: all
+        that is part of a recorded step of `model`, and the number of sequences. `width`: of the prompts."""
         kept, self._kept = self._kept, None
         if kept is None or kept.key != key or kept.buffers.prompt_width < width:
             return None

@@ -68,10 +68,8 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The query times the power of two nearest to `scale`, which is exact, and the remaining factor of `scale`.
-
-    This keeps products in half precision in range.
-    """
+    """The query times the power of two nearest to `scale`, which is exact, and the remaining factor of `scale`. This
+    keeps products in half precision in range."""
     power = 2.0 ** round(math.log2(scale))
     return query * power, scale / power
 

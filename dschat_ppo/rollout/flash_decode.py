@@ -85,10 +85,8 @@ class FlashDecode:
         self._segments = {}
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
-        """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d).
-
-        The first time, the kernel is compared with `decode_attention` on random rows of the same shape.
-        """
+        """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d). The
+        first time, the kernel is compared with `decode_attention` on random rows of the same shape."""
         width = query.shape[3]
         if softcap or query.dtype not in self._dtypes or width % 8 or width > WIDEST_HEAD or value.shape != key.shape:
             return False

@@ -39,11 +39,8 @@ Pack = Callable[[list[nn.Linear]], Product]  # (rows, in) -> (rows, out of all):
 
 
 class FusedLayer:
-    """The forward function of a decoder `layer` of Llama's form.
-
-    `pack` makes one product of several linear layers with the same input. `settings`: keyword arguments that the layer
-    gives to its attention function.
-    """
+    """The forward function of a decoder `layer` of Llama's form. `pack` makes one product of several linear layers with
+    the same input. `settings`: keyword arguments that the layer gives to its attention function."""
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
         attention, mlp, self._own = layer.self_attn, layer.mlp, layer.forward

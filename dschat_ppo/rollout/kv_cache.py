@@ -34,10 +34,8 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
     def write_prefill(self, layer: int, rows: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens 0 .. L-1 of `rows` (m,) int64.
-
-        `source` (m,) int64 is the row of `keys` and `values` (n, kv_heads, L, head_dim) that each of them gets.
-        """
+        """Write tokens 0 .. L-1 of `rows` (m,) int64. `source` (m,) int64 is the row of `keys` and `values` (n,
+        kv_heads, L, head_dim) that each of them gets."""
         length = keys.shape[2]
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached[rows, :, :length] = new[source]
@@ -47,10 +45,8 @@ class KVCache:
         return torch.arange(len(slots) * heads, device=slots.device) * self.capacity + slots.repeat_interleave(heads)
 
     def write_decode(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one token, `keys` and `values` (n, kv_heads, 1, head_dim), of each of the first n rows.
-
-        `slot_mapping`: (n * kv_heads,) int64, from the method of that name.
-        """
+        """Write one token, `keys` and `values` (n, kv_heads, 1, head_dim), of each of the first n rows. `slot_mapping`:
+        (n * kv_heads,) int64, from the method of that name."""
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.view(-1, cached.shape[3]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 
@@ -64,10 +60,8 @@ class KVCache:
 
 
 def repack(parts: Sequence[tuple[KVCache, int]], capacity: int) -> KVCache:
-    """Move the first n rows of each `(cache, n)`, one after another, into a new cache of another capacity.
-
-    The old caches are emptied layer by layer, so that only one layer is in memory twice.
-    """
+    """Move the first n rows of each `(cache, n)`, one after another, into a new cache of another capacity. The old
+    caches are emptied layer by layer, so that only one layer is in memory twice."""
     packed = KVCache(sum(count for _, count in parts), capacity)
     for name in ("keys", "values"):
         for layer in list(getattr(parts[0][0], name)):
@@ -86,10 +80,8 @@ def repack(parts: Sequence[tuple[KVCache, int]], capacity: int) -> KVCache:
 def copy_shared_prefix(
     cache: KVCache, prefix: KVCache, prefix_rows: Sequence[int], prefix_lengths: Sequence[int]
 ) -> KVCache:
-    """Copy shared prefixes into a new cache: each of the n first rows of `cache` follows its prefix.
-
-    `prefix` has one row per prompt; each row reads `prefix_lengths` tokens of row `prefix_rows`.
-    """
+    """Copy shared prefixes into a new cache: each of the n first rows of `cache` follows its prefix. `prefix` has one
+    row per prompt; each row reads `prefix_lengths` tokens of row `prefix_rows`."""
     whole = KVCache(len(prefix_rows), max(prefix_lengths) + cache.capacity)
     for name in ("keys", "values"):
         for layer, shared in getattr(prefix, name).items():

@@ -42,11 +42,8 @@ class KVPool:
         return self.keys[layer], self.values[layer]
 
     def write_prefill(self, layer: int, targets: Tensor, source: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of prompts to the slots `targets` (T,) int64.
-
-        `source` (T,) int64 is the token that each of them gets; token t of row i of `keys` (n, kv_heads, L, head_dim)
-        has number i * L + t.
-        """
+        """Write tokens of prompts to the slots `targets` (T,) int64. `source` (T,) int64 is the token that each of them
+        gets; token t of row i of `keys` (n, kv_heads, L, head_dim) has number i * L + t."""
         for cached, new in zip(self.layer(layer, keys, values), (keys, values), strict=True):
             cached.index_copy_(1, targets, new.transpose(0, 1).flatten(1, 2)[:, source])
 

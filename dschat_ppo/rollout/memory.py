@@ -34,10 +34,8 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def rows_for_memory(model: PreTrainedModel, length: int) -> int:
-    """How many sequences of `length` tokens fit into the free memory, at least 1.
-
-    On a CPU they get `MEMORY_SHARE` of it; on a GPU all but a reserve, because generation needs little else.
-    """
+    """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get `MEMORY_SHARE` of
+    it; on a GPU all but a reserve, because generation needs little else."""
     device, per_row = next(model.parameters()).device, bytes_per_token(model) * length
     if device.type != "cuda":
         free = available_memory() // local_world_size()

@@ -252,10 +252,8 @@ class PoolScheduler:
             self._free.give_back(self._prefixes.pop(prompt), lengths[prompt])
 
     def preempt(self, rows: int) -> list[int]:
-        """Return all running sequences to the front of the queue and allow only `rows` rows; returns the sequences.
-
-        The pool is empty then, and may grow to as many slots a row as before.
-        """
+        """Return all running sequences to the front of the queue and allow only `rows` rows; returns the sequences. The
+        pool is empty then, and may grow to as many slots a row as before."""
         sequences = self.running.sequences
         self.waiting = np.concatenate([sequences, self.waiting])
         self.most_slots = max(self._least_slots, self.most_slots * rows // self.rows)

@@ -32,10 +32,8 @@ class SamplingParameters:
 
 
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
-    """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its seed and on t.
-
-    The streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t times an odd constant.
-    """
+    """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its seed and on t. The
+    streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t times an odd constant."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
     z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
     return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(seeds.device)
@@ -71,11 +69,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _running_sums(weights: Tensor) -> Tensor:
-    """Cumulative sums of weights (B, n) fp32, as `cumsum` computes them.
-
-    PyTorch has no deterministic cumsum of floats on a GPU, so `--deterministic` adds integers: multiples of 2^-40 of
-    the largest weight of the row.
-    """
+    """Cumulative sums of weights (B, n) fp32, as `cumsum` computes them. PyTorch has no deterministic cumsum of floats
+    on a GPU, so `--deterministic` adds integers: multiples of 2^-40 of the largest weight of the row."""
     if not torch.are_deterministic_algorithms_enabled():
         return weights.cumsum(dim=1)
     unit = weights.amax(dim=1, keepdim=True).double() * 2.0**-40
@@ -83,10 +78,8 @@ def _running_sums(weights: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index (B, 1) of the first entry with a weight above 0 whose cumulative weight is above `target` (B, 1).
-
-    Rounding may put the target at the end or past it, and a parallel sum does not always grow where a weight does.
-    """
+    """Index (B, 1) of the first entry with a weight above 0 whose cumulative weight is above `target` (B, 1). Rounding
+    may put the target at the end or past it, and a parallel sum does not always grow where a weight does."""
     positive = weights > 0
     end = torch.where(positive, cumulative, 0.0).amax(dim=1, keepdim=True)
     below_end = torch.minimum(target, end * (1 - 2.0**-23))
@@ -109,10 +102,8 @@ ASK_DEVICE = NucleusSearch()
 
 
 def _truncated(weights: Tensor, sampling: SamplingParameters, search: NucleusSearch) -> Tensor:
-    """Weights (B, V) with 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`.
-
-    The result depends on the weights alone, and not on the order in which equal ones are sorted.
-    """
+    """Weights (B, V) with 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`. The
+    result depends on the weights alone, and not on the order in which equal ones are sorted."""
     if 0 < sampling.top_k < weights.shape[1]:
         floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
         weights = torch.where(weights >= floor, weights, 0.0)

@@ -64,9 +64,7 @@ def choose_engine(
     graphs: RolloutGraphs | None = None,
 ) -> GenerationConfig:  # fmt: skip
     """Return `config` with the first of `ENGINES`, from its own on, that passes the self-check on `model`. Collective.
-
-    A warning names each that does not. If none agrees with the plain forward pass, the error is a `UserError`.
-    """
+    A warning names each that does not. If none agrees with the plain forward pass, the error is a `UserError`."""
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     name = type(model).__name__
     remaining = list(ENGINES)[list(ENGINES).index(config.engine) :]

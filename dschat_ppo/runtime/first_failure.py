@@ -148,10 +148,8 @@ class FirstFailureRecord:
 
 
 def open_failure_record() -> FirstFailureRecord:
-    """Add this rank to the record of its machine and launch, and remove records of launches that were killed.
-
-    Without other ranks, without /proc, or if the folder cannot be made, each rank reports its own failures.
-    """
+    """Add this rank to the record of its machine and launch, and remove records of launches that were killed. Without
+    other ranks, without /proc, or if the folder cannot be made, each rank reports its own failures."""
     launcher, own = find_process(os.getppid()), find_process(os.getpid())
     if ranks.world_size() == 1 or launcher is None or own is None:
         return FirstFailureRecord(None)

@@ -141,10 +141,8 @@ def leave(code: int) -> NoReturn:
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Add the variables that the launcher did not set, and check the others. Without a launcher, add nothing.
-
-    Slurm's `srun` sets its own, from which those of `deepspeed` and `torchrun` follow. `common/ranks.py` reads them.
-    """
+    """Add the variables that the launcher did not set, and check the others. Without a launcher, add nothing. Slurm's
+    `srun` sets its own, from which those of `deepspeed` and `torchrun` follow. `common/ranks.py` reads them."""
     if "RANK" not in environment and "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         environment.update(_from_slurm(environment))
     if not {"RANK", "WORLD_SIZE"} & set(environment):

@@ -64,10 +64,8 @@ class MachineLink:
         return self._failure
 
     def silent(self, seconds: float) -> list[int]:
-        """Machines that have not answered for this long and have not ended normally.
-
-        If this machine cannot exchange anything, that is the machine of rank 0, which holds the store.
-        """
+        """Machines that have not answered for this long and have not ended normally. If this machine cannot exchange
+        anything, that is the machine of rank 0, which holds the store."""
         now, mine = running_clock(), ranks.machine()
         late = [machine for machine, when in self._answers.items() if now - when >= seconds]
         if mine in late:
@@ -158,10 +156,8 @@ class MachineLink:
 
 
 def _open_line() -> socket.socket:
-    """A connection to the store of rank 0 that carries nothing and closes when rank 0 ends.
-
-    A call of a store whose rank 0 has ended would print a stack trace of C++.
-    """
+    """A connection to the store of rank 0 that carries nothing and closes when rank 0 ends. A call of a store whose
+    rank 0 has ended would print a stack trace of C++."""
     return socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 
 

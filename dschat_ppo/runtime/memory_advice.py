@@ -18,10 +18,8 @@ _OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture.
-
-    torch's `OutOfMemoryError` is known by its name, so that torch is not imported here.
-    """
+    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture. torch's
+    `OutOfMemoryError` is known by its name, so that torch is not imported here."""
     seen: BaseException | None = problem
     while seen is not None:
         if isinstance(seen, MemoryError):

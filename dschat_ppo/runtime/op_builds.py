@@ -41,10 +41,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def guard_builds() -> None:
-    """Let DeepSpeed compile operators in this environment's folder, in one process at a time.
-
-    Every rank calls this before it loads an operator. `TORCH_EXTENSIONS_DIR`, if the user sets it, is the folder.
-    """
+    """Let DeepSpeed compile operators in this environment's folder, in one process at a time. Every rank calls this
+    before it loads an operator. `TORCH_EXTENSIONS_DIR`, if the user sets it, is the folder."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     if not hasattr(OpBuilder.jit_load, "__wrapped__"):
@@ -109,10 +107,8 @@ def load_operator(builder: str) -> None:
 
 @contextmanager
 def explained(name: str, folder: Path) -> Iterator[None]:
-    """Turn what DeepSpeed and torch raise where operator `name` cannot be compiled or loaded into a `UserError`.
-
-    It says what is missing or out of date. Other errors pass, and so do all during a stop, which ends compilers.
-    """
+    """Turn what DeepSpeed and torch raise where operator `name` cannot be compiled or loaded into a `UserError`. It
+    says what is missing or out of date. Other errors pass, and so do all during a stop, which ends compilers."""
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
     try:

@@ -16,9 +16,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def signal_when_parent_ends(number: int) -> None:
     """Let the kernel send this process a signal when the thread that forked it ends, however it ends (Linux alone).
-
-    Forked processes do not inherit this. No signal comes for a thread that has already ended.
-    """
+    Forked processes do not inherit this. No signal comes for a thread that has already ended."""
     if _LIBC is not None:
         _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
 

@@ -22,10 +22,8 @@ _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
 class _RankLog(logging.Handler):
-    """Writes records with time and phase. If it cannot (a full disk), it prints that once.
-
-    Each record is one unbuffered append to the file: nothing is lost when the process is killed.
-    """
+    """Writes records with time and phase. If it cannot (a full disk), it prints that once. Each record is one
+    unbuffered append to the file: nothing is lost when the process is killed."""
 
     def __init__(self, path: Path):
         super().__init__()

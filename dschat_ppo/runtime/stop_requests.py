@@ -68,10 +68,8 @@ def _reset() -> None:
 
 
 def requested() -> bool:
-    """Whether this rank is to stop: a signal came, or the launcher or the `deepspeed` command above it has ended.
-
-    Ranks may disagree for a while: synchronise the answer over all ranks before you act on it.
-    """
+    """Whether this rank is to stop: a signal came, or the launcher or the `deepspeed` command above it has ended. Ranks
+    may disagree for a while: synchronise the answer over all ranks before you act on it."""
     return reason() is not None
 
 

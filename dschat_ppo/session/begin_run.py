@@ -182,10 +182,8 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
 
 
 def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
-    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well.
-
-    None: a flag ends the run early, as in a trial; there is no evaluation, or a flag takes a few of its rows.
-    """
+    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well. None: a
+    flag ends the run early, as in a trial; there is no evaluation, or a flag takes a few of its rows."""
     few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
     if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
         few.append(counted(eval_rows, "evaluation row"))

@@ -65,8 +65,7 @@ class KeptModels:
 
 def clear_partials(output: Path) -> None:
     """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced gets its name back.
-    Once at the start, on rank 0, with the lock held.
-    """
+    Once at the start, on rank 0, with the lock held."""
     for left in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
         if left.suffix == OLD and not left.with_suffix("").exists():
             left.rename(left.with_suffix(""))

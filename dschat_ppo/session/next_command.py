@@ -60,8 +60,7 @@ def step_command(folder: str, words: Sequence[str]) -> str:
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
     """The flags of step 3 after the run of `config`, which trained the reward model in the folder `reward` from the
-    folder `model`, the actor's: over the same data, as long as its rows, with its memory settings.
-    """
+    folder `model`, the actor's: over the same data, as long as its rows, with its memory settings."""
     data, fit = config.data, config.fit
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
         data = replace(data, data_split="0,0,1")

@@ -55,8 +55,7 @@ def refuse_pipes(folder: Path) -> None:
 
 def check_machine_folders(folder: Path, local_checkpoints: bool) -> None:
     """Check that the machines share the output folder, which they must, or with `--local_checkpoints` must not: rank 0
-    writes a file in it, and the other machines look for it. Collective; nothing on one machine.
-    """
+    writes a file in it, and the other machines look for it. Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
     name = dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # a new name: no machine has looked for it before
@@ -99,8 +98,7 @@ def _appears(path: Path, seconds: float) -> bool:
 
 def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
-    `StopRequested` if the same run has finished there; nothing is left to do. Collective.
-    """
+    `StopRequested` if the same run has finished there; nothing is left to do. Collective."""
     problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
     if config.safety.local_checkpoints:
         is_other = dist.local_rank() == 0 and not dist.is_main()

@@ -75,8 +75,7 @@ class RunLock:
     @classmethod
     def refuse_if_held(cls, folder: Path) -> None:
         """Raise the error of `acquire` on rank 0, before the ranks join. A second run of the same command uses the same
-        port too; without this check it would report only the port.
-        """
+        port too; without this check it would report only the port."""
         if dist.is_main() and os.path.exists(folder / FILE_NAME):
             number, problem = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB))
             cls(number).release()

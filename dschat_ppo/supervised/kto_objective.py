@@ -67,8 +67,7 @@ def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricS
 @torch.no_grad()
 def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBatch]:
     """Add the KL estimate over the mismatched rows of all these batches (equally many on every rank), without dropout:
-    the model is in eval mode meanwhile. Collective.
-    """
+    the model is in eval mode meanwhile. Collective."""
     was_training = getattr(model, "training", True)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)  # sum of log-ratios, and rows

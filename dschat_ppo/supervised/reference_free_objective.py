@@ -25,8 +25,7 @@ def reference_free_loss(
     model: Model, batch: AnswerBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
 ) -> Tensor:
     """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step. The NLL term is the
-    mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1.
-    """
+    mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1."""
     real = batch.pair_mask
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
     means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)

@@ -136,8 +136,7 @@ def prepare_rows(
     whole_paths: list[str] | None, all_turns: bool,
 ) -> TokenRows:  # fmt: skip
     """The rows of the step for training and evaluation. `UserError` if a flag needs evaluation rows and there are none.
-    Collective.
-    """
+    Collective."""
     announce("prepare data")
     fit, named = config.fit, config.best.metric_for_best
     separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
@@ -202,8 +201,7 @@ def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
 
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model, write `result.json` and return its
-    content. Without a session, only evaluate.
-    """
+    content. Without a session, only evaluate."""
     output, started = run.output, time.perf_counter()
     if (session := run.session) is None:
         announce("evaluate")
@@ -234,8 +232,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
 
 def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write the answers of the first evaluation rows, with their scores if the model gives any, to `eval/step_N.jsonl`,
-    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective, also its `StorageError`.
-    """
+    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective, also its `StorageError`."""
     if trainer.rows.eval is None:
         return
     rows, score, problem = trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval)))), None, None

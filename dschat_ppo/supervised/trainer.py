@@ -54,8 +54,7 @@ from dschat_ppo.types import Engine
 
 class BestEvaluation:
     """Remembers the best evaluation during training, as (value of `metric`, optimizer steps done); the one before the
-    first step does not count. Of equal values the first is the best; NaN and infinity never are.
-    """
+    first step does not count. Of equal values the first is the best; NaN and infinity never are."""
 
     def __init__(self, metric: BestMetric = LOWEST_LOSS):
         self.metric = metric
@@ -105,8 +104,7 @@ def plan_batches(
     fit: SupervisedFlags, rows: Dataset, packing: PackingPlan | None, max_steps: int, shared: int
 ) -> SupervisedPlan:
     """The batch plan for the ranks of this launch, of which `shared` share their rows; with `packing`, over packed
-    rows.
-    """
+    rows."""
     ranks = dist.world_size()
     if packing is None:
         tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
@@ -154,8 +152,7 @@ class TrainerFlags:
 
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps. `ds_config` is what
-    the model was built with. Without `nonfinite`, NaN and infinity stop the run without a repro bundle.
-    """
+    the model was built with. Without `nonfinite`, NaN and infinity stop the run without a repro bundle."""
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
@@ -200,8 +197,7 @@ class SupervisedTrainer(Generic[Batch]):
         console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
-        `trace` records one step. `StopRequested` and `UnhealthyRun` come from the checkpointer.
-        """
+        `trace` records one step. `StopRequested` and `UnhealthyRun` come from the checkpointer."""
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
@@ -254,8 +250,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def train_step(self, micro_batches: list[list[int]], batches: list[Batch] | None = None) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches, which are row numbers; without their `batches` the rows
-        are collated here. `NonFiniteError` if a loss or gradient is not finite, and the run stops. Collective.
-        """
+        are collated here. `NonFiniteError` if a loss or gradient is not finite, and the run stops. Collective."""
         objective = self.objective
         if batches is None:
             batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
@@ -290,8 +285,7 @@ class SupervisedTrainer(Generic[Batch]):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. At most `--eval_iters`
-        batches per device. The metrics do not depend on the number of ranks. Collective.
-        """
+        batches per device. The metrics do not depend on the number of ranks. Collective."""
         if self.rows.eval is None:
             return {}
         with self.clock.phase("evaluate"):
@@ -336,8 +330,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Save the model to `folder`, or nothing if a weight is not finite (`NonFiniteError`); returns the entries of
-        `result.json` about the training. Collective.
-        """
+        `result.json` about the training. Collective."""
         require_finite_weights("model", self.engine)
         described = self.describe()
         with self.clock.phase("save"):

@@ -49,8 +49,7 @@ def answer_either_way(question: Sum, rng: random.Random) -> str:
 
 def make_questions(rng: random.Random) -> dict[str, list[Sum]]:
     """Questions of each file; those of `sft` repeat. Questions of `heldout` occur in no other file, and neither do
-    their mirror images: if 37+48 is held out, no file contains 48+37.
-    """
+    their mirror images: if 37+48 is held out, no file contains 48+37."""
     pairs = list(product(NUMBERS, NUMBERS))
     rng.shuffle(pairs)
     first_of = {

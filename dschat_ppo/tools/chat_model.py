@@ -36,8 +36,7 @@ ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of
 class CheckedModel:
     """A model folder, or adapter folder, that can be loaded, with its tokenizer, which has the chat template of the
     flags. `name` is as the user gave it, `label` a short name that distinguishes it from the others, `flag` names
-    it.
-    """
+    it."""
 
     name: str
     label: str
@@ -48,8 +47,7 @@ class CheckedModel:
 
 def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[CheckedModel]:
     """Check language models without reading their weights. `names` holds the flag that names each model, and its folder
-    or hub name; `data` gives the chat template.
-    """
+    or hub name; `data` gives the chat template."""
     found = []
     for (flag, name), label in zip(names, short_names([Path(name) for _, name in names]), strict=True):
         folder = model_folder(name, flag)
@@ -63,8 +61,7 @@ def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[Chec
 @dataclass(frozen=True)
 class Token:
     """One token of an answer: the text that it completes, perhaps "". The `note` of the last one says whether a limit
-    cut the answer, and whether the oldest exchanges were not read.
-    """
+    cut the answer, and whether the oldest exchanges were not read."""
 
     text: str
     note: str
@@ -72,8 +69,7 @@ class Token:
 
 class ChatModel:
     """A loaded model that answers conversations, one at a time. `NonFiniteError` if its log-probs are not finite,
-    `UserError` if generation does not support the architecture.
-    """
+    `UserError` if generation does not support the architecture."""
 
     def __init__(self, checked: CheckedModel, dtype: str):
         self.name = checked.label
@@ -128,10 +124,8 @@ class ChatModel:
             turns, dropped = turns[2:], dropped + 1
 
     def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
-        """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator.
-
-        Answers of one seed with different numbers are independent. A `UserError` comes before the first token.
-        """
+        """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator. Answers of one
+        seed with different numbers are independent. A `UserError` comes before the first token."""
         ids, most, dropped = self.fitted(messages, settings.max_tokens)
         seed = int(row_seeds(number, 1, settings.seed))
         stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])

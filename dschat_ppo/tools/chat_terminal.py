@@ -36,8 +36,7 @@ def note(text: str) -> None:
 
 class Terminal:
     """A chat in the terminal. Each model answers every message and has its own conversation. If `interactive`, prompts
-    are written, and answers as they are generated; otherwise answers are written whole.
-    """
+    are written, and answers as they are generated; otherwise answers are written whole."""
 
     def __init__(self, models: Sequence[ChatModel], settings: SamplingSettings, system: str, interactive: bool):
         self.models = models

@@ -38,8 +38,7 @@ _UNNAMED = ""  # stands for a model that the command does not name
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the configuration of the
-    step).
-    """
+    step)."""
     parser = flag_parser(
         [], prog="python -m dschat_ppo.tools.data", description=__doc__,
         epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{flag_help(DataFlags)}",
@@ -92,8 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 def show(words: argparse.Namespace, config: Any) -> None:
     """Prepare the data of a step as training does, and print samples of each data set. If one cannot be used, the
-    others are shown first.
-    """
+    others are shown first."""
     # after the flags are checked: it takes seconds
     from datasets import Dataset
 
@@ -169,8 +167,7 @@ def limits(step: str, config: Any) -> dict[str, Any]:
 
 def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: Any) -> Iterator[str]:
     """Lines of a token row as text. The loss mask is that of the step's batches; the marked tokens of a reward model
-    are the last ones of answers or steps, whose scores the loss reads.
-    """
+    are the last ones of answers or steps, whose scores the loss reads."""
     import torch
 
     from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft

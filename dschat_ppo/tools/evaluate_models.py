@@ -120,8 +120,7 @@ class Evaluated:
 
 def evaluate(wanted: Wanted) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if the log-probs of a
-    model are not finite.
-    """
+    model are not finite."""
     words, rewards = wanted.words, wanted.rewards
     if rewards is not None:
         check_sources(rewards)
@@ -181,8 +180,7 @@ def _checked_reward(wanted: Wanted) -> CheckedModel | None:
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
     """The same prompts as token rows for each model, and the names of their data sets. They are prepared, and the log
     shows them, once for all models whose tokenizers are equal. `UserError` if the models would get different
-    prompts.
-    """
+    prompts."""
     found: list[Dataset] = []
     names: tuple[str, ...] = ()
     made: dict[str, Dataset] = {}  # by tokenizer
@@ -232,8 +230,7 @@ def _answers_of(
     scorer: ScalarModel | None,
 ) -> list[Answers]:  # fmt: skip
     """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on seed and prompt alone,
-    not on batches; step 3 evaluates with the same seeds.
-    """
+    not on batches; step 3 evaluates with the same seeds."""
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
     loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
     model = loaded.to(dist.device()).eval()
@@ -309,8 +306,7 @@ def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: 
 
 def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> dict[str, Share]:
     """Accuracy over all pairs, under the name "all", and of each data set if there are several. `scores` are (pairs,
-    2), of chosen and rejected answers; `sources` is the number of each pair's data set.
-    """
+    2), of chosen and rejected answers; `sources` is the number of each pair's data set."""
     of = torch.tensor(sources)
     groups = {"all": torch.ones_like(of, dtype=torch.bool)}
     if len(names) > 1:

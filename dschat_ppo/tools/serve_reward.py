@@ -49,8 +49,7 @@ class _Job:
 
 class Batcher:
     """Scores the texts of several requests together: requests that wait while the model is busy share its next batch.
-    `score` is called in one thread at a time. Eight times the texts of a batch may wait; a request is never split.
-    """
+    `score` is called in one thread at a time. Eight times the texts of a batch may wait; a request is never split."""
 
     def __init__(self, score: Callable[[Sequence[str]], list[float]], max_rows: int):
         self.score = score

@@ -20,8 +20,7 @@ _LONGEST_TOKEN = 32  # characters; only their mean over a text matters
 
 class TextScorer:
     """A reward model that scores whole texts. `folder` holds a decoder with a one-label head named `score`, which is no
-    process reward model, and its tokenizer. A forward pass has at most `max_batch_tokens`.
-    """
+    process reward model, and its tokenizer. A forward pass has at most `max_batch_tokens`."""
 
     def __init__(self, folder: str, dtype: str, max_batch_tokens: int):
         config = load_config(folder, "--model")
@@ -40,8 +39,7 @@ class TextScorer:
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
         """Score each text at the final token of `encode_finished`. Texts of more tokens than the model reads lose their
-        start. So do texts of more than 32 characters for each of these tokens, before they are encoded.
-        """
+        start. So do texts of more than 32 characters for each of these tokens, before they are encoded."""
         most, rows, too_long = _LONGEST_TOKEN * self.max_length, list[list[int]](), 0
         for text in texts:  # a tokenizer would need gigabytes and minutes for a text of 16 MiB
             row = encode_finished(self.tokenizer, text[-most:])

@@ -19,8 +19,7 @@ PAD, EOS = "<|pad|>", "<|end|>"
 
 def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
     """A Llama with random weights. `tokenizer` defines the vocabulary, PAD and EOS; `shape` are sizes as `LlamaConfig`
-    names them.
-    """
+    names them."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -42,8 +41,7 @@ def write_task(
     model: LlamaForCausalLM,
 ) -> None:
     """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`. The
-    weights are written last: if they exist, the task is complete.
-    """
+    weights are written last: if they exist, the task is complete."""
     make_folder(folder / "data")
     for name, of_file in rows.items():
         lines = "".join(json.dumps(row) + "\n" for row in of_file)
