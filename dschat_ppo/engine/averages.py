@@ -43,10 +43,8 @@ def refresh_whole_copy(weight: Any) -> None:
 
 def copy_overlaps(mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mapping[str, Tensor]]) -> bool:
     """Fill this rank's parts of parameters from those of all ranks of a saved run; returns whether any held a part.
-
     `mine`: name -> (number of its first element, flat part), changed in place. `ranks`: name -> part of each rank, in
-    rank order, read one at a time; {} for a rank that held none.
-    """
+    rank order, read one at a time; {} for a rank that held none."""
     seen = dict.fromkeys(mine, 0)
     found = False
     for state in ranks:
@@ -184,11 +182,9 @@ class ReferenceSync:
 
     @torch.no_grad()
     def update(self) -> float:
-        """Move the reference, between optimizer steps. Collective.
-
-        Returns how far: the norm of the change over all parameters, divided by the norm before it. If a weight of the
-        actor is not finite, it raises `NonFiniteError` and changes nothing.
-        """
+        """Move the reference, between optimizer steps. Collective. Returns how far: the norm of the change over all
+        parameters, divided by the norm before it. `NonFiniteError` if a weight of the actor is not finite; then nothing
+        changes."""
         require_finite_weights("actor", self._actor)
         squares = torch.zeros(2, dtype=torch.float64, device=dist.device())  # of the change, and of the weights before
         for name, weight in self._weights.items():

@@ -32,7 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class HybridEngine:
-    """Makes the model of a DeepSpeed training engine available for inference, in `generating()`.
+    """Makes the model of the actor's training engine available for inference, in `generating()`.
 
     In that context the model is an ordinary `PreTrainedModel` in eval mode: whole weights on every rank, no DeepSpeed
     hooks, no activation checkpointing, no gradients. Generation needs no collective, so ranks may finish at different
@@ -40,7 +40,6 @@ class HybridEngine:
     dropped, not written back, except those of a small model, which stay until the next update), the same mode.
 
     Args:
-        engine: the actor's DeepSpeed engine.
         pinned: gather ZeRO-3 weights once for the whole context. If False, DeepSpeed's hooks gather each layer when it
             runs: less memory, one collective per layer. All ranks must then run the same number of forward passes (see
             `max_over_ranks`).
@@ -260,16 +259,12 @@ def asleep(
     tensors: Iterable[Tensor], awake: Iterable[Tensor] = (), scratch: Iterable[Tensor] = (),
     host: HostMemory | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """Move the memory of `tensors` to the host for the duration of the block; yields the bytes that leave the device.
+    """Move the memory of `tensors`, which the block does not use, to the host; yields the bytes that leave the device.
 
     The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
-    flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards.
-
-    Args:
-        tensors: not used in the block; those in host memory stay as they are.
-        awake: tensors that are used in the block; memory that they share with `tensors` is not moved.
-        scratch: tensors whose contents mean nothing; their memory is freed without a copy.
-        host: where the memory goes, for the same tensors in the same order each time; None: memory for this block.
+    flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards. Memory that
+    tensors share with those `awake` is not moved; that of `scratch` tensors, whose contents mean nothing, is freed
+    without a copy. `host` is for the same tensors in the same order each time; None: memory for this block.
     """
     host = host or HostMemory()
     used = {tensor.untyped_storage().data_ptr() for tensor in awake}

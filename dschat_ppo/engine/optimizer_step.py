@@ -48,17 +48,14 @@ class Gradients(Generic[MicroBatch]):
 def optimizer_step(
     engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
 ) -> StepResult:
-    """Forward and backward over all micro-batches, then one update. Collective.
+    """Forward and backward over all micro-batches, equally many on every rank, then one update. Collective.
 
     If a loss or a gradient is not finite on any rank, every rank skips the update, at every ZeRO stage, and the result
     has a `fault`. An fp16 gradient that overflows although all losses are finite is no fault: the loss scaler lowers
     its scale, and the result has `overflow` set.
 
-    Args:
-        engine: DeepSpeed engine in training mode.
-        micro_batches: this rank's share of the step; the same number on every rank.
-        loss_of: a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks,
-            so that the parts add up. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
+    `loss_of` is a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks, so
+    that the parts add up. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     """
     return apply(accumulate(engine, micro_batches, loss_of))
 

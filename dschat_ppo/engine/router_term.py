@@ -81,18 +81,11 @@ def with_router_term(
     settings: RouterSettings | None, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
     rows_of: Callable[[Batch], Tensor], sums: MetricSums,
 ) -> tuple[Callable[[Batch], Tensor], dict[str, Any]]:  # fmt: skip
-    """`loss_of` for the micro-batches of an optimizer step, with the term if there are settings. Then collective.
+    """`loss_of` for this rank's micro-batches of an optimizer step, with the term if there are settings (then
+    collective), and what `replayed_term` needs, {} without the term.
 
-    Args:
-        settings: of the loss, or None.
-        metric: name of the load-balancing loss among the metrics.
-        batches: this rank's micro-batches.
-        loss_of: (micro-batch, metrics to add to) -> its loss, by one forward pass.
-        rows_of: rows of a micro-batch that count, (B,) bool.
-        sums: receives the metrics of the training passes.
-
-    Returns:
-        The loss of a micro-batch, and what `replayed_term` needs, {} without the term.
+    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool.
+    `sums` receives the metrics of the training passes, the load-balancing loss under the name `metric`.
     """
     if settings is None:
         return lambda batch: loss_of(batch, sums), {}

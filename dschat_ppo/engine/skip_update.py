@@ -17,14 +17,13 @@ from dschat_ppo.types import Engine
 
 @dataclass(frozen=True)
 class Fault:
-    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`.
+    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`, which is this rank's
+    at the start of the step.
 
     Attributes:
         kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over all ranks is not).
         rank: the rank that computed it; for "norm" the rank of the largest gradient.
-        micro_batch: its number on that rank, from 0.
         numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
-        random_state: this rank's `random_state()` at the start of the step.
     """
 
     kind: Literal["loss", "gradient", "norm"]
@@ -42,14 +41,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of an optimizer step; the same on every rank.
-
-    Attributes:
-        grad_norm: global norm before clipping; inf if the update was skipped.
-        applied: whether weights, optimizer state and schedule changed.
-        overflow: fp16 gradients overflowed, and the loss scaler lowered its scale.
-        fault: the NaN or infinity because of which the update was skipped.
-    """
+    """Outcome of an optimizer step; the same on every rank. `grad_norm` is the global norm before clipping, inf if the
+    update was skipped. `overflow`: fp16 gradients overflowed, and the loss scaler lowered its scale."""
 
     grad_norm: float
     applied: bool

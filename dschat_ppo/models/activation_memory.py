@@ -44,10 +44,9 @@ def mlps_of(backbone: nn.Module) -> tuple[list[nn.Module], int]:
 def tile_mlps(backbone: PreTrainedModel) -> None:
     """Run the MLPs of `mlps_of` over pieces of as many tokens as a hidden state has numbers (Bekman et al. 2025).
 
-    Memory for what is between the layers of an MLP is then that of one piece. The backward pass computes each piece
-    again. Numbers are the same up to the rounding of sums over tokens in the weights' gradients. ZeRO-3 may gather the
-    weights for each piece, so the ranks agree on the number of pieces: a forward pass is collective, and a rank with
-    fewer tokens runs empty pieces.
+    Memory for what is between the layers of an MLP is then that of one piece, which the backward pass computes again.
+    Numbers are the same up to the rounding of sums over tokens in the weights' gradients. ZeRO-3 may gather the weights
+    for each piece, so a forward pass is collective: a rank with fewer tokens runs empty pieces.
     """
     size = backbone.config.get_text_config().hidden_size
     for mlp in mlps_of(backbone)[0]:

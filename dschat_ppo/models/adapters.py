@@ -44,16 +44,13 @@ class AdapterSettings:
     """A LoRA adapter and how it is trained.
 
     Attributes:
-        rank: of the two matrices.
         alpha: scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`.
-        dropout: of the adapter's input.
         targets: parts of names of the adapted layers, separated by commas; None: all linear layers of the blocks.
         rslora: rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
         dora: also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353).
         freeze_base: train the adapter and a score head only; else also what has no adapter: embeddings, norms, biases
             and the other layers. The weights under an adapter never train.
         quantise: bits of the frozen weights (QLoRA); None: not quantised.
-        flag: that gives `targets`, for messages.
     """
 
     rank: int
@@ -145,11 +142,9 @@ def add_adapter(
     given last, equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole on every rank;
     `deepspeed.initialize` partitions them.
 
-    The weights under the adapter are frozen. With `settings.freeze_base` only the adapter and a score head train, and
-    adapters that were added before; else all other weights that trained before train too.
-
-    `name`: a model may have several adapters, of which the first is active. `folder`: adapter folder to start from; it
-    keeps its own layers and scale.
+    The weights under the adapter are frozen. With `settings.freeze_base` only the adapter, a score head and earlier
+    adapters train; else all other weights that trained before train too. Of several adapters the first is active. The
+    adapter of a `folder` keeps its own layers and scale.
     """
     config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
@@ -344,15 +339,11 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def merged_weight(layer: Any, name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
-    """The weight of a layer with its adapter merged, in fp32 and in the layout of `weight`.
+    """The weight of a layer with its adapter `name` merged, in fp32 and in the layout of `weight`: LoRA `W + s B A`;
+    DoRA each row of this divided by its norm and multiplied by its magnitude.
 
-    LoRA: `W + s B A`. DoRA: each row of this divided by its norm and multiplied by its magnitude.
-
-    Args:
-        layer: peft's layer, for its scale s and its layout; `name` is the adapter's.
-        weight: of the base layer, (out, in), or (in, out) for GPT-2's `Conv1D`.
-        a, b: (rank, in) and (out, rank).
-        magnitude: (out,) for DoRA; None for LoRA.
+    `weight` (out, in), or (in, out) for GPT-2's `Conv1D`; `a` (rank, in), `b` (out, rank); `magnitude` (out,) for DoRA,
+    None for LoRA. peft's `layer` has the scale s and the layout.
     """
     transposed = bool(layer.fan_in_fan_out)
     whole = weight.float().T if transposed else weight.float()
@@ -370,10 +361,10 @@ def merged(
 
     Inside the context the model consists of the modules of its base, so code that looks for `nn.Linear` finds it. The
     exit restores the layers, and the original weights bit for bit: they are kept, not computed by subtraction. Layers
-    with a quantised base keep their adapter unmerged.
+    with a quantised base keep their adapter unmerged. The model has whole weights and no hooks; its weights and
+    adapters must not change inside the context.
 
     Args:
-        model: with whole weights and without hooks. Its weights and adapters must not change inside the context.
         disposable: weights that are dropped after the context (copies gathered by ZeRO-3), so they are merged in place.
             The device holds the other adapted weights twice.
         originals_on_host: keep the originals in host memory instead. This costs two transfers of the adapted weights.

@@ -83,12 +83,9 @@ def blockwise_attention(
 ) -> Tensor:
     """Causal attention inside each part of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
 
-    Args:
-        query: (b, heads, T, d) bf16 on a CPU.
-        key: (b, key heads, T, d), and `value` likewise, of another d or of the same; key heads divide the heads.
-        parts: of the T columns, the same in each row; together they are all columns.
-        window: how many keys a query sees, its own among them; None: all.
-        scale: of the logits; None: d ** -0.5.
+    `query` (b, heads, T, d) bf16 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of the
+    same; key heads divide the heads. `parts` together are all T columns. `window`: how many keys a query sees, its own
+    among them; None: all. `scale` of the logits; None: d ** -0.5.
     """
     assert sum(parts.lengths) == query.shape[2]
     found: Tensor = _BlockwiseAttention.apply(

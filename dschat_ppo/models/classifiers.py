@@ -45,9 +45,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class with one scalar head, named `score`, over the states of a causal model.
 
     If transformers has such a class it is used, so that plain transformers loads the saved model. Else it is
-    `<Architecture>WithScalarHead`, which only this project loads: the architecture's base class, the language model's
-    backbone under its own name, and a linear head without bias. A setting of `config` may keep transformers from
-    building: almost any exception.
+    `<Architecture>WithScalarHead`, which only this project loads: the base class and backbone of the language model,
+    and a linear head without bias. A setting of `config` may keep transformers from building: almost any exception.
     """
     known = _transformers_classifier(config)
     if known is not None and _has_score(known, config):

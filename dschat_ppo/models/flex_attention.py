@@ -40,10 +40,9 @@ class BlockMasks:
 def visible_keys(start: Tensor, seen: Tensor, end: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """`(first, seen, end)`, (N,) int64: each query sees the keys from `first` to itself, and those in `[seen, end)`.
 
-    Args:
-        start: (N,) int64, where the segment of each token begins.
-        seen, end: (N,) int64, where the beginning that its segment shares begins and ends.
-        window: how many keys it sees at most, its own among them, counted in its own row.
+    `start` (N,) int64 is where the segment of each token begins; `seen` and `end` (N,) int64, where the beginning that
+    its segment shares begins and ends. `window`: how many keys it sees at most, counted in its own row, its own among
+    them.
     """
     token = torch.arange(len(start), device=start.device)
     if window is None:

@@ -35,23 +35,13 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set the `layout` of the model inside: what gives the numbers of its own whole, padded forward pass.
+    """Set the `layout` of the model inside: what gives the numbers of its own whole, padded forward pass. Collective:
+    every rank calls it, and all make the same choice. Returns why rows are not packed; None if they are.
 
     On a GPU rows are packed where the attention computes all of them in one call: FlashAttention, in half precision, or
-    flex attention. Segment by segment, each layer would launch kernels for each row.
-
-    Collective: every rank calls it, and all make the same choice.
-
-    Args:
-        engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`, or the model itself.
-        pack_on_gpu: pack rows on a GPU segment by segment too.
-
-    Returns:
-        Why rows are not packed; None if they are.
-
-    Raises:
-        UserError: ranks share rows, and the model cannot run with a part of the columns on each of them; or the
-            attention of `--attn_implementation` gets no mask, and the model needs one.
+    flex attention. Segment by segment, each layer would launch kernels for each row; `pack_on_gpu` allows that too.
+    `UserError` if ranks share rows and the model cannot run with a part of the columns on each of them, or if it needs
+    a mask that the attention of `--attn_implementation` does not get.
     """
     module: Any = unwrap(engine)
     was_training = module.training

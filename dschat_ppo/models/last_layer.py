@@ -60,10 +60,8 @@ def read_tokens_only(
     backbone: nn.Module, enabled: bool, columns: Tensor, rows: Tensor | int = 0
 ) -> AbstractContextManager[None]:
     """Make forward passes of `backbone` run the last MLP for some tokens only, if `enabled` by `select_kernels`.
-
-    `columns` (n,) int64 are the tokens' in the backbone's input, and `rows` likewise, or one for all. No token twice,
-    because its gradient would count twice.
-    """
+    `columns` (n,) int64 are theirs in the backbone's input, `rows` likewise, or one for all. A token twice would get
+    its gradient twice."""
     mlp = last_mlp(backbone) if enabled else None
     return nullcontext() if mlp is None else _Read(mlp, columns, rows).entered()
 

@@ -78,11 +78,8 @@ def check_vocabulary(
 ) -> None:  # fmt: skip
     """Check that the model at `folder`, named by `flag`, has an embedding for every id of `tokenizer`.
 
-    Args:
-        tokenizer: of the ids that the model will read.
-        config, flag, folder: of the model.
-        other: the tokenizer is another model's (the actor's); the model's own tokenizer must then be equal to it.
-        resize: missing embeddings will be added (`--resize_vocabulary`).
+    If the tokenizer is that of an `other` model (the actor's), the model's own must be equal to it. `resize`: missing
+    embeddings will be added (`--resize_vocabulary`).
     """
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
@@ -114,11 +111,8 @@ def require_length(folder: str, longest: int, flags: str) -> None:
 
 
 def report_length(folders: Iterable[str], longest: int, flags: str, is_default: bool) -> None:
-    """Log one line if rows of `longest` tokens go beyond the rotary positions that a model was trained on.
-
-    It names the one of `folders` that knows the fewest positions, and the `flags`. A default length is a note, else it
-    is a warning.
-    """
+    """Log one line, which names the one of `folders` that knows the fewest positions, if rows of `longest` tokens go
+    beyond the rotary positions that a model was trained on: a note for a default length, else a warning."""
     found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
     known, folder = min(found, default=(longest, ""))
     if longest <= known:
@@ -193,9 +187,7 @@ def load_causal_lm(
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
     Args:
-        folder: model folder.
         dtype: "bf16", "fp16" or "fp32".
-        ds_config: the DeepSpeed config of the model's engine, or None.
         dropout: overrides every dropout of the config; no layer is then skipped in training.
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
         adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it an adapter folder
@@ -392,10 +384,8 @@ def check_weights(
     """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing.
 
     A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
-    kept for files that have not changed. With `settings_only`, a folder without weights is not compared.
-
-    `kind` is the class of the model, or an auto class; `key_mapping` has patterns that rename weights of the
-    checkpoint.
+    kept for files that have not changed. With `settings_only`, a folder without weights is not compared. `kind` is the
+    class of the model, or an auto class; `key_mapping` has patterns that rename weights of the checkpoint.
     """
     if wants_settings_only() and not weight_files(folder):
         _note_lack_of_weights(folder)

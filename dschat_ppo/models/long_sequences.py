@@ -29,11 +29,8 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool, dropout: float | None = 0.0) -> None:
-    """Check that the model at `folder`, which `flag` names, suits the flags of memory, without reading its weights.
-
-    The model passed `check_causal_lm` or `check_sequence_classifier`. `scalar`: it is used with a scalar head.
-    `dropout`: with which it trains; None: that of its config.
-    """
+    """Check that the model at `folder`, which passed `check_causal_lm` or (`scalar`) `check_sequence_classifier`, suits
+    the flags of memory, without reading its weights. `dropout` None: that of its config."""
     choice = flags.attn_implementation
     if flags.sequence_parallel_size == 1 and not flags.tiled_mlp and choice == "auto":
         return

@@ -146,15 +146,12 @@ def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 def is_old_buffer(name: str, shape: Sequence[int]) -> bool:
-    """Whether an unexpected entry is a buffer that files of 2019 to 2023 store and today's models compute.
-
-    The name and the shape identify them:
+    """Whether an unexpected entry is a buffer that files of 2019 to 2023 store and today's models compute. The name and
+    the shape identify it; a weight with such a name has another shape.
 
     - `attn.bias`, `attn.attention.bias`, `attention.bias`, `causal_mask`: the causal mask, (1, 1, n, n)
     - `masked_bias`: the value of masked scores, one number
     - `rotary_emb.inv_freq`: frequencies of the rotary positions, one dimension
-
-    A weight with such a name has another shape.
     """
     *ones, rows, columns = shape if len(shape) == 4 else (0, 0, 0)
     if re.search(r"(^|\.)(attn|attention)\.(bias|causal_mask)$", name):

@@ -47,15 +47,9 @@ OF_TRANSFORMERS = ("sdpa", "eager")  # choices for padded rows that transformers
 
 @dataclass(frozen=True)
 class _Running:
-    """A running forward pass with another attention than the model's own.
-
-    Attributes:
-        config: of its model.
-        segments: of its only row; None: rows are not packed.
-        divided: whether ranks share the rows, and each has a part of the columns.
-        choice: the value of `--attn_implementation`.
-        name: of the attention in transformers.
-    """
+    """A running forward pass with another attention than the model's own, for the `segments` of its only row (None:
+    rows are not packed). `divided`: ranks share the rows, and each has a part of the columns. `name`: in
+    transformers."""
 
     config: PretrainedConfig
     segments: Segments | None
@@ -71,12 +65,8 @@ class _Running:
 
 @dataclass
 class Recorded:
-    """What the attention of this module was called for.
-
-    Attributes:
-        windows: the sliding window that each layer passes.
-        in_one_call: whether every layer computed all segments in one call.
-    """
+    """What the attention of this module was called for: the sliding window that each layer passes, and whether every
+    layer computed all segments in one call."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     in_one_call: bool = True
@@ -102,13 +92,10 @@ def segments(
     config: PretrainedConfig, lengths: list[int] | None, divided: bool = False,
     seen: list[tuple[int, int]] | None = None, choice: str = "auto",
 ) -> AbstractContextManager[None]:  # fmt: skip
-    """Make models of `config` treat a single row as segments of these lengths.
+    """Make models of `config` treat a single row as segments of these lengths (None: rows are not packed).
 
-    Args:
-        lengths: of the segments; None: rows are not packed.
-        divided: the model gets this rank's columns of rows that ranks share; lengths are those of whole rows.
-        seen: for each segment, the columns (start, end) of the row that it attends to before its own.
-        choice: the value of `--attn_implementation`.
+    If `divided`, the model gets this rank's columns of rows that ranks share; lengths are those of whole rows. `seen`:
+    for each segment, the columns (start, end) of the row that it attends to before its own.
     """
     return _entered(_Running(config, None if lengths is None else Segments(lengths, seen), divided, choice))
 

@@ -32,12 +32,8 @@ class PolicyModel(nn.Module):
     """A causal language model whose outputs are log-probs of tokens instead of logits.
 
     Fused, it runs the backbone, selects the hidden states that predict wanted tokens, and goes through the vocabulary
-    in blocks. Otherwise it computes the logits from the first wanted position on; that supports heads that are more
-    than a matrix product with a known scale and soft cap.
-
-    Args:
-        lm: causal language model.
-        layout: how it runs rows; not fused if its head is more than a linear layer.
+    in blocks. Otherwise, for heads that are more than a matrix product with a known scale and soft cap, it computes the
+    logits from the first wanted position on.
     """
 
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
@@ -74,19 +70,14 @@ class PolicyModel(nn.Module):
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
         distributions: bool = False, forbidden: Forbidden | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Log-probs of the wanted tokens, and entropies of the distributions that they are drawn from.
+        """Log-probs of the N wanted tokens, and entropies of the distributions that they are drawn from, (N) fp32, row
+        after row; with `distributions` (not fused) then log-probs of every token (N, V) fp32.
 
         Args:
             input_ids: (B, T) int64, right-padded.
             wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is ignored.
-            temperature: of sampling.
             entropy_grad: keep the gradient of the entropies.
-            distributions: also return the whole distributions; not fused.
             forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids of these.
-
-        Returns:
-            Two tensors (N) fp32: the N wanted tokens, row after row. Then, if requested, log-probs of every token
-            (N, V) fp32.
         """
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:

@@ -97,14 +97,10 @@ def save_model(
     complete ones.
 
     Args:
-        engine: DeepSpeed engine around a `PolicyModel` or a `ScalarModel`.
-        tokenizer: saved with the weights.
-        folder: created if needed.
         described: numbers and texts to store in the model's config under these names; None removes an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
-        merge: write a model with an adapter merged, in its whole, instead of an adapter folder. Nothing is merged into
-            quantised weights: of a model with those, an adapter folder is written in any case.
+        merge: merge an adapter instead of writing its folder; never done with quantised weights.
         adapter: the name of the adapter to save or to merge.
     """
     model = pretrained(engine.module)

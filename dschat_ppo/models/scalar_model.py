@@ -18,14 +18,8 @@ from dschat_ppo.models.shared_prompts import lay_out
 
 
 class ScalarModel(nn.Module):
-    """A one-label sequence classifier whose head is applied at every position.
-
-    The score of a reward model is the value at the last real token; a critic uses all values.
-
-    Args:
-        classifier: with a head named `score`.
-        layout: how it runs rows.
-    """
+    """A one-label sequence classifier whose head, named `score`, is applied at every position. The score of a reward
+    model is the value at the last real token; a critic uses all values."""
 
     def __init__(self, classifier: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()

@@ -222,13 +222,9 @@ def segment_by_segment(
 ) -> Tensor:  # fmt: skip
     """One segment after another by PyTorch's scaled dot product attention: (b, heads, T, d) -> (b, T, heads, d).
 
-    Args:
-        module: the attention layer.
-        query: rotated; likewise `key` and `value`, which may have fewer heads.
-        segments: of the only row; None: each of the b rows is a segment.
-        window: how many keys a query sees, its own among them; None: all.
-        options: of transformers' attention functions.
-        eager: compute products and softmax as operations of their own.
+    `query`, `key` and `value` are rotated; the latter two may have fewer heads. `segments` of the only row; None: each
+    of the b rows is a segment. `window`: how many keys a query sees, its own among them; None: all. `options` are those
+    of transformers' attention functions. `eager`: compute products and softmax as operations of their own.
     """
     parts: list[Any] = [(query, key, value)]
     if segments is not None:

@@ -45,10 +45,9 @@ class PackedRows:
 class VarlenSegments:
     """Segments of a packed row for variable-length attention.
 
-    Attributes:
-        queries, keys: (segments + 1,) int32, where the queries and the keys of each segment begin, and the last end.
-        most_queries, most_keys: of a segment.
-        columns: (keys,) int64, columns of the packed row that are the keys; None: all columns in order.
+    `queries` and `keys`, (segments + 1,) int32, are where those of each segment begin, and the last end; no segment has
+    more than `most_queries` and `most_keys`. `columns` (keys,) int64 of the packed row are the keys; None: all in
+    order.
     """
 
     queries: Tensor

@@ -140,12 +140,9 @@ class RolloutAttention:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no mask.
-
-    `query` (n, heads, L, d), `key` and `value` (n, kv_heads, L, d) -> (n, heads, L, d). `window`: a token sees itself
-    and the `window - 1` tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)`
-    (Gemma 2).
-    """
+    """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no mask: `query` (n,
+    heads, L, d), `key` and `value` (n, kv_heads, L, d) -> (n, heads, L, d). A token sees itself and the `window - 1`
+    tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
     length = query.shape[2]
     if not softcap and can_run(query, key, value) and not query.requires_grad:
         return operations.causal_attention(query, key, value, torch.tensor([[0, length, 0, 0]]), window, scale)[0]

@@ -36,13 +36,10 @@ def never() -> bool:
 
 
 class ContinuousBatching:
-    """Generates all sequences of `buffers`.
+    """Generates all sequences of `buffers`. The model is in eval mode and has whole weights, or ZeRO-3 hooks that
+    gather each layer.
 
     Args:
-        model: whole weights (or ZeRO-3 hooks that gather each layer), in eval mode.
-        buffers: filled by `run`.
-        scheduler: decides which sequences are running.
-        sampling: how tokens are drawn.
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
             collective: every rank then makes as many passes as the busiest one.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.

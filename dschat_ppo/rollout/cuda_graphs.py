@@ -180,9 +180,6 @@ class GraphedDecoder:
     Args:
         step: generates one token for every entry of its inputs.
         rewind: forgets the tokens that the running sequences got in this poll.
-        memory: with entries for all rows.
-        spare: the spare row of `SequenceBuffers`.
-        poll: tokens of one `run`.
         longest: most tokens of a row, of prompt and answer.
         logits_bytes: bytes that a step needs for the logits of a row.
         reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows

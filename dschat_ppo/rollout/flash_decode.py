@@ -33,7 +33,8 @@ def varlen_kernel(
     query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, starts: Tensor, used: Tensor, longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of N queries, each over its own segment of the keys.
+    """Attention of N queries (N, heads, d), each over its own segment of the keys (S, 1, d) -> (N, heads, d), and the
+    logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
 
     The heads of a query become rows of one product, and a few queries divide their keys among more processors.
     `torch.nn.attention.varlen` wraps the same operator, but adds a kernel to each call. Its pages (`block_table`) need
@@ -41,16 +42,9 @@ def varlen_kernel(
     begins, so segments may be anywhere and may overlap.
 
     Args:
-        query: (N, heads, d).
-        keys, values: (S, 1, d).
         numbers: (N + 1,) int32, 0, 1, ... N.
         starts: (N + 1,) int32, where each segment begins in `keys`; the last number has no meaning.
-        used: (N,) int32, how many keys each query attends to, at least 1.
-        longest: at least the largest of `used`.
-        scale: factor of the scores.
-
-    Returns:
-        (N, heads, d), and the logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
+        used: (N,) int32, how many keys each query attends to, at least 1; `longest` is not below the largest.
     """
     output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, numbers, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used

@@ -65,15 +65,13 @@ class PoolScheduler:
     with the longest answer is never chosen unless it is alone, and alone it fits, so all sequences finish.
 
     Args:
-        prompt_lengths: (A,) int64, prompt length of each sequence.
-        prompts: (A,) int64, prompt number of each sequence; sequences of one prompt are consecutive.
-        limits: (A,) int64, most response tokens of each sequence.
+        prompt_lengths, prompts, limits: (A,) int64, prompt length, prompt number and most response tokens of each
+            sequence; sequences of one prompt are consecutive.
         rows: the largest number of running sequences.
         pool: its contents are lost. If it has the capacity that another rollout needed, it grows only once that is used
             up.
         most_slots: the largest capacity of the pool; raised to what a single sequence needs.
         poll: tokens of a decode step.
-        samples: sequences per prompt.
         share_from: prompts of at least this length are in the pool once, for all their sequences; 0: never.
     """
 

@@ -142,11 +142,9 @@ def sample(
 
     Args:
         logits: (B, V), any floating dtype.
-        sampling: temperature, truncation and penalty.
         uniforms: (B,) fp32 in [0, 1), the only source of randomness.
         seen: (B, V) bool, True for tokens already in the row; needed for a repetition penalty.
         forbidden: (B, V) bool, True for tokens that must not be drawn.
-        search: how the nucleus of `top_p` is found.
 
     Returns:
         (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)` without the

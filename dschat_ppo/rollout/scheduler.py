@@ -19,11 +19,8 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 
 @dataclass(frozen=True)
 class Prefill:
-    """One forward pass over prompts, the first `tokens` tokens of each.
-
-    Row i of the pass is the prompt of `sequences[i]`. `write_prefill` of `cache` writes what `source` numbers to
-    `rows`: rows of a `KVCache`, slots of a `KVPool`.
-    """
+    """One forward pass over prompts, the first `tokens` tokens of each; its row i is that of `sequences[i]`.
+    `write_prefill` of `cache` writes what `source` numbers to `rows`: rows of a `KVCache`, slots of a `KVPool`."""
 
     cache: KVCache | KVPool
     sequences: np.ndarray

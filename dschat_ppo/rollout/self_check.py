@@ -40,7 +40,7 @@ class CheckResult:
 
     `logprob_difference` is the largest difference between the engine's log-probs of its greedy tokens and those of a
     plain forward pass; `greedy_shortfall` the largest amount by which the log-prob of a greedy token is below the
-    likeliest token's. `unsupported` is the reason why the engine does not support the model, or "".
+    likeliest token's. `unsupported` says why the engine does not support the model, or is "".
     """
 
     logprob_difference: float

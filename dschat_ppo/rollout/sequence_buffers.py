@@ -14,7 +14,7 @@ UNFINISHED = -1
 
 
 class SequenceBuffers:
-    """Buffers of A sequences (B prompts x G samples), and one spare row for idle rows of a forward pass.
+    """Buffers of A sequences (B prompts x `samples`), and one spare row for idle rows of a forward pass.
 
     `token_ids` (A+1, `width`) int64 holds prompt and response from column 0. `prompt_lengths`, `limits` (most response
     tokens) and `response_lengths` (0 until the sequence is finished) are (A+1,) int64. `finish_reasons` (A+1,) int8 is
@@ -22,11 +22,7 @@ class SequenceBuffers:
     bool, True for tokens in the sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool.
 
     Args:
-        prompts: B left-padded prompts.
         seeds: (A,) int64, one per sequence.
-        samples: sequences per prompt, G.
-        sampling, stopping: as in `GenerationConfig`.
-        vocabulary: V.
         slack: response columns beyond `max_new_tokens`, for tokens generated after the end and before the next check.
         limits: (A,) int64, most response tokens of each sequence; None: `max_new_tokens`.
         prompt_width: columns for prompts; None: as many as these need.
@@ -91,11 +87,9 @@ class SequenceBuffers:
         return (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
 
     def append(self, sequences: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Append one token to each of n sequences; (n,) bool, True where that finishes the sequence.
-
-        `sequences` (n,) int64 are rows of the buffers, `counts` (n,) int64 the response tokens of each so far; `tokens`
-        (n,) int64, `logprobs` (n,) fp32.
-        """
+        """Append one token, `tokens` (n,) int64 with `logprobs` (n,) fp32, to each of n sequences; (n,) bool, True
+        where that finishes the sequence. `sequences` (n,) int64 are rows of the buffers, `counts` (n,) int64 their
+        response tokens so far."""
         columns = self.prompt_lengths[sequences] + counts
         self.token_ids.view(-1).index_copy_(0, sequences * self.width + columns, tokens)
         self.logprobs.view(-1).index_copy_(0, sequences * self.response_width + counts, logprobs)
