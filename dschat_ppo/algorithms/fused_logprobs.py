@@ -64,8 +64,7 @@ def fused_token_scores(
 
     Returns:
         (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
-            bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient except the one of this token's
-            log-prob.
+            bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient but that of this token's log-prob.
     """
     block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     columns = max(SMALLEST_BLOCK, block_bytes // (4 * max(1, hidden.shape[0])))

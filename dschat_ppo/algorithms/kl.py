@@ -77,14 +77,11 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bool) -> Tensor:
     """The KL divergence from the reference as a loss, per token: (B, R) fp32 with gradient.
 
-    Args:
-        logprobs: (B, R) fp32 of the policy in training. Values outside the mask must be finite: this function has no
-            mask, and a later product of 0 with the gradient of NaN is NaN.
-        ref_logprobs: (B, R) fp32 of the reference, finite everywhere too.
-        estimator: key of `KL_ESTIMATORS`, which gives the value.
-        straight: use the gradient of k2, which on samples of the policy is that of KL(policy || reference). False: the
-            estimator's own, which is 0 in expectation for k1 and that of another divergence for k3 and abs (for abs
-            that of `smooth_abs`: at the start of a run the policy equals the reference up to rounding).
+    Log-probs (B, R) fp32 of both policies must be finite outside the mask too: this function has no mask, and a later
+    product of 0 with the gradient of NaN is NaN. `estimator` gives the value. `straight`: the gradient is that of k2,
+    which on samples of the policy is that of KL(policy || reference). Otherwise it is the estimator's own, which is 0
+    in expectation for k1 and that of another divergence for k3 and abs (for abs that of `smooth_abs`: at the start of a
+    run the policy equals the reference up to rounding).
     """
     value = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
     if estimator == "abs" and not straight:

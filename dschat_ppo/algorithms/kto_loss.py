@@ -19,16 +19,11 @@ def kto_losses(
     log_ratios: Tensor, desirable: Tensor, baseline: Tensor, beta: float, desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:  # fmt: skip
-    """`w_D (1 - sigmoid(beta (r - z0)))` of desirable, `w_U (1 - sigmoid(beta (z0 - r)))` of undesirable answers, (B,).
+    """`w_D (1 - sigmoid(beta (r - z0)))` of desirable, `w_U (1 - sigmoid(beta (z0 - r)))` of undesirable answers, (B,):
+    this is `lambda_y - v(x, y)` of Ethayarajh et al. 2024 (eq. 8).
 
-    This is `lambda_y - v(x, y)` of Ethayarajh et al. 2024 (eq. 8).
-
-    Args:
-        log_ratios: (B,), r: `log pi(answer) - log pi_ref(answer)`, summed over each answer's tokens.
-        desirable: (B,) bool.
-        baseline: (B,) or scalar, z0.
-        beta: above 0; a smaller one lets the policy move further from the reference.
-        desirable_weight, undesirable_weight: w_D and w_U.
+    `log_ratios` (B,), r: `log pi(answer) - log pi_ref(answer)`, summed over each answer's tokens. `desirable` (B,)
+    bool. `baseline` (B,) or scalar, z0. A smaller `beta`, above 0, lets the policy move further from the reference.
     """
     gain = torch.where(desirable, log_ratios - baseline, baseline - log_ratios)
     weights = torch.full_like(gain, undesirable_weight).masked_fill(desirable, desirable_weight)

@@ -109,19 +109,11 @@ def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
 
 
 class CheckpointManager:
-    """A `Checkpointer` that saves checkpoints while training continues.
+    """A `Checkpointer` that saves checkpoints while training continues. `saved` is the position of the checkpoint in
+    this folder from which the run resumes, or None; `how_to_resume` is for the message of a stop.
 
     The files of a checkpoint are written in the background. At a later call of `save_if_due`, when every rank has
     written its files, the checkpoint is committed: it gets its name, and `latest` names it.
-
-    Args:
-        output: `--output_dir`.
-        trainer: its state is saved.
-        flags: when to save.
-        identity: of the run, for the manifest.
-        metrics: writer of `metrics.jsonl`, whose length is part of the state.
-        saved: position of the checkpoint in this folder from which the run resumes, or None.
-        how_to_resume: for the message of a stop.
     """
 
     def __init__(

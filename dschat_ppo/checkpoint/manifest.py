@@ -60,13 +60,11 @@ class Manifest:
         step: optimizer steps done (PPO steps in step 3).
         update: updates done of the PPO step after it.
         config: `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs.
-        versions: package -> version.
         data: fingerprint of the training rows.
         files: path inside the folder -> size and checksum.
         best: whether the evaluation at this checkpoint is the best so far.
         metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
         saved_at: ISO 8601.
-        format: version of the format.
         ranks: the ranks whose files the folder holds (`--local_checkpoints`); None: all of them.
     """
 

@@ -67,15 +67,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Shard:
-    """The saved states of one rank.
-
-    Attributes:
-        fragments: which elements the flat tensors hold.
-        flats: for each flat tensor "fp32" (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32
-            tensors in the same order.
-        steps: AdamW's step count.
-        loss_scale: DeepSpeed's state of the loss scale; {} at stage 0.
-    """
+    """The saved states of one rank. `fragments` says which elements the flat tensors hold; each of these has "fp32"
+    (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32 tensors in the same order. `steps` is
+    AdamW's step count, `loss_scale` DeepSpeed's state of the loss scale, {} at stage 0."""
 
     fragments: list[Fragment]
     flats: list[dict[str, Tensor]]

@@ -1,7 +1,7 @@
 """Write and replace files and folders so that after a crash or a power loss each is complete or absent.
 
-A disk may be slow. Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel
-flushes its buffers, which is a single call for any amount of data. Nothing here waits for another rank.
+Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel flushes its buffers: a
+single call, for any amount of data on a slow disk. Nothing here waits for another rank.
 """
 
 from __future__ import annotations

@@ -43,11 +43,9 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of this process's cgroups and of those that contain them; a limit holds for all inside.
-
-    A container may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path outside, so
-    each folder of the path that exists counts, and the root.
-    """
+    """The folders of this process's cgroups and of those that contain them; a limit holds for all inside. A container
+    may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path outside, so each folder
+    of the path that exists counts, and the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:

@@ -36,10 +36,8 @@ class _WarningsMarked(logging.Formatter):
 
 def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that. It may quote data, so
-    characters that a terminal obeys are escaped.
-
-    If nobody reads any more (the terminal is closed), nothing is printed from then on, and the run continues.
-    """
+    characters that a terminal obeys are escaped. If nobody reads any more (the terminal is closed), nothing is printed
+    from then on, and the run continues."""
     stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, without_credentials(escaped(line))
     try:
         if sys.stderr.isatty():

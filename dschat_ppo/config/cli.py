@@ -51,10 +51,8 @@ def _groups(step: Step) -> list[tuple[str, Any]]:
 
 def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
     """The settings of a YAML file, and a note about flags that left in a file that a run of an earlier version saved.
-
     Such a file holds all flags of a step, whatever their values; in a file that a person wrote, flags that left stay,
-    to be refused.
-    """
+    to be refused."""
     _check_path("config", path)
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):

@@ -91,11 +91,9 @@ def require_fraction(flags: object, names: str) -> None:
 
 
 def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str) -> None:
-    """Require these two flags and `--max_grad_norm` to bound the update of AdamW.
-
-    With the betas that `RunFlags` allows, an update moves each weight by at most the learning rate times a small
-    number, and weight decay multiplies it by `1 - learning_rate * weight_decay`.
-    """
+    """Require these two flags and `--max_grad_norm` to bound the update of AdamW. With the betas that `RunFlags`
+    allows, an update moves each weight by at most the learning rate times a small number, and weight decay multiplies
+    it by `1 - learning_rate * weight_decay`."""
     (_, rate), (_, decay) = _named(flags, f"{learning_rate} {weight_decay}")
     assert rate is not None and decay is not None
     require(

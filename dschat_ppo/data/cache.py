@@ -119,11 +119,9 @@ def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
 
 
 def _intact_files(folder: Path) -> list[str] | None:
-    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged.
-
-    The first rank of a node reads the files whole and compares their SHA-256. It comes first, so for the other ranks of
-    the node their sizes are enough.
-    """
+    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged. The first
+    rank of a node reads the files whole and compares their SHA-256. It comes first, so for the other ranks of the node
+    their sizes are enough."""
     try:
         content = json.loads((folder / _FILES).read_bytes())
         sizes_differ = any((folder / name).stat().st_size != entry["bytes"] for name, entry in content.items())

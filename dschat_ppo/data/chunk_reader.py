@@ -124,10 +124,8 @@ def wait_until_ready(home: Path, chunk: int, may_stop: bool) -> None:
 
 def _serve(home: Path, parent: int, maker_of: Callable[[Callable[[], None]], ChunkMaker]) -> None:
     """Body of the process: make the chunks that ranks want, lowest first, and delete those that none may need.
-
     DeepSpeed's launcher sends SIGTERM to all its descendants. The ranks still need the rows of their last step then, so
-    the process ignores it; it ends with the process that started it.
-    """
+    the process ignores it; it ends with the process that started it."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL)

@@ -306,11 +306,9 @@ def _known_content(unused: list[str], chosen: Candidate, rows: list[Row], by_fla
 
 
 def _require_no_content(where: str, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
-    """Refuse a row of which a column holds content that the reading leaves out: no other form would tell.
-
-    What a column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
-    holds all that is read (the same as one text).
-    """
+    """Refuse a row of which a column holds content that the reading leaves out: no other form would tell. What a column
+    holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it holds all that
+    is read (the same as one text)."""
     held = [column for column in reading.unused if has_value(row, column) and _has_content(column, row[column])]
     drafts = _all_drafts(reading, uses, row) if held else []
     by_use = [list(_lines([[draft.prompt, *draft.answers] for draft in found])) for found in drafts]

@@ -44,10 +44,8 @@ def is_messages(value: Any) -> bool:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Token ids of a prompt. A BOS comes from the tokenizer (text) or the chat template (messages), never from both.
-
     `UserError`, without the name of the row, if there is no template, or if it or the tokenizer rejects the prompt or
-    leaves a part of it out.
-    """
+    leaves a part of it out."""
     if isinstance(prompt, str):
         ids = ids_of(tokenizer, prompt, add_special_tokens=not starts_with_bos(tokenizer, prompt))
         return without_eos(tokenizer, ids)

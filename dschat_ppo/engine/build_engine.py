@@ -69,11 +69,9 @@ def _leave_gradients(engine: Engine) -> None:
 
 @cache
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler.
-
-    `torch.compile` decorates functions there, which imports the compiler: a second for each rank, and modules that each
-    garbage collection searches. No run calls these functions (`DERIVED`). DeepSpeed without the module needs no import.
-    """
+    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler. `torch.compile` decorates
+    functions there, which imports the compiler: a second for each rank, and modules that each garbage collection
+    searches. No run calls these functions (`DERIVED`). DeepSpeed without the module needs no import."""
     before = os.environ.get(_NO_COMPILER)
     os.environ[_NO_COMPILER] = "1"
     try:

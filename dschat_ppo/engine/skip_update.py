@@ -160,11 +160,9 @@ def clear_offloaded_gradients(engine: Engine) -> None:
 
 @contextmanager
 def _infinite_norm(optimizer: Any) -> Iterator[None]:
-    """Make DeepSpeed's step see an infinite gradient norm.
-
-    Its optimizers compute the norm in `scaled_global_norm` (stages 1 and 2), `_get_norm_groups` (stage 3), or
-    `get_grads_for_norm` (the bf16 optimizer, used at stage 1 without offload).
-    """
+    """Make DeepSpeed's step see an infinite gradient norm. Its optimizers compute the norm in `scaled_global_norm`
+    (stages 1 and 2), `_get_norm_groups` (stage 3), or `get_grads_for_norm` (the bf16 optimizer, used at stage 1 without
+    offload)."""
     infinite = torch.tensor(torch.inf)
     answers = {
         "scaled_global_norm": infinite,

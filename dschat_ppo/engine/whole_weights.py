@@ -37,10 +37,8 @@ def fits_whole(size: int, ranks: int, memory: int) -> bool:
 
 def may_be_whole(model: nn.Module, config: Config) -> bool:
     """Whether an engine of this model keeps its whole weights on each rank: under ZeRO-3, if they fit many times.
-
     Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so do those of models
-    for which `--deepspeed_config` says how weights are gathered, such as `stage3_param_persistence_threshold`.
-    """
+    for which `--deepspeed_config` says how weights are gathered, such as `stage3_param_persistence_threshold`."""
     zero = config["zero_optimization"]
     if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
         return False

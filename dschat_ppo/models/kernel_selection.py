@@ -92,11 +92,9 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
 
 
 def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> tuple[str | None, bool]:
-    """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others.
-
-    Layers other than attention may carry a state along the packed row. Returns why rows are not packed, or None, and
-    whether the attention computed all of them in one call.
-    """
+    """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others. Layers
+    other than attention may carry a state along the packed row. Returns why rows are not packed, or None, and whether
+    the attention computed all of them in one call."""
     padded = _outputs(engine, ids)
     _set(module, packed=True)
     with recorded_attention() as recorded:

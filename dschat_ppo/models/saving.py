@@ -219,10 +219,8 @@ def _write_adapter(
 
 def _write_files(write: Callable[[Path], None], folder: Path, other_form: Sequence[str]) -> str | None:
     """Let `write` fill a folder inside `folder`, then move the files up; returns why that is impossible, or None.
-
     `other_form` are patterns of files that an earlier run may have left. With them, the folder would be read as the
-    model of that run: `adapter_config.json` makes it an adapter folder.
-    """
+    model of that run: `adapter_config.json` makes it an adapter folder."""
     try:
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():

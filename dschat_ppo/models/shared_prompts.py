@@ -145,11 +145,9 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], li
 
 
 def _groups(common: list[int]) -> list[tuple[int, int]]:
-    """Divide sorted rows into groups `[start, end)` that save the most tokens.
-
-    Each row of a group but the first saves the beginning that all of them share. `common`: how many first tokens each
-    row and the next one share. Of equal choices, the latest start of the last group counts.
-    """
+    """Divide sorted rows into groups `[start, end)` that save the most tokens. Each row of a group but the first saves
+    the beginning that all of them share. `common`: how many first tokens each row and the next one share. Of equal
+    choices, the latest start of the last group counts."""
     saved, begin = [0, 0], [0, 0]  # of the first `end` rows: the most tokens saved, and the start of their last group
     # Where the last group can begin, by the tokens that it then shares: (tokens, starts), tokens rising. A start that
     # saves no more than a later one with the same tokens never will: later rows only lower the tokens of both.

@@ -93,11 +93,9 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _needs_sentencepiece(folder: str) -> bool:
-    """Whether the sentencepiece package is needed and missing; transformers' own error asks for tiktoken instead.
-
-    Files of tiktoken are lines of text; those of SentencePiece are protocol buffers, whose first byte is the tag of the
-    list of pieces.
-    """
+    """Whether the sentencepiece package is needed and missing; transformers' own error asks for tiktoken instead. Files
+    of tiktoken are lines of text; those of SentencePiece are protocol buffers, whose first byte is the tag of the list
+    of pieces."""
     file = Path(folder) / "tokenizer.model"
     if is_installed("sentencepiece") or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
         return False

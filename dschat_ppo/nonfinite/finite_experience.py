@@ -42,11 +42,9 @@ class FiniteExperience:
         self.in_rank_order = in_rank_order
 
     def __call__(self, experience: Experience, step: int) -> bool:
-        """Whether all numbers of an experience of all ranks are finite. Collective if not.
-
-        Then the KL coefficient and the running scale keep their state, and the first bad field is reported with the
-        rows and the model that computed it, or a `NonFiniteError` stops the run.
-        """
+        """Whether all numbers of an experience of all ranks are finite. Collective if not. Then the KL coefficient and
+        the running scale keep their state, and the first bad field is reported with the rows and the model that
+        computed it, or a `NonFiniteError` stops the run."""
         places = bad_places(experience)
         if not places:
             self.policy.reset("rows")

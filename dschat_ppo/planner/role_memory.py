@@ -125,12 +125,9 @@ def gathered_layer_by_layer(role: Role) -> Memory:
 
 
 def optimizer(role: Role) -> Memory:
-    """fp32 weights and moments: (4 + 8) T / N; in fp32 at stage 0, the weights themselves are the fp32 weights.
-
-    With the optimizer in host memory, the update there also needs gradients in fp32, 4 T / N, and below stage 3 new
-    weights to send back, s T / N, and two buffers of the largest parameter, 2 x 4 bytes a number, one of them on the
-    device.
-    """
+    """fp32 weights and moments: (4 + 8) T / N; in fp32 at stage 0, the weights themselves are the fp32 weights. With
+    the optimizer in host memory, the update there also needs gradients in fp32, 4 T / N, and below stage 3 new weights
+    to send back, s T / N, and two buffers of the largest parameter, 2 x 4 bytes a number, one of them on the device."""
     size = role.part * (MOMENTS + (MASTER if role.stage > 0 else 0))
     if not role.offloads_optimizer or not role.trained:
         return Memory.of(size)
@@ -230,10 +227,8 @@ def forward_activations(role: Role, tokens: int) -> Memory:
 
 def head_memory(role: Role, tokens: int, with_gradient: bool = True) -> Memory:
     """Of the log-probs of `tokens` tokens by the fused head (`algorithms/fused_logprobs.py`): up to three blocks of
-    fp32 logits, and with a gradient the states and their gradients in fp32, (s + 4) H bytes for each token.
-
-    A scalar head needs next to nothing.
-    """
+    fp32 logits, and with a gradient the states and their gradients in fp32, (s + 4) H bytes for each token. A scalar
+    head needs next to nothing."""
     if role.parts.vocabulary <= 1:
         return Memory()
     block = min(GPU_BLOCK_BYTES if role.on_gpu else BLOCK_BYTES, FP32 * tokens * role.parts.vocabulary)

@@ -129,11 +129,9 @@ class RolloutGenerator:
     def answer(self, prompts: Dataset, indices: list[int], config: GenerationConfig, first: int, *path: int,
         cancelled: Callable[[], bool] = never,
     ) -> Rollout:  # fmt: skip
-        """Answer the prompts at `indices` (at least one). Collective.
-
-        An answer's seed is derived from `path` (the run's seed, the step, ...) and the answer's number over all ranks,
-        which starts at `first`, so the answer does not depend on the rank that generates it.
-        """
+        """Answer the prompts at `indices` (at least one). Collective. An answer's seed is derived from `path` (the
+        run's seed, the step, ...) and the answer's number over all ranks, which starts at `first`, so the answer does
+        not depend on the rank that generates it."""
         own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, *path)
         place, parallel = 0, self.hybrid.parallel
         if parallel is not None:  # the ranks of a group answer the prompts of all of them together

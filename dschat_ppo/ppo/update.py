@@ -170,11 +170,9 @@ class PPOUpdate:
             outcome.sums.append(objective.sums)
 
     def _exceeds_max_log_ratio(self, sums: MetricSums) -> bool:
-        """Whether a token's log-ratio is above `--max_log_ratio`. Collective if that is set.
-
-        Like `--target_kl`, it compares the policy in the update's forward pass with the one that scored the answers,
-        over the tokens of all ranks that the policy loss counts. So every rank makes the same decision.
-        """
+        """Whether a token's log-ratio is above `--max_log_ratio`. Collective if that is set. Like `--target_kl`, it
+        compares the policy in the update's forward pass with the one that scored the answers, over the tokens of all
+        ranks that the policy loss counts. So every rank makes the same decision."""
         limit = self.config.algorithm.max_log_ratio
         return _is_above(limit, LARGEST_LOG_RATIO, sums, "--max_log_ratio: the update is not applied")
 

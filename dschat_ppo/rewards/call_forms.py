@@ -15,14 +15,9 @@ LOGGERS = ("log_extra", "log_metric")  # callables that TRL passes; the worker p
 
 @dataclass(frozen=True)
 class CallForm:
-    """How functions of one form are called.
-
-    Attributes:
-        marks: parameter names that only functions of this form have.
-        arguments: what the function receives besides columns and settings.
-        per_row: it gets single values and returns one score, otherwise lists and a list.
-        description: for the log.
-    """
+    """How functions of one form are called. `marks` are parameter names that only functions of this form have;
+    `arguments` is what the function receives besides columns and settings. If `per_row`, it gets single values and
+    returns one score, otherwise lists and a list."""
 
     marks: frozenset[str]
     arguments: tuple[str, ...]

@@ -70,11 +70,8 @@ def check_url(url: str) -> None:
 
 
 def with_credentials(urls: list[str]) -> list[str]:
-    """The addresses; those whose credentials are hidden by `***` are taken from the environment.
-
-    Raises:
-        UserError: the environment has no such address.
-    """
+    """The addresses; those whose credentials are hidden by `***` are taken from the environment, which must have
+    them."""
     known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
     for url in urls:
         if HIDDEN in url and url == without_credentials(url) and url not in known:
@@ -86,14 +83,11 @@ def with_credentials(urls: list[str]) -> list[str]:
 
 
 class RemoteReward:
-    """Scores text with one or several services that return the same scores.
+    """Scores text with one or several services that return the same scores. Batches go to them in turn, with one
+    request at a time to each. Rows of other data sources than `sources` are not sent, unless that is ().
 
-    Args:
-        urls: addresses. Batches are distributed over them in turn, with one request at a time to each.
-        timeout: seconds for the whole reply to each request, after as many at most for connecting and for sending.
-        retries: further attempts of a failed request, each at the next address.
-        batch_size: most responses in a request.
-        sources: data sources whose rows are sent; () for all.
+    `timeout`: seconds for the whole reply to each request, after as many at most for connecting and for sending. A
+    failed request is repeated `retries` times, each time at the next address.
     """
 
     name = "remote"
@@ -108,12 +102,9 @@ class RemoteReward:
         self.sources = sources
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent.
-
-        Raises:
-            RewardServiceError: the service rejects a request (a status below 500 other than 429), replies with anything
-                but one finite number per response, or does not reply in `1 + retries` attempts.
-        """
+        """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent. `RewardServiceError` if the
+        service rejects a request (a status below 500 other than 429), replies with anything but one finite number per
+        response, or does not reply in `1 + retries` attempts."""
         rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
         request, every = request.select(rows), torch.full((len(request),), torch.nan)
         starts = range(0, len(request), self.batch_size)
@@ -161,11 +152,8 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     """Send JSON and return the body of a reply with status 200.
 
     Proxies are those of the environment variables. Redirections are not followed. A user name and a password in the
-    address become an `Authorization` header.
-
-    Raises:
-        _RetryableError: no connection, no complete reply in time, status 429 or 5xx.
-        RewardServiceError: another status, a compressed reply, or one of more than 16 MiB.
+    address become an `Authorization` header. `_RetryableError`: no connection, no complete reply in time, status 429 or
+    5xx. `RewardServiceError`: another status, a compressed reply, or one of more than 16 MiB.
     """
     deadline = time.monotonic() + timeout
     late = f"no complete reply in {timeout:g} s (--remote_reward_timeout)"
@@ -254,13 +242,9 @@ def proxies_for(host: str) -> dict[str, str]:
 
 
 def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
-    """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first.
-
-    A reply of many small chunks can arrive faster than it is read, so the deadline is checked here too.
-
-    Raises:
-        ConnectionError: the connection ends before the declared length.
-    """
+    """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first: a reply of many
+    small chunks can arrive faster than it is read. `ConnectionError` if the connection ends before the declared
+    length."""
     length, content = reply.length, bytearray()
     while len(content) <= _MOST_BYTES and (length is None or len(content) < length):
         chunk = reply.read1(_CHUNK_BYTES)
@@ -275,11 +259,8 @@ def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
-    """`{"rewards": [number, ...]}` -> the numbers.
-
-    Raises:
-        RewardServiceError: another form, another count than `rows`, or a number that is not finite in fp32.
-    """
+    """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless they are `rows` finite numbers in
+    fp32."""
     problem, rewards = None, None
     try:
         reply = json.loads(content)

@@ -84,10 +84,8 @@ class RewardMixture:
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> MixedScores:
         """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every source. Collective.
-
         All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
-        they may be collective; then every rank raises `RewardServiceError`.
-        """
+        they may be collective; then every rank raises `RewardServiceError`."""
         device, problem = rollout.response_ids.device, None
         columns: list[Tensor] = []
         present: list[Tensor] = []  # (B,) bool each
@@ -130,12 +128,9 @@ class RewardMixture:
         self.unscored = CallCounts(before.rows + len(request), before.failed + len(rows), cause)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
-        """Responses of all ranks that got the default score since the last count. Collective.
-
-        A function failed on them, or no source scored them. With `refuse_all` every rank raises `RewardFunctionError`
-        if a function failed on every response that it did not leave to other sources, or if no source scored any
-        response.
-        """
+        """Responses of all ranks that got the default score since the last count, because a function failed or no
+        source scored them. Collective. With `refuse_all` every rank raises `RewardFunctionError` if a function failed
+        on every response that it did not leave to other sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         unscored, self.unscored = self.unscored, CallCounts()
         ranks = dist.gather_objects([*(function.take_counts() for function in functions), unscored])

@@ -181,20 +181,9 @@ def _user(how: Isolation) -> dict[str, Any]:
 
 
 def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | None = None) -> list[bool]:
-    """Run `program`, then each test, in one isolated process; then kill it and everything that it started.
-
-    Args:
-        program: Python source.
-        tests: Python sources that see the program's names.
-        limits: limits of the whole run.
-        how: None for the best isolation of this machine.
-
-    Returns:
-        Which tests passed.
-
-    Raises:
-        RuntimeError: the process could not run the program.
-    """
+    """Run `program`, then each test (both Python source), in one isolated process under `limits` of the whole run; then
+    kill it and everything that it started. Returns which tests passed. `RuntimeError` if the process could not run the
+    program."""
     how, token = how or isolation(), secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)

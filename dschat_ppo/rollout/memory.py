@@ -73,11 +73,9 @@ def reserve(free: int) -> int:
 
 
 def release_if_short(device: torch.device, needed: int) -> None:
-    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there.
-
-    A CUDA graph needs its own memory, and the allocator gives nothing back for it when the device has too little.
-    (pytorch issue 159674)
-    """
+    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there. A CUDA graph needs
+    its own memory, and the allocator gives nothing back for it when the device has too little. (pytorch issue
+    159674)"""
     if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
         torch.cuda.empty_cache()
 

@@ -175,11 +175,9 @@ class PoolScheduler:
             self._keep(np.arange(len(rows)) != shortest)
 
     def _lay_out(self, sizes: np.ndarray) -> None:
-        """Give the running rows segments of `sizes` (n,), and new prefixes theirs; move what the old ones hold.
-
-        Rows that keep their size stay where they are, unless the free slots are too few or too scattered. Then all
-        segments move together, and the pool grows if they fill most of it.
-        """
+        """Give the running rows segments of `sizes` (n,), and new prefixes theirs; move what the old ones hold. Rows
+        that keep their size stay where they are, unless the free slots are too few or too scattered. Then all segments
+        move together, and the pool grows if they fill most of it."""
         rows, lengths, capacity = self.running, self._prefix_lengths(), self.pool.capacity
         grown = np.flatnonzero(sizes != rows.sizes)
         fresh = [prompt for prompt, start in self._prefixes.items() if start == SPARE]

@@ -94,11 +94,9 @@ def _register_fork_handler() -> None:
 
 
 def _end_with_parent() -> None:
-    """For a forked process: kill it when the process that opened the pipe has ended.
-
-    The kernel's parent-death signal does not serve: it comes when the thread that forked ends, and the thread of the
-    pool that replaces workers ends before the pool.
-    """
+    """For a forked process: kill it when the process that opened the pipe has ended. The kernel's parent-death signal
+    does not serve: it comes when the thread that forked ends, and the thread of the pool that replaces workers ends
+    before the pool."""
     if _PIPE.writer is not None:
         os.close(_PIPE.writer)
         _PIPE.writer = None

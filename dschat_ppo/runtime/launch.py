@@ -34,9 +34,8 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
     """Parse `argv`, train, and return the exit code (`runtime/exit_codes.py`).
 
     However the run ends, the user gets one message. For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints
-    the message of the exception. For any other exception the first rank that fails prints its rank, phase, step and
-    traceback. Ranks that fail later print nothing, write their traceback to their log file, and end with the same exit
-    code.
+    the message of the exception. For any other the first rank that fails prints its rank, phase, step and traceback.
+    Ranks that fail later write theirs to their log file alone, and end with the same exit code.
     """
     phases.reset_phases()
     faulthandler.enable(2)
@@ -129,11 +128,9 @@ def _print_error(text: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, after stdout and stderr are flushed, without tearing the interpreter down.
-
-    DeepSpeed engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed during the
-    teardown, sometimes abort a process that has finished its work.
-    """
+    """End the process at once, after stdout and stderr are flushed, without tearing the interpreter down. DeepSpeed
+    engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed during the teardown,
+    sometimes abort a process that has finished its work."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -51,10 +51,8 @@ def guard_builds() -> None:
 
 def offer_all_reduce() -> bool:
     """Tell DeepSpeed, and return, whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
-
     Otherwise DeepSpeed would probe all its operators, some by a compiler, to learn about this one, and load it for a
-    single rank too.
-    """
+    single rank too."""
     from deepspeed import ops
     from deepspeed.accelerator import get_accelerator
 

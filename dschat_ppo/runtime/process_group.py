@@ -89,10 +89,8 @@ def init_process_group(folder: str = "") -> torch.device:
 
 def _give_deepspeeds_groups_the_timeout() -> None:
     """Make ZeRO's group of all ranks, and give it and later groups of DeepSpeed this project's timeout. Collective.
-
     Theirs would be the backend's own, ten minutes for NCCL, after which ranks that wait for one that loads a model are
-    aborted.
-    """
+    aborted."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -101,11 +99,9 @@ def _give_deepspeeds_groups_the_timeout() -> None:
 
 
 def _unlink_all_reduce_buffer() -> None:
-    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it. Collective.
-
-    On a CPU DeepSpeed makes a buffer of 66 MiB in /dev/shm for each rank and leaves it there when the process ends. The
-    kernel frees unlinked memory, however the process ends.
-    """
+    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it. Collective. On a CPU
+    DeepSpeed makes a buffer of 66 MiB in /dev/shm for each rank and leaves it there when the process ends. The kernel
+    frees unlinked memory, however the process ends."""
     dist.barrier()
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.rank()}").unlink(missing_ok=True)
@@ -136,11 +132,9 @@ def differences(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """torch's rendezvous handler for `address_of`: the store of this launch, this rank, and the number of ranks.
-
-    Rank 0 opens the store and writes the identity of its launch. Every other rank reads that first, and writes nothing
-    into the store of another launch.
-    """
+    """torch's rendezvous handler for `address_of`: the store of this launch, this rank, and the number of ranks. Rank 0
+    opens the store and writes the identity of its launch. Every other rank reads that first, and writes nothing into
+    the store of another launch."""
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     torchrun_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     mine = launch_of_this_rank(unquote(urlparse(url).path.removeprefix("/")))

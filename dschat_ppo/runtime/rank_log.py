@@ -68,11 +68,9 @@ _OPEN: list[_OpenLog] = []  # one at most
 
 
 def open_log(folder: Path) -> None:
-    """Append to `folder/logs/rank_R.log` from here on.
-
-    It receives this project's log lines from INFO on (those of other libraries from WARNING on, or from their own
-    level), Python's warnings, the text of `write_to_log`, and the stacks of all threads after a crash.
-    """
+    """Append to `folder/logs/rank_R.log` from here on. It receives this project's log lines from INFO on (those of
+    other libraries from WARNING on, or from their own level), Python's warnings, the text of `write_to_log`, and the
+    stacks of all threads after a crash."""
     close_log()
     path = folder / "logs" / f"rank_{rank()}.log"
     try:
