@@ -36,8 +36,7 @@ def checksum(path: Path) -> str:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file as `*.partial`, sync it to the disk, and rename it. If it cannot be written, the old content
-    remains."""
+    """Write a file as `*.partial`, sync it to the disk, and rename it. On an error the old content remains."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:

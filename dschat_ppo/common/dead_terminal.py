@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 
 def leave_dead_terminal(numbers: Sequence[int] = (1, 2)) -> None:
-    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them any more: each write would raise
-    an error."""
+    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them: each write would raise an
+    error."""
     poll = select.poll()
     for number in numbers:
         poll.register(number, 0)

@@ -84,8 +84,7 @@ def _is_new(record: logging.LogRecord) -> bool:
 
 
 def set_verbose(verbose: bool) -> None:
-    """Decide whether libraries print everything; call it before they are imported. `DSCHAT_PPO_VERBOSE=1` does the
-    same as `verbose`."""
+    """Decide whether libraries print everything, before they are imported. `DSCHAT_PPO_VERBOSE=1` means `verbose`."""
     _VERBOSE[0] = verbose or os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
     log = logging.getLogger("DeepSpeed")
     log.removeFilter(_is_new)

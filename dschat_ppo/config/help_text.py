@@ -140,8 +140,7 @@ class Flag:
 
 
 def asked_for_help(argv: Sequence[str]) -> str | None:
-    """The word after `--help`, as it was typed: "all" or (part of) the name of a flag; "" without one, None without
-    `--help`."""
+    """The word after `--help`: "all" or (part of) the name of a flag; "" without one, None without `--help`."""
     for position, word in enumerate(argv):
         if word.startswith("--help="):
             return word.partition("=")[2]

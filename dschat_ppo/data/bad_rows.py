@@ -21,8 +21,7 @@ _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
 
 
 def report_unreadable(name: str, splits: Splits, policy: str) -> None:
-    """Log the lines of files that `--bad_rows` left out because they cannot be read; `UserError` if they are
-    `too_many`."""
+    """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are `too_many`."""
     count = splits.skipped.count
     if not count:
         return

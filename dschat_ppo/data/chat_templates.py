@@ -204,8 +204,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_of_file(name: str) -> str:
-    """The text of a Jinja file, checked: its syntax, its depth, no numbers of unbounded size, and that it uses
-    `messages`."""
+    """The text of a Jinja file, checked: syntax, depth, no numbers of unbounded size, and that it uses `messages`."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")

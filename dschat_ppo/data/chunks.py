@@ -130,8 +130,7 @@ class ChunkMaker:
         self._next = 0  # the chunk for which the readers are in place
 
     def provide(self, chunk: int) -> Dataset:
-        """The rows of a chunk, from the cache if it is there; `UserError` if the stream has fewer than `num_rows`
-        rows."""
+        """The rows of a chunk, from the cache if it is there; `UserError` if the stream ends before `num_rows` rows."""
 
         def make(folder: Path) -> Dataset:
             is_restarted = self._go_to(chunk)

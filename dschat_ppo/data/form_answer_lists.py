@@ -153,8 +153,7 @@ def _as_chat(prompt: str | Messages, row: Row, reading: Reading) -> str | Messag
 
 
 def _is_good(label: Any) -> bool:
-    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for
-    them."""
+    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for it."""
     text = str(label).strip().lower()
     if text not in LABELS:
         raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")

@@ -48,8 +48,7 @@ class Skipped:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """For a block that writes converted or unpacked data: a full disk becomes a `UserError`, which does not name the
-    data."""
+    """For a block that writes converted data: a full disk becomes a `UserError`, which does not name the data."""
     try:
         yield
     except OSError as problem:

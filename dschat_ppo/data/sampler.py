@@ -90,7 +90,7 @@ def optimizer_steps(
 
 
 class IndexStream:
-    """An endless sequence of row indices, reshuffled every epoch. The same on every rank. `chunk_rows`: see
+    """An endless sequence of row indices, the same on every rank, reshuffled every epoch. For chunks see
     `chunk_rows_of`."""
 
     def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):

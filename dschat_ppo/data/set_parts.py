@@ -53,9 +53,8 @@ def first_rows(raw: Dataset) -> tuple[list[str], list[dict[str, Any]]]:
 def usable_parts(
     source: DataSource, tokenised: TokenisedSet, settings: TokeniseSettings, flags: DataFlags
 ) -> list[Part]:
-    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log which rows are dropped, and
-    why. `UserError` if `--bad_rows` does not accept them, or if the limit leaves a part for training no row or no whole
-    answer."""
+    """The parts of a set without bad rows, duplicates and rows beyond the length limit. Log what is dropped, and why.
+    `UserError` if `--bad_rows` does not accept it, or if the limit leaves training no row or no whole answer."""
     table, limit = tokenised.table, f"{limit_flag(settings.use)} {settings.limit}"
     first = f"{source.label}{tokenised.parts[0][1]}"
     used = np.concatenate([numbers for numbers, _, _ in tokenised.parts])

@@ -76,8 +76,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def labelled_ends(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[float], separator: str
 ) -> tuple[list[int], list[float]]:
-    """`step_ends` and the labels of the steps that have one. `UserError` if there are more labels than steps that
-    end."""
+    """`step_ends` and the labels of the steps that have one. `UserError` unless there are as many labels as steps."""
     ends = step_ends(tokenizer, ids, separator)
     if len(ends) != len(labels):
         raise UserError(

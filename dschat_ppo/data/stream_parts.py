@@ -36,8 +36,7 @@ _ENDS = 2**16  # bytes at either end of a file that identify it, with its size
 
 @dataclass(frozen=True)
 class FilePart:
-    """A data file. `skip` leaves out lines that cannot be read; a compressed file is unpacked into the folder
-    `scratch`."""
+    """A data file. `skip` leaves out lines that cannot be read; `scratch` is a folder to unpack a compressed file."""
 
     path: Path
     flag: str
@@ -154,7 +153,7 @@ class StreamedSet:
 
 
 def open_set(source: DataSource, skip: bool, scratch: Path) -> StreamedSet:
-    """Find the parts of a data set. Reads no row; refuses a number of rows or a part of a split, which would need all
+    """Find the parts of a data set. Reads no row; refuses a number of rows or a part of a split, which need all
     rows."""
     what = f"{source.flag} {source.location}"
     if source.samples is not None:

@@ -44,8 +44,7 @@ class StreamedRows:
         return self._num_rows
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> dict[str, Any]:
-        """One row, or the columns of several rows. `UserError` if the stream has fewer, or a row of the chunk cannot be
-        used."""
+        """One row, or the columns of several. `UserError` if the stream has fewer, or a row of the chunk is bad."""
         if isinstance(index, int):
             return self._row(index)
         numbers = range(*index.indices(len(self))) if isinstance(index, slice) else index

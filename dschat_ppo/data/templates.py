@@ -28,7 +28,7 @@ _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answ
 
 
 def is_messages(value: Any) -> bool:
-    """Whether `value` is a non-empty list of `{"role": text, "content": text}`; one with `tool_calls` needs no
+    """Whether `value` is a non-empty list of `{"role": text, "content": text}`; `tool_calls` may replace the
     content."""
     return (
         isinstance(value, list)

@@ -182,9 +182,8 @@ class ReferenceSync:
 
     @torch.no_grad()
     def update(self) -> float:
-        """Move the reference, between optimizer steps. Collective. Returns how far: the norm of the change over all
-        parameters, divided by the norm before it. `NonFiniteError` if a weight of the actor is not finite; then nothing
-        changes."""
+        """Move the reference, between optimizer steps; returns the norm of the change over all parameters, divided by
+        the norm before it. `NonFiniteError`, and no change, if a weight of the actor is not finite. Collective."""
         require_finite_weights("actor", self._actor)
         squares = torch.zeros(2, dtype=torch.float64, device=dist.device())  # of the change, and of the weights before
         for name, weight in self._weights.items():

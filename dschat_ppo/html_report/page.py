@@ -60,8 +60,7 @@ class Drawing:
 
 
 def page(runs: Sequence[Run], now: float, place: Path) -> str:
-    """The page of 1 to 6 runs as text. `now` is in seconds since the epoch; links to other reports start from the
-    folder `place`."""
+    """The page of 1 to 6 runs as text. `now` is in seconds since the epoch; links start from the folder `place`."""
     figures = drawings(runs)
     first = [made for made in figures[:2] if made.figure.section == figures[0].figure.section]
     grouped = groupby(figures[len(first) :], key=lambda made: made.figure.section)

@@ -205,8 +205,8 @@ def _log_error(module: PolicyModel | ScalarModel, way: str, error: str) -> None:
 
 
 def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:
-    """Outputs for rows of uneven lengths, without padding, from column `first` on: log-probs and entropies (2, N), or
-    values (N)."""
+    """Outputs for uneven rows, without padding, from column `first` on: log-probs and entropies (2, N), or values
+    (N)."""
     lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
     slots = torch.arange(TOKENS, device=ids.device)
     real = (slots < lengths.unsqueeze(1)) & (slots >= first)

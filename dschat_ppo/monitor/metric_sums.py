@@ -116,8 +116,7 @@ class MetricSums:
         return one
 
     def reduce(self) -> dict[str, float]:
-        """Name -> value over all ranks; 0 for a name without values, no entry for a data set without values.
-        Collective."""
+        """Name -> value over all ranks; without values 0, or no entry for a data set. Collective."""
         means = {**self._sums["means"], **self._sums["parts"]}
         averaged, largest = sorted(means), sorted(self._maxima)
         if not averaged and not largest:
@@ -177,8 +176,7 @@ def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if the variance of the returns
-    is 0."""
+    """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if all returns are equal."""
     if returns.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=returns.device)
     spread = returns.double().var(correction=0)

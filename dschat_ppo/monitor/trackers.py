@@ -22,8 +22,7 @@ RUN_IDS = "trackers.json"
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of values in buckets: `counts[i]` values are in `[edges[i], edges[i + 1])`, of n + 1 ascending finite
-    numbers."""
+    """Counts of values in buckets: `counts[i]` are in `[edges[i], edges[i + 1])`, of n + 1 ascending finite numbers."""
 
     edges: Sequence[float]
     counts: Sequence[float]

@@ -183,8 +183,7 @@ class Evaluation:
         return step in (0, last_step) or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Answer all prompts, write the answers, and save the models if they are trained and the best so far.
-        Collective."""
+        """Answer all prompts, write the answers, and save models that are trained and the best so far. Collective."""
         rows = self._answer_all(step)
         faults = self.reward_scorer.count_failed_rows()
         score = self.flags.eval_pass_score

@@ -83,8 +83,7 @@ class PPOReport:
         state.finish_step(metrics)
 
     def stop_if_unhealthy(self, checkpointer: Checkpointer) -> None:
-        """End the run with its state saved (`UnhealthyRun`) if the last PPO step has an event of `--stop_on_health`.
-        Collective."""
+        """End the run with its state saved (`UnhealthyRun`) after an event of `--stop_on_health`. Collective."""
         self.health.stop_if_due(checkpointer)
 
     def _evaluate(self, step: int) -> dict[str, float]:

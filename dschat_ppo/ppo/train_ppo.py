@@ -145,8 +145,7 @@ def saved_models(output: Path) -> list[Path]:
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
-    """Log what the run has reached. `result` is the content of `result.json`, `start` the folder of the actor before
-    training."""
+    """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder before training."""
     shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
     saved = saved_models(output)

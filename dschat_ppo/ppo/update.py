@@ -52,8 +52,8 @@ class Outcome:
 
 
 class PPOUpdate:
-    """Builds the objectives of actor and critic, and makes optimizer steps. `texts` are blocks of plain text for the
-    PTX loss, or None."""
+    """Builds the objectives of actor and critic, and makes optimizer steps. `texts` are blocks for the PTX loss, or
+    None."""
 
     def __init__(
         self, config: PPOConfig, engines: RLHFEngine, texts: TextBatches | None,

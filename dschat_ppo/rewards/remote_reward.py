@@ -70,8 +70,7 @@ def check_url(url: str) -> None:
 
 
 def with_credentials(urls: list[str]) -> list[str]:
-    """The addresses; those whose credentials are hidden by `***` are taken from the environment, which must have
-    them."""
+    """The addresses; those whose credentials are hidden by `***` must be in the environment and are taken from it."""
     known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
     for url in urls:
         if HIDDEN in url and url == without_credentials(url) and url not in known:
@@ -259,8 +258,7 @@ def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
-    """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless they are `rows` finite numbers in
-    fp32."""
+    """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are finite in fp32."""
     problem, rewards = None, None
     try:
         reply = json.loads(content)

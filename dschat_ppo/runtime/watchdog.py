@@ -249,9 +249,8 @@ def watch_ranks(record: FirstFailureRecord) -> None:
 
 
 def start(seconds: float) -> None:
-    """End the run when a rank sends no `heartbeat` for this long outside `watchdog_paused`. Every rank of this machine
-    then writes its phase, its step and the stacks of all its threads to stderr and to its log, and ends with exit code
-    5."""
+    """End the run when a rank sends no `heartbeat` for this long outside `watchdog_paused`, with exit code 5. Every
+    rank of this machine then writes its phase, its step and the stacks of all its threads to stderr and to its log."""
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord(None))
     _WATCHDOGS[-1].set_limit(seconds)

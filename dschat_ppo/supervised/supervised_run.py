@@ -135,7 +135,7 @@ def prepare_rows(
     config: SFTConfig | PreferenceConfig, use: Use, tokenizer: PreTrainedTokenizerBase,
     whole_paths: list[str] | None, all_turns: bool,
 ) -> TokenRows:  # fmt: skip
-    """The rows of the step for training and evaluation. `UserError` if a flag needs evaluation rows and there are none.
+    """The rows for training and evaluation. `UserError` if a flag needs evaluation rows that do not exist.
     Collective."""
     announce("prepare data")
     fit, named = config.fit, config.best.metric_for_best

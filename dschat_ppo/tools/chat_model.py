@@ -34,9 +34,8 @@ ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model folder, or adapter folder, that can be loaded, with its tokenizer, which has the chat template of the
-    flags. `name` is as the user gave it, `label` a short name that distinguishes it from the others, `flag` names
-    it."""
+    """A model folder, or adapter folder, that can be loaded, and its tokenizer with the chat template of the flags.
+    `name` is as the user gave it after `flag`; `label` is short and distinguishes it from the others."""
 
     name: str
     label: str

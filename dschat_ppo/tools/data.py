@@ -37,8 +37,7 @@ _UNNAMED = ""  # stands for a model that the command does not name
 
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the configuration of the
-    step)."""
+    """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the step's configuration)."""
     parser = flag_parser(
         [], prog="python -m dschat_ppo.tools.data", description=__doc__,
         epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{flag_help(DataFlags)}",

@@ -178,9 +178,8 @@ def _checked_reward(wanted: Wanted) -> CheckedModel | None:
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
-    """The same prompts as token rows for each model, and the names of their data sets. They are prepared, and the log
-    shows them, once for all models whose tokenizers are equal. `UserError` if the models would get different
-    prompts."""
+    """The same prompts as token rows for each model, and the names of their data sets. They are prepared and logged
+    once for all models whose tokenizers are equal. `UserError` if the models would get different prompts."""
     found: list[Dataset] = []
     names: tuple[str, ...] = ()
     made: dict[str, Dataset] = {}  # by tokenizer

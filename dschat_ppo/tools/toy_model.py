@@ -18,8 +18,8 @@ PAD, EOS = "<|pad|>", "<|end|>"
 
 
 def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
-    """A Llama with random weights. `tokenizer` defines the vocabulary, PAD and EOS; `shape` are sizes as `LlamaConfig`
-    names them."""
+    """A Llama with random weights and the vocabulary, PAD and EOS of `tokenizer`; `shape` are names of
+    `LlamaConfig`."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
