@@ -24,7 +24,7 @@ from dschat_ppo.config.schema import (
 
 OBJECTIVES = Literal[
     "reward", "dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll", "kto", "orpo", "simpo", "cpo", "process"
-]  # fmt: skip
+]
 CLASSIFIERS = ("reward", "process")  # train a scalar head; the other objectives train the policy itself
 REFERENCE_FREE = ("orpo", "simpo", "cpo")  # losses of the policy without a reference
 PAIRS_WITH_REFERENCE = ("dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll")

@@ -83,34 +83,34 @@ SETS = {
     ),
     "yitingxie/rlhf-reward-datasets": DeepSpeedChatSet(
         ("prompt", "chosen", "rejected"),
-        lambda row: text_at(row, "prompt") + "Assistant:", _last_turn("chosen"), _last_turn("rejected"),
+        lambda row: text_at(row, "prompt") + "Assistant:",
+        _last_turn("chosen"),
+        _last_turn("rejected"),
     ),
     "openai/webgpt_comparisons": DeepSpeedChatSet(
         ("question", "answer_0", "answer_1", "score_0", "score_1"),
-        _human("question.full_text"), _webgpt(better=True), _webgpt(better=False),
+        _human("question.full_text"),
+        _webgpt(better=True),
+        _webgpt(better=False),
     ),
     "stanfordnlp/SHP": DeepSpeedChatSet(
         ("history", "human_ref_A", "human_ref_B", "labels"), _human("history"), _shp(better=True), _shp(better=False)
     ),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": DeepSpeedChatSet(("prompt", "label"), _vicuna, _spaced("label")),
-    "wangrui6/Zhihu-KOL": DeepSpeedChatSet(
-        ("INSTRUCTION", "RESPONSE"), _human("INSTRUCTION"), _spaced("RESPONSE")
-    ),
+    "wangrui6/Zhihu-KOL": DeepSpeedChatSet(("INSTRUCTION", "RESPONSE"), _human("INSTRUCTION"), _spaced("RESPONSE")),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
     "Hello-SimpleAI/HC3-Chinese": DeepSpeedChatSet(
         ("question", "human_answers"), _human("question"), _spaced("human_answers.0")
     ),
-    "mkqa-Chinese": DeepSpeedChatSet(
-        ("queries", "answers"), _human("queries.zh_cn"), _spaced("answers.zh_cn.0.text")
-    ),
+    "mkqa-Chinese": DeepSpeedChatSet(("queries", "answers"), _human("queries.zh_cn"), _spaced("answers.zh_cn.0.text")),
     "mkqa-Japanese": DeepSpeedChatSet(("queries", "answers"), _human("queries.ja"), _spaced("answers.ja.0.text")),
     "lmqg/qg_jaquad": DeepSpeedChatSet(("question", "sentence"), _human("question"), _spaced("sentence")),
     "lmqg/qag_jaquad": DeepSpeedChatSet(("questions", "paragraph"), _human("questions.0"), _spaced("paragraph")),
     "local/jsonfile": DeepSpeedChatSet(
         ("prompt", "chosen", "rejected"), _spaced("prompt"), _spaced("chosen"), _spaced("rejected")
     ),
-}  # fmt: skip
+}
 
 # name -> (hub name, configuration) where the hub knows the data set by another name or needs a configuration
 HUB_NAMES: dict[str, tuple[str, str | None]] = {

@@ -80,9 +80,8 @@ def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model
             "reward": (config.reward_flag, config.reward_folder),
         }
     return {
-        role: load_config(folder_of(folder, flag), flag) for role, (flag, folder) in named.items()
-        if folder is not None
-    }  # fmt: skip
+        role: load_config(folder_of(folder, flag), flag) for role, (flag, folder) in named.items() if folder is not None
+    }
 
 
 class _Key:

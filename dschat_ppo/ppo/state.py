@@ -144,9 +144,7 @@ class PPOData:
 class PPOComponents:
     """The components that `run`, `make_experience` and `update` use. Constructing it is collective."""
 
-    def __init__(
-        self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture
-    ):  # fmt: skip
+    def __init__(self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture):
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
         device, prompts, tokenizer = dist.device(), data.prompts, data.tokenizer
         self.config = config

@@ -51,9 +51,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
     if words.port is not None and not words.web:
         raise UserError("--port has no effect without --web")
     words.port = PORT if words.port is None else words.port
-    data = DataFlags(
-        ["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs
-    )  # fmt: skip
+    data = DataFlags(["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs)
     return words, settings_of(words), data
 
 

@@ -126,9 +126,7 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
     return summary, samples[:SAMPLES], (questions[shown].text, seed + shown)
 
 
-def show(
-    summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: tuple[str, int], out: Path
-) -> None:  # fmt: skip
+def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: tuple[str, int], out: Path) -> None:
     """Print the table, the samples, the paths of the outputs, and a chat that begins with the question `to_ask`."""
     lines = [
         ("SFT: loss on held-out rows", "sft_eval_loss_before", "sft_eval_loss_after"),
