@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-Z95 = 1.959963984540054  # of a two-sided 95 % interval
-
 
 def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
     """Probability that an answer scores higher than one of the baseline to the same prompt; a tie counts half.
@@ -20,13 +18,14 @@ def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
     return (difference.sign() + 1).mean(dim=(1, 2)) / 2
 
 
-def wilson_interval(share: float, count: int, z: float = Z95) -> tuple[float, float]:
-    """Confidence interval (low, high) of the mean of `count` independent values from 0 to 1 (Wilson 1927).
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95 % confidence interval (low, high) of the mean of `count` independent values from 0 to 1 (Wilson 1927).
 
     For values that are 0 or 1 it is Wilson's score interval. For values between, such as `win_shares`, it is wide
     enough too: their variance is at most `p (1 - p)`. It has no random numbers, and where all values agree it does not
-    shrink to a point, as a bootstrap does. `z` is a quantile of the normal distribution.
+    shrink to a point, as a bootstrap does.
     """
+    z = 1.959963984540054  # quantile of the normal distribution
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return max(0.0, centre - reach), min(1.0, centre + reach)

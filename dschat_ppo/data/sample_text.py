@@ -1,4 +1,4 @@
-"""The text of a sample with its trained parts marked, for the log and for the preview tool."""
+"""The text of a sample with its trained parts marked, for the log and for `tools.data`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.streaming import StreamedRows
 
 MOST_CHARACTERS = 2000  # of a sample in the log
-MARKS, COLOURS = ("⟦", "⟧"), ("\x1b[32m", "\x1b[0m")  # green
 
 
-def render_sample(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Sequence[tuple[int, int]], colour: bool = False
-) -> str:
-    """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧ or, for a terminal, in green. `spans`
-    are half-open ranges of `ids` that are trained, in order and disjoint; adjacent ones are one part."""
-    opened, closed = COLOURS if colour else MARKS
+def render_sample(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> str:
+    """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧. `spans` are half-open ranges of
+    `ids` that are trained, in order and disjoint; adjacent ones are one part."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -31,23 +27,21 @@ def render_sample(
         joined.append((start, stop))
     text, done = "", 0
     for start, stop in joined:
-        text += (
-            f"{text_between(tokenizer, ids, done, start)}{opened}{text_between(tokenizer, ids, start, stop)}{closed}"
-        )
+        text += f"{text_between(tokenizer, ids, done, start)}⟦{text_between(tokenizer, ids, start, stop)}⟧"
         done = stop
     return text + text_between(tokenizer, ids, done, len(ids))
 
 
-def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample, colour: bool = False) -> str:
+def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample) -> str:
     """The text of one example with the trained parts marked; further answers follow, each on a line that starts with
     `or`. A prompt without answers (step 3) has no marks of an answer."""
-    prompt, opened, closed = encoded.prompt, *(COLOURS if colour else MARKS)
+    prompt = encoded.prompt
     first = encoded.answers[0] if encoded.answers else []
     spans = [*encoded.prompt_spans, *([(len(prompt), len(prompt) + len(first))] if first else [])]
-    lines = [render_sample(tokenizer, [*prompt, *first], spans, colour)]
+    lines = [render_sample(tokenizer, [*prompt, *first], spans)]
     for answer in encoded.answers[1:]:
         text = text_between(tokenizer, [*prompt, *answer], len(prompt), len(prompt) + len(answer))
-        lines.append(f"or {opened}{text}{closed}")
+        lines.append(f"or ⟦{text}⟧")
     return "\n".join(lines)
 
 

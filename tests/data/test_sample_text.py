@@ -25,10 +25,10 @@ TALK = [
 ]
 
 
-def sample(kind: str, answers: list[str], colour: bool = False, prompt=TALK) -> str:
+def sample(kind: str, answers: list[str], prompt=TALK) -> str:
     tokenizer = chat_tokenizer(kind, "zephyr")
     (encoded,) = encode_examples(tokenizer, [Example(prompt, answers)], True)
-    return sample_text(tokenizer, encoded, colour)
+    return sample_text(tokenizer, encoded)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "letters"])
@@ -37,9 +37,6 @@ def test_trained_parts_are_marked(kind):
     assert sample(kind, ["There."]) == expected + "⟦There.</s>⟧"
     assert sample(kind, ["There.", "No."]) == expected + "⟦There.</s>⟧\nor ⟦No.</s>⟧"
     assert sample(kind, []) == expected
-    assert sample(kind, ["There."], colour=True) == (
-        (expected + "⟦There.</s>⟧").replace("⟦", "\x1b[32m").replace("⟧", "\x1b[0m")
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
