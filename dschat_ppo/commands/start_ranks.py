@@ -132,7 +132,8 @@ def slots_of(hostfile: Path, most: int | None) -> list[int]:
 
 
 def number_of_ranks(count: int | None) -> int:
-    """The ranks of this machine: its GPUs, or the `count` of them that `--num_accelerators` asks for."""
+    """The ranks of this machine: `count` (`--num_accelerators`), at most its GPUs if it has any; None: all GPUs, or one
+    rank."""
     gpus = count_gpus()
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again

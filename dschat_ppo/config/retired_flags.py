@@ -44,7 +44,6 @@ NOW_FIXED: dict[str, Any] = {
 
 def note_on_retired(names: Iterable[str]) -> str | None:
     """The note about flags (`names`, without dashes) in a configuration of an earlier version that left; None if none
-    did.
-    """
+    did."""
     left = [f"--{name}" for name in names if name in RETIRED]
     return f"flags that this version does not have are ignored: {', '.join(left)}" if left else None

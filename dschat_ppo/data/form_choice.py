@@ -62,8 +62,8 @@ def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
 
 
 def choose(name: str, found: list[Candidate]) -> Candidate:
-    """The form of a data set among those that fit its columns: chat first, then the one that serves most. Refused are
-    rows that two forms read differently, or that no form reads."""
+    """The form of a data set among those that fit its columns: chat first, then the one that serves most. `UserError`
+    if two forms read the rows differently, or no form reads them."""
     fitting = [candidate for candidate in found if candidate.fits]
     shadowed = {
         other for candidate in fitting for other in candidate.kind.shadows

@@ -28,8 +28,9 @@ class Rendered(NamedTuple):
 
 
 def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> Rendered:
-    """Whether the prompts of a data set are text or chat, in all three steps. Refused are flags that do not fit the
-    form, chat messages without a template, and text prompts glued to their answers while there is a chat template."""
+    """Whether the prompts of a data set are text or chat, in all three steps. `UserError` if a flag does not fit the
+    form, chat messages lack a template, or text prompts and answers are glued together while there is a chat
+    template."""
     kind, wanted = chosen.kind, flags.apply_chat_template
     if wanted and (kind.name in SETS or kind.name == "text"):
         reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"

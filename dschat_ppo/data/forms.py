@@ -83,8 +83,8 @@ def detect_form(
 ) -> Form:
     """The form of a data set. It does not depend on the step.
 
-    Refused are data sets that no form fits, flags that name no column, and rows that can be read in two ways; the
-    message then shows both and how to choose.
+    `UserError` if no form fits, a flag names no column, or the rows can be read in two ways; the message then shows
+    both and how to choose.
 
     Args:
         columns: names of all columns.

@@ -233,7 +233,8 @@ def kind_of(value: Any) -> str:
 
 def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
     """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
-    tool calls). Refused if it is not the assistant's, or if it is excluded from training and the row `is_trained`."""
+    tool calls). `UserError` if it is not the assistant's, or if it is excluded from training and the row
+    `is_trained`."""
     if messages[-1]["role"] != "assistant":
         raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
     answer = messages[-1]

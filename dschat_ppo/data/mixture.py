@@ -62,8 +62,8 @@ def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[S
 
 
 def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
-    """`used` of these (N,) row numbers: all of them as often as they fit, then a random remainder in the order of
-    `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
+    """`used` of these (N,) row numbers, N above 0 unless `used` is 0: all of them as often as they fit, then a random
+    remainder in the order of `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
     if used == len(rows):
         return rows
     whole, rest = divmod(used, len(rows))

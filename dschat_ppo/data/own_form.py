@@ -33,8 +33,8 @@ def made_of_first(function: str, name: str, rows: list[Row]) -> tuple[list[str],
 
 
 def made_by_own(form: Form, function: str) -> Form:
-    """The form of a data set from that of the rows that the function makes of its rows. Refused are forms that group
-    rows before they are read, which is before they are made."""
+    """The form of a data set from that of the rows that the function makes of its rows. `UserError` for a form that
+    groups rows before they are read, which is before they are made."""
     if form.regroup is not None:
         raise UserError(
             f"{_FLAG} {function}: makes rows of the form {form.name}, which are grouped by prompt before they are read;"

@@ -48,7 +48,8 @@ class Skipped:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """For a block that writes converted data: a full disk becomes a `UserError`, which does not name the data."""
+    """For a block that writes converted data: an error, such as a full disk, becomes a `UserError` without the data's
+    name."""
     try:
         yield
     except OSError as problem:

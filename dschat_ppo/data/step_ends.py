@@ -12,8 +12,8 @@ from dschat_ppo.errors import UserError
 
 
 def joined_steps(example: Example, separator: str) -> Example:
-    """The example with one answer: its steps with `separator` between them, which is removed from their ends. Refused
-    are an example without steps or labels, and a step that is empty or contains the separator."""
+    """The example with one answer: its steps with `separator` between them, which is removed from their ends.
+    `UserError` if there are no steps or labels, or a step is empty or contains the separator."""
     steps = []
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
@@ -32,7 +32,8 @@ def joined_steps(example: Example, separator: str) -> Example:
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
-    """The token at which each step of an answer ends, as rising indices of `ids`; the last one is `len(ids) - 1`.
+    """The token at which each step of an answer ends, as rising indices of `ids`; the last one is `len(ids) - 1`. []
+    for an answer without tokens.
 
     A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
     between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.

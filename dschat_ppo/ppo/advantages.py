@@ -34,7 +34,7 @@ SELECTION = 3  # separates the random stream of `selected` from others of the sa
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
     known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
-    steps."""
+    steps. `score_clip` 0: scores are not clipped."""
 
     def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
         self.flags = flags
@@ -51,8 +51,8 @@ class AdvantageComputation:
         self.before = self.state_dict()  # before the last rows
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
-        """The score of each answer, by the running scale after it, on its last token minus the KL penalty at each
-        token; the mask of the policy loss."""
+        """The score of each answer on its last token minus the KL penalty at each token; the mask of the policy loss.
+        The running scale adapts to the scores first."""
         flags, mask = self.flags, rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":

@@ -41,7 +41,7 @@ POLL = 8  # tokens between two checks for finished sequences, where steps are CU
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How rollouts are generated: `samples` responses per prompt, by the first of `ENGINES` from `engine` on that fits.
+    """How rollouts are generated: `samples` responses per prompt, by `engine`, one of `ENGINES`.
 
     `rows` sequences run at a time, 0 = as many as memory allows, up to `MAX_ROWS` or `MAX_ROWS_GPU`. `prepack` lays the
     weights out for oneDNN (CPU, bf16), at the cost of their memory. `static` runs decode steps at fixed addresses, as

@@ -103,7 +103,8 @@ class BestEvaluation:
 def plan_batches(
     fit: SupervisedFlags, rows: Dataset, packing: PackingPlan | None, max_steps: int, shared: int
 ) -> SupervisedPlan:
-    """The batch plan for the ranks of this launch, of which `shared` share their rows; `packing` plans packed rows."""
+    """The batch plan for the ranks of this launch, of which `shared` share their rows; of packed rows with
+    `packing`."""
     ranks = dist.world_size()
     if packing is None:
         tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
