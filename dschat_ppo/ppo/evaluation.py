@@ -59,7 +59,7 @@ def final_answer(text: str) -> str:
 
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up to n answers,
-    `majority@n` where n is above 1. A score of `pass_score` passes.
+    `majority@n` where n is above 1. An answer passes with a score of `pass_score` or more.
 
     With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers that it scores, and
     `reward/NAME_share`, their share, if it is below 1.

@@ -61,8 +61,8 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
 class ActorLoss:
-    """Policy loss, entropy bonus and KL. `reference` is needed for the full KL as a loss alone; with `counts_ratios`
-    the ratios are counted for a histogram."""
+    """Policy loss, entropy bonus and KL. Only the full KL as a loss needs `reference`. With `counts_ratios` the ratios
+    are counted for a histogram."""
 
     def __init__(
         self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
