@@ -1,7 +1,5 @@
-"""Importance weights and masks: rollout-training mismatch, off-policy rows, high entropy, high covariance.
-
-All results are constants of the loss, without gradient. Values outside the mask are ignored.
-"""
+"""Importance weights and masks: rollout-training mismatch, off-policy rows, high entropy, high covariance. All results
+are constants of the loss, without gradient. Values outside the mask are ignored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Learning rate schedules: the factor of the peak rate at each optimizer step.
-
-The formulas and their names are those of `transformers.get_scheduler`, whose import also loads peft.
-"""
+"""Learning rate schedules: the factor of the peak rate at each optimizer step. The formulas and their names are those
+of `transformers.get_scheduler`, whose import also loads peft."""
 
 from __future__ import annotations
 

@@ -77,11 +77,9 @@ def has_layout_of(engine: Engine, folder: Path) -> bool:
 
 
 def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
-    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective, between steps.
-
-    The files hold the states of this moment; they are complete after `writer.wait()`, which raises errors of the disk
-    only on the ranks where they occur: synchronise them.
-    """
+    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective, between steps. The
+    files hold the states of this moment; they are complete after `writer.wait()`, which raises errors of the disk only
+    on the ranks where they occur: synchronise them."""
     names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
     frozen = [name for name, weight in engine.module.named_parameters() if not weight.requires_grad]
     extra = {LAYOUT: layout(engine), PARAMETER_NAMES: names, FROZEN: frozen}

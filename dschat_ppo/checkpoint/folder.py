@@ -1,7 +1,5 @@
-"""The folder of a run's checkpoints: each gets its name when it is complete; old ones are removed.
-
-Only rank 0 of the run that holds the lock of the output folder uses this.
-"""
+"""The folder of a run's checkpoints: each gets its name when it is complete; old ones are removed. Only rank 0 of the
+run that holds the lock of the output folder uses this."""
 
 from __future__ import annotations
 
@@ -107,10 +105,8 @@ class CheckpointFolder:
 
     def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
         """Remove the oldest checkpoints, so that the newest `limit` intact ones stay; returns the removed names.
-
         Manifests and sizes tell which are intact. Nothing is removed while the newest checkpoint is damaged, or fewer
-        than `limit` are intact. `best`, and those named by `protect`, always stay.
-        """
+        than `limit` are intact. `best`, and those named by `protect`, always stay."""
         if limit < 1:
             raise ValueError(f"at least one checkpoint must stay, so the limit cannot be {limit}")
         names = self.names()

@@ -44,10 +44,8 @@ class HeldByMachine:
 
 def newest_on_all_machines(output: Path, named: str | None = None) -> str | None:
     """Name of the newest checkpoint whose parts are intact on all machines; None: no machine has any. Collective.
-
     `named`: the folder of the only checkpoint to use; then its path is returned. If machines have checkpoints, but none
-    has all its parts, every rank raises the same `UserError`.
-    """
+    has all its parts, every rank raises the same `UserError`."""
     refused: dict[str, str] = {}  # name -> what is broken
     while True:
         held = [found for found in dist.gather_objects(_held(output, named, refused)) if found is not None]

@@ -1,7 +1,5 @@
-"""The identity of a run: its flags, its derived batch sizes, and fingerprints of the data, models and files it reads.
-
-A run resumes only from a checkpoint of the same identity; `config_diff.py` decides which differences are allowed.
-"""
+"""The identity of a run: its flags, its derived batch sizes, and fingerprints of the data, models and files it reads. A
+run resumes only from a checkpoint of the same identity; `config_diff.py` decides which differences are allowed."""
 
 from __future__ import annotations
 

@@ -18,10 +18,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def save_state(path: Path, state: dict[Any, Any]) -> None:
     """Write a state for `load_state`, durably: after a crash at any moment the file holds the old state or the new one.
-
     The state is nested dicts (keys: text or integers), lists and tuples of tensors and plain values. Tensors are stored
-    without their gradient, on the CPU; of a view only its elements. `TypeError` for another value says where.
-    """
+    without their gradient, on the CPU; of a view only its elements. `TypeError` for another value says where."""
     # Serialised in memory first: torch raises several kinds of exceptions for a full disk, `write_file` only OSError.
     buffer = io.BytesIO()
     torch.save(_storable(state, "state"), buffer)

@@ -20,10 +20,8 @@ def seed_everything(seed: int) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Choose whether PyTorch uses deterministic algorithms only; an operation that has none then raises `RuntimeError`.
-
     Others may differ at each execution, for example because the threads of a GPU add in the order in which they finish.
-    Call it before anything runs on a GPU: cuBLAS reads its setting when it starts.
-    """
+    Call it before anything runs on a GPU: cuBLAS reads its setting when it starts."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False

@@ -1,7 +1,5 @@
-"""Names that other trainers and other steps give to our settings, for the message about an unknown flag.
-
-Names of TRL 1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md compare what they mean.
-"""
+"""Names that other trainers and other steps give to our settings, for the message about an unknown flag. Names of TRL
+1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md compare what they mean."""
 
 from __future__ import annotations
 

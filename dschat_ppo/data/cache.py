@@ -148,11 +148,9 @@ def regrouped(rows: Dataset, identity: str, regroup: Callable[[Dataset], Dataset
 
 
 def file_key(path: Path, *settings: object) -> str:
-    """Key of a data file as a table: path, size, modification time, a sample of its content, and how it is read.
-
-    Tools that copy files may keep the modification time. The sample finds a change of a file up to 1 MiB, and most of
-    those of a larger one, without reading it whole at each start.
-    """
+    """Key of a data file as a table: path, size, modification time, a sample of its content, and how it is read. Tools
+    that copy files may keep the modification time. The sample finds a change of a file up to 1 MiB, and most of those
+    of a larger one, without reading it whole at each start."""
     found = path.stat()
     sample = hashlib.sha256()
     with path.open("rb") as file:

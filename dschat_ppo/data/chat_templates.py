@@ -149,11 +149,9 @@ UNBOUNDED = "computes a power (**) or a product of two variables, which can take
 
 @cache
 def has_unbounded_numbers(template: str) -> bool:
-    """Whether the Jinja text computes powers or products of two variables; False if it has a syntax error.
-
-    Repeated squaring gives numbers of millions of digits, and nothing interrupts a single operation on them. Raises
-    `RecursionError` for a text that is nested too deeply.
-    """
+    """Whether the Jinja text computes powers or products of two variables; False if it has a syntax error. Repeated
+    squaring gives numbers of millions of digits, and nothing interrupts a single operation on them. Raises
+    `RecursionError` for a text that is nested too deeply."""
     try:
         tree = _JINJA.parse(template)
     except jinja2.TemplateSyntaxError:  # rendering reports it

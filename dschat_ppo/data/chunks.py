@@ -1,7 +1,5 @@
-"""Chunks of a stream: token rows made from raw rows, in order, each chunk one entry of the cache.
-
-The position in the raw rows after a chunk is saved with it, so the next chunk can be made from there by any process.
-"""
+"""Chunks of a stream: token rows made from raw rows, in order, each chunk one entry of the cache. The position in the
+raw rows after a chunk is saved with it, so the next chunk can be made from there by any process."""
 
 from __future__ import annotations
 

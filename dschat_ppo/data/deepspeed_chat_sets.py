@@ -1,7 +1,5 @@
 """The data sets that DeepSpeed-Chat knows by name: prompts and answers, character for character, from their columns.
-
-The name decides: a hub name, or a path that contains or ends with it, such as `data/Dahoas/rm-static`.
-"""
+The name decides: a hub name, or a path that contains or ends with it, such as `data/Dahoas/rm-static`."""
 
 from __future__ import annotations
 

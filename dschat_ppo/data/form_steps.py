@@ -1,8 +1,5 @@
-"""Forms with a label for each step of an answer, for process reward models.
-
-A label is 1 for a right step, 0 for a wrong one, or a number between them (an estimated probability); NaN stands for a
-step without a label.
-"""
+"""Forms with a label for each step of an answer, for process reward models. A label is 1 for a right step, 0 for a
+wrong one, or a number between them (an estimated probability); NaN stands for a step without a label."""
 
 from __future__ import annotations
 
@@ -53,11 +50,9 @@ def _label(value: Any, column: str) -> float:
 
 
 def read_prm800k(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A problem, and for each step several continuations with ratings (Lightman et al. 2023).
-
-    The chosen continuations make one answer. Each other rated continuation makes an answer that ends with it, in which
-    only that last step has a label. A neutral step counts as right, as in the paper's scores.
-    """
+    """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The chosen continuations
+    make one answer. Each other rated continuation makes an answer that ends with it, in which only that last step has a
+    label. A neutral step counts as right, as in the paper's scores."""
     prompt = prompt_value(row, reading)
     if use == "prompt":
         return [Draft(prompt)]

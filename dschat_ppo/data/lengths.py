@@ -85,11 +85,9 @@ def text_blocks(text: EncodedExample, limit: int) -> list[EncodedExample]:
 
 
 def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
-    """How many first and last tokens of a prompt a cut keeps: `keep_start` and `keep_end` of `fit_row`.
-
-    The first one if it is BOS. Of a chat prompt also the end that the template writes: the last special tokens with at
-    most two tokens between them, such as `<|im_end|>\\n<|im_start|>assistant\\n`.
-    """
+    """How many first and last tokens of a prompt a cut keeps: `keep_start` and `keep_end` of `fit_row`. The first one
+    if it is BOS. Of a chat prompt also the end that the template writes: the last special tokens with at most two
+    tokens between them, such as `<|im_end|>\\n<|im_start|>assistant\\n`."""
     start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
     if not is_chat:
         return start, 0

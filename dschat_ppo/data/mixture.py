@@ -1,7 +1,5 @@
 """Which rows of each data set a step uses, and in which order: the step's part, held-out rows, and mixtures of sets.
-
-All are row numbers in arrays, equal on every rank and after a resume: they depend on counts and seeds alone.
-"""
+All are row numbers in arrays, equal on every rank and after a resume: they depend on counts and seeds alone."""
 
 from __future__ import annotations
 

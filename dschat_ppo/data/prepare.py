@@ -278,9 +278,7 @@ def prepare(
         all_turns, step_separator: see `encode_examples` and `TokeniseSettings`.
 
     Raises:
-        UserError: a data set cannot be used, `--data_split` leaves this step no row of it, or `--bad_rows` does not
-            accept
-            its bad rows.
+        UserError: a data set cannot be used or has no row for this step, or `--bad_rows` refuses its bad rows.
         StopRequested: the run receives a stop request.
     """
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):

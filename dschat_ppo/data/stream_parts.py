@@ -1,7 +1,5 @@
-"""Parts of a stream: files, and splits on the hub, read batch by batch from any place.
-
-Rows equal those of the same data set without `--streaming`: the readers of `row_readers` and `json_rows` read them.
-"""
+"""Parts of a stream: files, and splits on the hub, read batch by batch from any place. Rows equal those of the same
+data set without `--streaming`: the readers of `row_readers` and `json_rows` read them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Limits for chat templates, which come with model folders, and for what tokenizers get.
-
-Jinja's sandbox bounds neither time nor memory, and the tokenizers library aborts the process if memory runs out.
-"""
+"""Limits for chat templates, which come with model folders, and for what tokenizers get. Jinja's sandbox bounds neither
+time nor memory, and the tokenizers library aborts the process if memory runs out."""
 
 from __future__ import annotations
 

@@ -140,11 +140,9 @@ def encode_answer(
     answer: str | Message,
     tools: Tools | None = None,
 ) -> list[int]:
-    """Token ids of an answer to `prompt`, with exactly one final token.
-
-    After a text prompt the final token is the one of `answer_ends` that the text ends with, or else EOS. After chat
-    messages the ids are those that the chat template renders, up to and including its end-of-turn token.
-    """
+    """Token ids of an answer to `prompt`, with exactly one final token. After a text prompt the final token is the one
+    of `answer_ends` that the text ends with, or else EOS. After chat messages the ids are those that the chat template
+    renders, up to and including its end-of-turn token."""
     if isinstance(prompt, str):
         text, final = text_answer(tokenizer, answer)
         for anchor in (text_anchor(tokenizer, prompt), ":"):  # a token may span the end of an anchor
@@ -164,11 +162,9 @@ def encode_answer(
 
 
 def text_anchor(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Text before which an answer to a text prompt is encoded, and whose ids are then removed.
-
-    A line break if the tokenizer puts a space before every text, as those of Llama 2 do: without the anchor, the answer
-    " The" after "Answer:" would be "Answer:  The". Otherwise, and after an empty prompt, "".
-    """
+    """Text before which an answer to a text prompt is encoded, and whose ids are then removed. A line break if the
+    tokenizer puts a space before every text, as those of Llama 2 do: without the anchor, the answer " The" after
+    "Answer:" would be "Answer:  The". Otherwise, and after an empty prompt, ""."""
     return "\n" if prompt and _puts_a_space_before(tokenizer) else ""
 
 

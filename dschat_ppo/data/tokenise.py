@@ -1,7 +1,5 @@
-"""Some raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit.
-
-`token_table.py` applies it to a whole data set, `streaming.py` to a part at a time.
-"""
+"""Some raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `token_table.py`
+applies it to a whole data set, `streaming.py` to a part at a time."""
 
 from __future__ import annotations
 

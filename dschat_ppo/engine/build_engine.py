@@ -97,11 +97,9 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
-    """Let the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before.
-
-    Under ZeRO-3 an engine records in its module which parameters are under way, and does not gather these. Engines over
-    the same parameters must share that record, or one would not know what to wait for.
-    """
+    """Let the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before. Under
+    ZeRO-3 an engine records in its module which parameters are under way, and does not gather these. Engines over the
+    same parameters must share that record, or one would not know what to wait for."""
     record = getattr(engine.module, "ds_inflight_param_registry", None)
     held = {id(parameter) for parameter in engine.module.parameters()}
     if record is not None and any(id(parameter) in held for parameter in model.parameters()):

@@ -21,11 +21,9 @@ _HEAD_NAMES: dict[tuple[Any, str], Set[str]] = {}
 
 
 def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
-    """Check from the configuration alone that a model can be a reward model or a critic.
-
-    The scalar head reads the state of every token, so the model must be causal. A classifier must have one label and a
-    head named `score`. Other models get a new head, or must have the layout of DeepSpeed-Chat.
-    """
+    """Check from the configuration alone that a model can be a reward model or a critic. The scalar head reads the
+    state of every token, so the model must be causal. A classifier must have one label and a head named `score`. Other
+    models get a new head, or must have the layout of DeepSpeed-Chat."""
     check_architecture(config, folder, needs_lm=False)
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return

@@ -63,11 +63,9 @@ def _block_mask(first: Tensor, seen: Tensor, end: Tensor) -> Any:
 
 
 def blocks_of_keys(first: Tensor, seen: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, the blocks of keys of which it sees some, and of which all: (blocks, blocks) bool.
-
-    The arguments are what `visible_keys` returns. No block is in both; one that no single run covers may be in the
-    first.
-    """
+    """For each block of queries, the blocks of keys of which it sees some, and of which all: (blocks, blocks) bool. The
+    arguments are what `visible_keys` returns. No block is in both; one that no single run covers may be in the
+    first."""
     count = len(first)
     blocks = -(-count // BLOCK)
     low = torch.arange(blocks, device=first.device) * BLOCK  # (blocks,) first key of each

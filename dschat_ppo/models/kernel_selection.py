@@ -1,7 +1,5 @@
-"""Select the kernels of a model by a probe: run a few tokens both ways once the engine exists, and compare.
-
-A way that ends with an error counts as infinitely far from the model's own, on every rank.
-"""
+"""Select the kernels of a model by a probe: run a few tokens both ways once the engine exists, and compare. A way that
+ends with an error counts as infinitely far from the model's own, on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Divide rows of uneven lengths among ranks and into micro-batches.
-
-Models that share prompts (`shared_prompts.py`) run the prompt of several answers once. So answers to one prompt stay
-together, and their prompt counts once.
-"""
+"""Divide rows of uneven lengths among ranks and into micro-batches. Models that share prompts (`shared_prompts.py`) run
+the prompt of several answers once. So answers to one prompt stay together, and their prompt counts once."""
 
 from __future__ import annotations
 

@@ -132,10 +132,8 @@ def write_model(
     adapter: str = "default",
 ) -> str | None:
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
-
     `state` has the names of the transformers model in `module`, a `PolicyModel` or a `ScalarModel`; for an adapter
-    folder only the weights of the adapter and of a score head. The other arguments are those of `save_model`.
-    """
+    folder only the weights of the adapter and of a score head. The other arguments are those of `save_model`."""
     model = pretrained(module)
     model.config.dtype = next(iter(state.values())).dtype
     for name, value in (described or {}).items():
@@ -160,11 +158,9 @@ def is_saved_with(adapter: str, name: str) -> bool:
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor], adapter: str = "default") -> dict[str, Tensor]:
-    """The weights of `model` under the names that they have without adapters, with one adapter merged.
-
-    `state` has all weights, whole; `model` only gives names and scales. The product is computed in fp32 and rounded to
-    the number format of the weight. On ranks without weights: {}.
-    """
+    """The weights of `model` under the names that they have without adapters, with one adapter merged. `state` has all
+    weights, whole; `model` only gives names and scales. The product is computed in fp32 and rounded to the number
+    format of the weight. On ranks without weights: {}."""
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
     for path, layer in adapter_layers(model).items() if state else ():
         for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:

@@ -127,10 +127,8 @@ def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
 
 def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int], list[int]]:
     """Groups of rows whose first tokens are equal, such that the fewest tokens are left: `(order, shared, leaders)`.
-
     All rows, group after group; for each row its tokens that its leader holds for it (0 for a leader); for each row the
-    first row of its group. `input_ids` (B, T) right-padded, `lengths` (B,) above 0.
-    """
+    first row of its group. `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
     ids, sizes = input_ids.cpu(), lengths.cpu()
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours

@@ -136,11 +136,9 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
-    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank.
-
-    With several ranks also the imbalance of a phase: seconds, and tokens if they are counted, of the rank with the most
-    over the mean of the ranks; 1 means that all have the same. Collective.
-    """
+    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank. With
+    several ranks also the imbalance of a phase: seconds, and tokens if they are counted, of the rank with the most over
+    the mean of the ranks; 1 means that all have the same. Collective."""
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
     mine = [[seconds[name], peak[name], tokens.get(name, 0.0)] for name in names]

@@ -14,12 +14,9 @@ Change = dict[str, Any]  # flag -> value
 
 
 def flags_that_fit(config: Any, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
-    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough.
-
-    Of the rungs that lower what is missing, the cheapest is taken until the run fits. Then those that it fits without
-    are left out, the last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the
-    last rung.
-    """
+    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Of the rungs that
+    lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are left out, the
+    last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
     given = {name: value for group in vars(config).values() for name, value in vars(group).items()}
 
     def tried(rungs: Sequence[Change]) -> tuple[list[str], Plan] | None:

@@ -69,10 +69,8 @@ class MiniDataset:
 
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
         """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
-        `rows_per_update`, for `ppo_epochs` passes, shuffled again in each pass.
-
-        Shuffling decides which rows form an optimizer step. Inside the step, rows are sorted by prompt and length.
-        """
+        `rows_per_update`, for `ppo_epochs` passes, shuffled again in each pass. Shuffling decides which rows form an
+        optimizer step. Inside the step, rows are sorted by prompt and length."""
         count = rows.response_ids.shape[0]
         if count % self._rows_per_update:
             raise ValueError(f"{count} rows are not a multiple of {self._rows_per_update} rows per update")

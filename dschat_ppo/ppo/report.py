@@ -134,10 +134,8 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
 
 def step_figures(ppo: PPOComponents, samples: Sequence[dict[str, Any]]) -> StepFigures | None:
     """What trackers receive of the PPO step in flight besides its metrics: histograms, and answers as text (`samples`).
-
     None without trackers, without experience, and on ranks other than 0. Ratios are those of the tokens of all ranks
-    that the policy loss counts, in all updates of the step. Collective with trackers.
-    """
+    that the policy loss counts, in all updates of the step. Collective with trackers."""
     experience = ppo.state.experience
     if not ppo.config.run.trackers:
         return None

@@ -1,7 +1,5 @@
-"""The forms in which people write reward functions, told apart by the names of their parameters.
-
-Needs only the standard library, because worker processes import it.
-"""
+"""The forms in which people write reward functions, told apart by the names of their parameters. Needs only the
+standard library, because worker processes import it."""
 
 from __future__ import annotations
 

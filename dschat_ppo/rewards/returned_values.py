@@ -1,8 +1,5 @@
 """What a reward function returns: a score, None, or a dict with `score` and other numbers; for a batch, a list of
-these, or OpenRLHF's dict of lists.
-
-Needs only the standard library, because worker processes import it.
-"""
+these, or OpenRLHF's dict of lists. Needs only the standard library, because worker processes import it."""
 
 from __future__ import annotations
 

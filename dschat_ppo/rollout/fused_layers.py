@@ -102,11 +102,9 @@ class FusedLayer:
 
 
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
-    """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function.
-
-    Each is compared once with the layer's own forward function on random states: a layer may have Llama's form and
-    compute something else (a factor of the residual connection, no rotation).
-    """
+    """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function. Each is compared
+    once with the layer's own forward function on random states: a layer may have Llama's form and compute something
+    else (a factor of the residual connection, no rotation)."""
     found = []
     for layer in model.modules():
         if _has_the_form(layer):
@@ -204,10 +202,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 @contextmanager
 def prepacked(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """Make every plain `nn.Linear` multiply with a packed copy of its weight, which takes the weights' memory again.
-
     Decoder layers of Llama's form run as `FusedLayer`. `model` has whole bfloat16 weights on the CPU, which must not
-    change inside the context. `rows`: typical rows of a product, a hint for the layout.
-    """
+    change inside the context. `rows`: typical rows of a product, a hint for the layout."""
     replaced: list[Any] = []
     try:
         for layer, forward in fused_layers(model, partial(packed_product, rows=rows)):

@@ -41,10 +41,8 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of tokens already in the row by `penalty` if they are positive, else multiply them by it.
-
     `logits` (B, V) fp32; `seen` (B, V) bool, True for tokens of prompt and response so far. A penalty above 1
-    discourages, one below 1 encourages. (Keskar et al. 2019, section 4.1)
-    """
+    discourages, one below 1 encourages. (Keskar et al. 2019, section 4.1)"""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

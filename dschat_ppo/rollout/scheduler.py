@@ -31,10 +31,8 @@ class Prefill:
 
 def prefill_passes(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     """Divide prompts of `lengths` (n,) into forward passes of at most `MAX_PREFILL_TOKENS`, longest prompts first.
-
     Yields the prompts of a pass and its length: all but the last token, which the first decode step feeds, but at least
-    one.
-    """
+    one."""
     order = np.argsort(-lengths, kind="stable")
     start = 0
     while start < len(order):

@@ -21,11 +21,9 @@ def stream_tokens(
     model: PreTrainedModel, prompt: Sequence[int], seed: int, sampling: SamplingParameters, ends: Collection[int],
     max_new_tokens: int,
 ) -> Iterator[int]:  # fmt: skip
-    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it.
-
-    The forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
-    architecture is supported. To stop early, abandon the iterator.
-    """
+    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it. The
+    forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
+    architecture is supported. To stop early, abandon the iterator."""
     device = next(model.parameters()).device
     uniforms = row_uniforms(torch.tensor([seed]), max_new_tokens).to(device)
     ids = torch.tensor([list(prompt)], device=device)

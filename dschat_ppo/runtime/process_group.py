@@ -113,11 +113,9 @@ def address_of(folder: str) -> str:
 
 
 def launch_of_this_rank(folder: str) -> dict[str, str]:
-    """What identifies the launch of this rank.
-
-    On one machine that is DeepSpeed's launcher, by host, process number and start time. Ranks of different machines
-    compare the number of ranks, the output folder, and the job of Slurm or torchrun.
-    """
+    """What identifies the launch of this rank. On one machine that is DeepSpeed's launcher, by host, process number and
+    start time. Ranks of different machines compare the number of ranks, the output folder, and the job of Slurm or
+    torchrun."""
     known = {"number of ranks": os.environ["WORLD_SIZE"], "output folder": folder}
     known |= {name: os.environ[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if name in os.environ}
     if (found := ancestor("deepspeed.launcher.launch")) is not None:
@@ -155,11 +153,9 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 
 
 def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-    """Check that shared memory has `rank_bytes` for each rank of this machine; they take them once all have joined.
-
-    The system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a bus
-    error, without a message.
-    """
+    """Check that shared memory has `rank_bytes` for each rank of this machine; they take them once all have joined. The
+    system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a bus
+    error, without a message."""
     if not folder.is_dir():
         return
     needed, space = ranks.local_world_size() * rank_bytes, os.statvfs(folder)

@@ -18,10 +18,8 @@ DEVICES = Path("/dev")  # a container sees the driver of its host, but only the 
 
 def require_usable_gpu(driver: Path = DRIVER, devices: Path = DEVICES) -> None:
     """Check that torch can use the NVIDIA GPUs of this machine, if it has any, unless the user asks for the CPU.
-
     `DS_ACCELERATOR=cpu`, DeepSpeed's choice of the device, and an empty `CUDA_VISIBLE_DEVICES` ask for it. `driver` is
-    the file in which the driver writes its version; `devices` has the devices `nvidia0`, `nvidia1`, ...
-    """
+    the file in which the driver writes its version; `devices` has the devices `nvidia0`, `nvidia1`, ..."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     if not driver.exists() or not any(devices.glob("nvidia[0-9]*")):

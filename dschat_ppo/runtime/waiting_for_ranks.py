@@ -25,10 +25,8 @@ _DOING = "waited for the other machines"
 
 def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCPStore:
     """The store of rank 0 (`is_master`: this process opens it; the others wait up to `JOIN_SECONDS` until it is open).
-
     They probe it by a plain connection: torch, which tries to connect again and again, would print stack traces of C++.
-    `timeout` is that of later operations.
-    """
+    `timeout` is that of later operations."""
     began = logged = running_clock()
     while True:
         raise_if_stop_requested(_DOING)

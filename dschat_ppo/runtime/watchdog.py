@@ -179,10 +179,8 @@ class _Watchdog:
 
     def wait_for_cause(self) -> None:
         """Wait until the first rank of this machine has recorded the failure of another machine, or `_CAUSE_SECONDS`.
-
         For a rank whose connection to another one broke. If a stop was requested and the other machine has ended
-        without a failure, that is recorded.
-        """
+        without a failure, that is recorded."""
         self.record.mark_disconnected()
         end = time.monotonic() + _CAUSE_SECONDS
         while time.monotonic() < end and self.record.read() is None:

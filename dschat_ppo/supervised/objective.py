@@ -87,11 +87,9 @@ MicroBatches = list[list[int]]  # row numbers
 def collated(
     collate: Callable[[Dataset, Sequence[int]], Batch], rows: Any, steps: Iterable[MicroBatches], device: torch.device
 ) -> Generator[tuple[MicroBatches, Callable[[], list[Batch]]], None, None]:
-    """For each step: the row numbers of its micro-batches, and a function that waits for their batches.
-
-    Rows of a stream are collated when they are needed: its reader works ahead already, and a rank that waits for it
-    must be the one that watches for stop requests. Close the generator to end the thread.
-    """
+    """For each step: the row numbers of its micro-batches, and a function that waits for their batches. Rows of a
+    stream are collated when they are needed: its reader works ahead already, and a rank that waits for it must be the
+    one that watches for stop requests. Close the generator to end the thread."""
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]
