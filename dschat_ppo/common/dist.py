@@ -180,11 +180,9 @@ def first_problem(problem: str | None) -> str | None:
 
 @contextmanager
 def main_rank_of_node_first() -> Iterator[None]:
-    """Run the block on the first rank of each machine, then on its other ranks, which find the files of the first.
-
-    If the first rank fails, the others still run the block, so that all fail in the same way and none waits forever.
-    The watchdog is paused for all of it; `TIMEOUT` is the limit.
-    """
+    """Run the block on the first rank of each machine, then on its other ranks, which find the files of the first. If
+    the first rank fails, the others still run the block, so that all fail in the same way and none waits forever. The
+    watchdog is paused for all of it; `TIMEOUT` is the limit."""
     with watchdog_paused():
         if local_rank() != 0:
             barrier()

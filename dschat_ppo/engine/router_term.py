@@ -37,11 +37,9 @@ def router_settings(coef: float, model: Any) -> RouterSettings | None:
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """The load-balancing loss over all real tokens of one optimizer step, of all ranks.
-
-    The loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would depend on how the
-    step is divided. `chosen` and `count` are those of the whole step (see `RouterLoad`).
-    """
+    """The load-balancing loss over all real tokens of one optimizer step, of all ranks. The loss multiplies shares of
+    tokens by mean probabilities, so a mean over micro-batches would depend on how the step is divided. `chosen` and
+    `count` are those of the whole step (see `RouterLoad`)."""
 
     settings: RouterSettings
     chosen: Tensor  # (E,) fp32

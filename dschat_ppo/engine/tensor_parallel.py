@@ -84,11 +84,9 @@ def plan_of(config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
-    """Hold this rank's part of the decoder layers of `model`, all linear, for the duration of the block.
-
-    Its forward passes are then collective over the group. Entering is collective over all ranks, and leaves ZeRO-3
-    partitions as they are; without ZeRO-3 the parts are views of the whole weights.
-    """
+    """Hold this rank's part of the decoder layers of `model`, all linear, for the duration of the block. Its forward
+    passes are then collective over the group. Entering is collective over all ranks, and leaves ZeRO-3 partitions as
+    they are; without ZeRO-3 the parts are views of the whole weights."""
     with ExitStack() as stack:
         for layers in _in_chunks(_linear_layers(model), parallel.layers):
             weights = [entry for layer, style in layers for entry in _divided_weights(layer, style)]

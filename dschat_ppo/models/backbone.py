@@ -87,11 +87,9 @@ def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
 
 
 def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from slot 0 on.
-
-    There is no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels
-    without a mask are faster. States after the `lengths` (B,) int64 of the rows are meaningless.
-    """
+    """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from slot 0 on. There is
+    no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels without
+    a mask are faster. States after the `lengths` (B,) int64 of the rows are meaningless."""
     padded = _in_few_widths(backbone, input_ids)
     output = backbone(
         input_ids=padded, attention_mask=None, use_cache=False, **slot_arguments(backbone, padded),

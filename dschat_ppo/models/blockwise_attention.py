@@ -21,11 +21,9 @@ MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a row, each of which attends to itself, and what the kernels need to know of them.
-
-    `lengths`: of the parts, which follow one another, none 0. `seen`: for each part, columns (start, end) of earlier
-    parts that all of its tokens see too, as if they were right before them; start = end: none. None: no part sees any.
-    """
+    """Parts of a row, each of which attends to itself, and what the kernels need to know of them. `lengths`: of the
+    parts, which follow one another, none 0. `seen`: for each part, columns (start, end) of earlier parts that all of
+    its tokens see too, as if they were right before them; start = end: none. None: no part sees any."""
 
     lengths: tuple[int, ...]
     seen: tuple[tuple[int, int], ...] | None = None

@@ -87,11 +87,9 @@ def _fast_mlp(kind: Any) -> Any:
 
 
 def use_fast_layers(model: nn.Module) -> None:
-    """Make RMSNorm and MLP layers of `model` use the kernels, where they compute what those of Llama do.
-
-    transformers copies these layers into many architectures, so the code itself is compared. Gemma's norm, for example,
-    adds 1 to the weight, and stays as it is.
-    """
+    """Make RMSNorm and MLP layers of `model` use the kernels, where they compute what those of Llama do. transformers
+    copies these layers into many architectures, so the code itself is compared. Gemma's norm, for example, adds 1 to
+    the weight, and stays as it is."""
     for layer in model.modules():
         kind: Any = type(layer)
         if kind.__name__.endswith("RMSNorm") and _same_code(kind, LlamaRMSNorm):

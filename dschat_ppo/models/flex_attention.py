@@ -110,10 +110,8 @@ def flex_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over the keys of `mask` (of `BlockMasks`), (1, heads, N, d) -> (1, heads, N, d). No gradient on a CPU.
-
     `key` and `value` may have fewer heads. `softcap`: the logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-    `sinks` (heads,): one more logit for each head that no value belongs to (GPT-OSS).
-    """
+    `sinks` (heads,): one more logit for each head that no value belongs to (GPT-OSS)."""
     from transformers.integrations.flex_attention import get_flex_attention_lse_kwargs
 
     # Tensors, because PyTorch cannot compile a second value of a number that the function below holds.

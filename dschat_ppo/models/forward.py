@@ -40,10 +40,8 @@ def response_scores(
     late_ends: LateEnds | None = None,
 ) -> ResponseScores:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
-
     `engine` is a DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
-    `late_ends`: tokens that could not be drawn at the beginning of an answer.
-    """
+    `late_ends`: tokens that could not be drawn at the beginning of an answer."""
     policy = engine
     if not isinstance(unwrap(engine), PolicyModel):
         policy = PolicyModel(cast(PreTrainedModel, engine), Layout(fused=False))
@@ -63,10 +61,8 @@ def response_scores(
 
 def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
     """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
-
     `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first column; a row without a True has the
-    sum 0. The sum is in fp64 because training uses small differences of such sums.
-    """
+    sum 0. The sum is in fp64 because training uses small differences of such sums."""
     logprobs, _ = engine(input_ids, answer_mask)
     empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
     return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)

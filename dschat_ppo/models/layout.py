@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags name the rest.
-
-    Two models with the same weights and the same layout give the same bits.
+    """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags name the rest. Two
+    models with the same weights and the same layout give the same bits.
 
     Attributes:
         fused: go through the vocabulary in blocks, instead of computing whole logits; of a language model.
@@ -18,7 +17,6 @@ class Layout:
         reads_few: run the last MLP only for tokens whose states are read; likewise.
         divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
         attention: the value of `--attn_implementation`.
-        offload_activations: keep what the backward pass needs in host memory.
     """
 
     fused: bool = True

@@ -76,11 +76,9 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str, folder: str, other: bool = False,
     resize: bool = False,
 ) -> None:  # fmt: skip
-    """Check that the model at `folder`, named by `flag`, has an embedding for every id of `tokenizer`.
-
-    If the tokenizer is that of an `other` model (the actor's), the model's own must be equal to it. `resize`: missing
-    embeddings will be added (`--resize_vocabulary`).
-    """
+    """Check that the model at `folder`, named by `flag`, has an embedding for every id of `tokenizer`. If the tokenizer
+    is that of an `other` model (the actor's), the model's own must be equal to it. `resize`: missing embeddings will be
+    added (`--resize_vocabulary`)."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
         raise UserError(f"{flag} {folder}: config.json has no 'vocab_size', so it is not a language model's")
@@ -230,11 +228,9 @@ def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
     resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout.
-
-    A base or causal model without a head gets a new one if `new_head`. The head trains with an adapter. The other
-    arguments are those of `load_causal_lm`.
-    """
+    """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout. A base
+    or causal model without a head gets a new one if `new_head`. The head trains with an adapter. The other arguments
+    are those of `load_causal_lm`."""
     if check_sequence_classifier(folder, new_head):
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)

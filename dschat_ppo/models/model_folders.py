@@ -191,11 +191,9 @@ def wanted_files(files: list[str], weights: bool = True) -> list[str]:
 
 
 def download(name: str, revision: str | None = None) -> str:
-    """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it.
-
-    With `settings_only`, the weights of a model are not downloaded, but those of an adapter are. Raises
-    `FileNotFoundError` if the hub cannot be reached and there is no earlier download, else almost any exception.
-    """
+    """The local folder of the model or adapter `name`, downloaded from the hub, or as an earlier download left it. With
+    `settings_only`, the weights of a model are not downloaded, but those of an adapter are. Raises `FileNotFoundError`
+    if the hub cannot be reached and there is no earlier download, else almost any exception."""
     try:
         with reading("no answer"):  # the errors of its HTTP library are not part of its interface
             found = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)

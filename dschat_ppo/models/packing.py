@@ -1,9 +1,8 @@
 """Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
-The attention function is registered with transformers under the name `dschat_packed`, for which transformers builds no
-mask; `segment_attention.py` has its kernels. A context manager switches it on; activation checkpointing, which runs
-layers again in the backward pass, switches it on again. `padded_attention` does the same for padded rows where
-`--attn_implementation` names another attention than the model's own.
+transformers knows the attention function as `dschat_packed`, for which it builds no mask; `segment_attention.py` has
+its kernels. A context manager switches it on, and activation checkpointing switches it on again when it runs layers
+again in the backward pass. `padded_attention` does the same for padded rows.
 """
 
 from __future__ import annotations
@@ -92,20 +91,16 @@ def segments(
     config: PretrainedConfig, lengths: list[int] | None, divided: bool = False,
     seen: list[tuple[int, int]] | None = None, choice: str = "auto",
 ) -> AbstractContextManager[None]:  # fmt: skip
-    """Make models of `config` treat a single row as segments of these lengths (None: rows are not packed).
-
-    If `divided`, the model gets this rank's columns of rows that ranks share; lengths are those of whole rows. `seen`:
-    for each segment, the columns (start, end) of the row that it attends to before its own.
-    """
+    """Make models of `config` treat a single row as segments of these lengths (None: rows are not packed). If
+    `divided`, the model gets this rank's columns of rows that ranks share; lengths are those of whole rows. `seen`: for
+    each segment, the columns (start, end) of the row that it attends to before its own."""
     return _entered(_Running(config, None if lengths is None else Segments(lengths, seen), divided, choice))
 
 
 def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
-    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names.
-
-    "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found
-    that this module's attention gives the numbers of the model's own), else the model's own.
-    """
+    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names. "auto": the
+    attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found that this
+    module's attention gives the numbers of the model's own), else the model's own."""
     in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
     if choice == "auto" and not in_blocks:
         return nullcontext()
@@ -191,10 +186,8 @@ def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: Packe
 @dataclass(frozen=True)
 class DividedRows:
     """Rows that ranks share, packed or not: how tensors (B, T) over their tokens are laid out, and their columns.
-
     `read` (B, T) bool: tokens whose states are read. `real`: the same if they are laid end to end as one row of
-    segments of `lengths`; None: rows are not packed. `columns`: of the rows as laid out.
-    """
+    segments of `lengths`; None: rows are not packed. `columns`: of the rows as laid out."""
 
     read: Tensor
     real: Tensor | None

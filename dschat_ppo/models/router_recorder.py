@@ -53,11 +53,9 @@ def router_arguments() -> dict[str, bool]:
 
 
 def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
-    """Record the load of a forward pass with `router_arguments`, if a recorder is active.
-
-    `read` (B, T) bool: tokens whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens that
-    this rank's model ran is in it, bool or int64, of padded, packed or divided rows.
-    """
+    """Record the load of a forward pass with `router_arguments`, if a recorder is active. `read` (B, T) bool: tokens
+    whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens that this rank's model ran is in
+    it, bool or int64, of padded, packed or divided rows."""
     recorder = _RECORDERS[-1]
     if recorder is None:
         return

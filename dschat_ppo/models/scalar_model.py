@@ -49,11 +49,9 @@ class ScalarModel(nn.Module):
     def forward(
         self, input_ids: Tensor, lengths: Tensor, last_only: bool = False, wanted: Tensor | None = None
     ) -> Tensor:
-        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless.
-
-        With `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens
-        where it is True, row after row. Packed rows then need no memory for padding.
-        """
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless. With
+        `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens where
+        it is True, row after row. Packed rows then need no memory for padding."""
         with activations_on_host(self.layout.offload_activations):
             return self._values(input_ids, lengths, last_only, wanted)
 

@@ -5,10 +5,9 @@ A segment may also see tokens of another one: the beginning that its row shares 
 Where a kernel takes all segments in one call, this is used: PyTorch's variable-length FlashAttention, flash-attn's, or
 flex attention (`flex_attention.py`). FlashAttention needs the keys of a segment side by side, so the keys of a shared
 beginning are copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B
-model with 4 key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms and 8.5 ms at
-4.3 TB/s and 790 TFLOP/s. Two calls, one for the beginning and one for the segment, merged by their log-sum-exp, would
-copy nothing, but PyTorch's kernel has no gradient of the log-sum-exp, and sliding windows do not fit in. Flex attention
-copies nothing.
+model with 4 key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms and 8.5 ms at 4.3
+TB/s and 790 TFLOP/s. Two calls, for the beginning and for the segment, merged by their log-sum-exp, would copy nothing,
+but PyTorch's kernel has no gradient of the log-sum-exp, and sliding windows do not fit in.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a row, and what kernels need to know of them, made when it is first needed.
-
-    `lengths`: none 0. `seen`: for each segment, the columns (start, end) of the row that it attends to before its own;
-    None: no segment has any.
-    """
+    """The segments of a row, and what kernels need to know of them, made when it is first needed. `lengths`: none 0.
+    `seen`: for each segment, the columns (start, end) of the row that it attends to before its own; None: no segment
+    has any."""
 
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None

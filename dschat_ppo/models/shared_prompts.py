@@ -43,12 +43,9 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class VarlenSegments:
-    """Segments of a packed row for variable-length attention.
-
-    `queries` and `keys`, (segments + 1,) int32, are where those of each segment begin, and the last end; no segment has
-    more than `most_queries` and `most_keys`. `columns` (keys,) int64 of the packed row are the keys; None: all in
-    order.
-    """
+    """Segments of a packed row for variable-length attention. `queries` and `keys`, (segments + 1,) int32, are where
+    those of each segment begin, and the last end; no segment has more than `most_queries` and `most_keys`. `columns`
+    (keys,) int64 of the packed row are the keys; None: all in order."""
 
     queries: Tensor
     keys: Tensor
@@ -72,10 +69,8 @@ class VarlenSegments:
 
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
     """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None: rows stay padded.
-
     `packs` rows that differ in length; `shares`: packs rows that begin alike, if that saves enough. The host computes
-    the layout, so that it waits for a GPU only to read the rows, before the first layer.
-    """
+    the layout, so that it waits for a GPU only to read the rows, before the first layer."""
     if not packs and not shares:
         return None
     width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()

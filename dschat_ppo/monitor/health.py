@@ -115,11 +115,9 @@ class HealthWatch:
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Restore what `state_dict` returned after `step`.
-
-        Versions before `health.jsonl` saved nothing in steps 1 and 2, and in step 3 the metrics of the last steps, by
-        their names of that time, and the texts of standing warnings: one that persists is found again.
-        """
+        """Restore what `state_dict` returned after `step`. Versions before `health.jsonl` saved nothing in steps 1 and
+        2, and in step 3 the metrics of the last steps, by their names of that time, and the texts of standing warnings:
+        one that persists is found again."""
         past = [with_present_names(metrics) for metrics in state.get("past", [])]
         steps = state.get("steps", range(step - len(past) + 1, step + 1))
         self._past.clear()

@@ -13,11 +13,9 @@ from dschat_ppo.monitor.metric_names import present_name
 
 
 class MetricSums:
-    """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of all ranks.
-
-    A mean is the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank
-    must add the same names. `sources` names the data sets, for `add_by_source`.
-    """
+    """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of all ranks. A mean is
+    the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank must add
+    the same names. `sources` names the data sets, for `add_by_source`."""
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)

@@ -176,10 +176,8 @@ def _on_device(edges: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 def bucket_counts(values: Tensor, mask: Tensor, edges: tuple[float, ...]) -> Tensor:
     """How many `values`, of any shape, are in each bucket `[edges[i], edges[i + 1])` of n + 1 ascending edges: fp64
-    (n,), on their device. Only the first call waits for it.
-
-    Values count where `mask` is True; those below the first edge and above the last one are in the outer buckets.
-    """
+    (n,), on their device. Only the first call waits for it. Values count where `mask` is True; those below the first
+    edge and above the last one are in the outer buckets."""
     buckets = torch.bucketize(values.detach(), _on_device(edges[1:-1], values.dtype, values.device), right=True)
     counts = torch.zeros(len(edges) - 1, dtype=torch.float64, device=values.device)
     return counts.index_add_(0, buckets.flatten(), mask.flatten().double())

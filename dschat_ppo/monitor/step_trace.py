@@ -25,10 +25,8 @@ Item = TypeVar("Item")
 
 class StepTrace:
     """Records one step of a run on this rank (from 1 on; None: nothing), and writes the trace when the step is
-    finished.
-
-    Every rank writes its own file: where ranks wait for each other shows only in the traces of all of them.
-    """
+    finished. Every rank writes its own file: where ranks wait for each other shows only in the traces of all of
+    them."""
 
     def __init__(self, output: Path, step: int | None):
         self.output = output
@@ -42,11 +40,8 @@ class StepTrace:
 
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
         """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one.
-        `first` is the number of the first step.
-
-        If the caller's loop ends before the step is finished, no trace is written. If it ends by an exception after
-        `finish`, such as the stop at a checkpoint, the trace is written.
-        """
+        `first` is the number of the first step. If the caller's loop ends before the step is finished, no trace is
+        written. If it ends by an exception after `finish`, such as the stop at a checkpoint, the trace is written."""
         for number, item in enumerate(steps, first):
             if number == self.step:
                 with self._recorded():

@@ -47,11 +47,9 @@ class StepFigures:
 
 
 class Tracker(Protocol):
-    """Writes one run to one library. It exists on rank 0 only.
-
-    `failures` are the exceptions by which the library says that it cannot write, such as those of files and networks.
-    The run then continues without the tracker. Every other exception is a bug and ends the run.
-    """
+    """Writes one run to one library. It exists on rank 0 only. `failures` are the exceptions by which the library says
+    that it cannot write, such as those of files and networks. The run then continues without the tracker. Every other
+    exception is a bug and ends the run."""
 
     name: str
     failures: tuple[type[Exception], ...]

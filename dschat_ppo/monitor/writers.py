@@ -26,11 +26,8 @@ _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "t
 
 class MetricsWriter:
     """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers. Errors of files and
-    trackers are raised on rank 0 only.
-
-    `resumed` is (`saved_offset` of the checkpoint from which the run resumes, first step to run). Lines after the
-    offset are removed, because their steps run again. None: a new file.
-    """
+    trackers are raised on rank 0 only. `resumed` is (`saved_offset` of the checkpoint from which the run resumes, first
+    step to run). Lines after the offset are removed, because their steps run again. None: a new file."""
 
     def __init__(self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None):
         self._lines = JsonLines(folder / METRICS)

@@ -103,10 +103,8 @@ def parts_of(
     on_gpu: bool = True,
 ) -> ModelParts:  # fmt: skip
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
-    `UserError` if transformers cannot build it, or if it has not the settings of a decoder.
-
-    `tiled`: `--tiled_mlp`. In bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`.
-    """
+    `UserError` if transformers cannot build it, or if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In
+    bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`."""
     with reading(f"{type(config).__name__}: its memory cannot be counted"):
         return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)
 

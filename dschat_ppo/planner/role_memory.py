@@ -157,11 +157,9 @@ def buckets(role: Role) -> Memory:
 
 
 def accumulated(role: Role) -> Memory:
-    """Gradients that stay from one micro-batch of an update to the next, in addition to `gradients`.
-
-    Stages 0 and 1: those of autograd, s T; with bf16 and an offloaded optimizer sums in fp32, 4 T. Stage 2: this rank's
-    part in fp32, 4 T / N (fp16: 2 T / N); an offloaded optimizer has that in host memory.
-    """
+    """Gradients that stay from one micro-batch of an update to the next, in addition to `gradients`. Stages 0 and 1:
+    those of autograd, s T; with bf16 and an offloaded optimizer sums in fp32, 4 T. Stage 2: this rank's part in fp32, 4
+    T / N (fp16: 2 T / N); an offloaded optimizer has that in host memory."""
     if not role.trained or role.stage == 3 or sums_at_once(role) or role.stage == 2 and role.offloads_optimizer:
         return Memory()
     size = role.itemsize if role.dtype == "fp16" else FP32
@@ -201,11 +199,9 @@ def update_gradients(role: Role) -> Memory:
 
 
 def activations(role: Role, tokens: int, on_host: bool = False) -> Memory:
-    """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens.
-
-    With gradient checkpointing: the inputs of the layers, and the whole of the layer that runs again. With tiled MLPs,
-    one piece of as many tokens as a hidden state has numbers.
-    """
+    """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens. With gradient
+    checkpointing: the inputs of the layers, and the whole of the layer that runs again. With tiled MLPs, one piece of
+    as many tokens as a hidden state has numbers."""
     saved = role.parts.saved
     piece = saved.piece * min(tokens, role.parts.hidden)
     largest = max(saved.layers, default=0)
@@ -237,11 +233,9 @@ def head_memory(role: Role, tokens: int, with_gradient: bool = True) -> Memory:
 
 
 def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> int:
-    """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them.
-
-    `rows`: sequences of a rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many
-    as memory allows; `free`: bytes of the device that everything else leaves.
-    """
+    """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them. `rows`: sequences of a
+    rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many as memory allows;
+    `free`: bytes of the device that everything else leaves."""
     per_row = max(1, role.parts.kv_bytes * length)
     if not role.on_gpu:
         return max(1, min(rows, wanted or min(MAX_ROWS, int(MEMORY_SHARE * free / per_row))))

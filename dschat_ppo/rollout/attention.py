@@ -41,11 +41,9 @@ class RolloutCache(Cache):
 
 
 class DecodeKernel(Protocol):
-    """Attention of decode steps by one kernel: `FlashDecode` or `CPUDecode`.
-
-    It gets the query (n, heads, 1, head_dim), and the new key and value (n, kv_heads, 1, head_dim) of the rows of a
-    decode batch, and returns (n, heads, head_dim). Where it `writes_cache`, it also puts key and value there.
-    """
+    """Attention of decode steps by one kernel: `FlashDecode` or `CPUDecode`. It gets the query (n, heads, 1, head_dim),
+    and the new key and value (n, kv_heads, 1, head_dim) of the rows of a decode batch, and returns (n, heads,
+    head_dim). Where it `writes_cache`, it also puts key and value there."""
 
     writes_cache: bool
 
@@ -62,12 +60,9 @@ class DecodeKernel(Protocol):
 
 
 class RolloutAttention:
-    """The attention function of one generation.
-
-    `metadata` describes the next forward pass: `PrefillMetadata`, or the metadata of each decode batch. `windows`
-    records the sliding window that each layer asks for. `kernel` is used for decode steps in the layers that it
-    supports; None: products and a softmax.
-    """
+    """The attention function of one generation. `metadata` describes the next forward pass: `PrefillMetadata`, or the
+    metadata of each decode batch. `windows` records the sliding window that each layer asks for. `kernel` is used for
+    decode steps in the layers that it supports; None: products and a softmax."""
 
     def __init__(self, kernel: DecodeKernel | None = None) -> None:
         self.metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata] = []
@@ -179,11 +174,9 @@ AttentionInterface.register(NAME, _dispatch)
 
 @contextmanager
 def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
-    """Make every attention layer of `model` call `attention`; restore the previous attention on exit.
-
-    Linear layers call PyTorch's own product: ZeRO-3's, which a backward pass needs, adds the bias separately and costs
-    a Python function for each call.
-    """
+    """Make every attention layer of `model` call `attention`; restore the previous attention on exit. Linear layers
+    call PyTorch's own product: ZeRO-3's, which a backward pass needs, adds the bias separately and costs a Python
+    function for each call."""
     config: Any = model.config
     parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name) is not None)]
     before, linear = [part._attn_implementation for part in parts], nn.functional.linear

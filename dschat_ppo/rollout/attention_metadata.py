@@ -13,12 +13,9 @@ from dschat_ppo.rollout.kv_pool import KVPool
 
 @dataclass
 class SharedPrefix:
-    """Keys and values of prompts that several rows of a decode batch share.
-
-    `cache` holds one row per prompt. `lengths` (n,) int64 is the prefix length of each row of the batch. `grid`
-    (prompts, width) int64 lists the rows of each prompt (any row in unused cells); `cells` (n,) int64 is the index of
-    each row in the flattened grid.
-    """
+    """Keys and values of prompts that several rows of a decode batch share. `cache` holds one row per prompt. `lengths`
+    (n,) int64 is the prefix length of each row of the batch. `grid` (prompts, width) int64 lists the rows of each
+    prompt (any row in unused cells); `cells` (n,) int64 is the index of each row in the flattened grid."""
 
     cache: KVCache
     lengths: Tensor
@@ -38,11 +35,9 @@ class PrefillMetadata:
 
 @dataclass
 class DecodeMetadata:
-    """Rows `first .. first + count - 1` of a decode step; their KV cache is the first `count` rows of `cache`.
-
-    `slots` (count,) int64 is where the new token of each row goes. Attention covers the first `length` slots; a row
-    attends to slots up to and including its own.
-    """
+    """Rows `first .. first + count - 1` of a decode step; their KV cache is the first `count` rows of `cache`. `slots`
+    (count,) int64 is where the new token of each row goes. Attention covers the first `length` slots; a row attends to
+    slots up to and including its own."""
 
     first: int
     count: int
@@ -123,11 +118,9 @@ class PooledMetadata:
         return keys.view(shape), values.view(shape)
 
     def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The start and the number of the keys that each row and head attends to, int64.
-
-        They are (count * heads,), or with shared prefixes (2 * count * heads,): own tokens, then those of the prefix.
-        A row that sees no prefix has its own tokens there again, because attention to no key has no result.
-        """
+        """The start and the number of the keys that each row and head attends to, int64. They are (count * heads,), or
+        with shared prefixes (2 * count * heads,): own tokens, then those of the prefix. A row that sees no prefix has
+        its own tokens there again, because attention to no key has no result."""
         hidden, used = _last(self.slots + 1, window)
         starts = self.starts + hidden
         if self.shares:

@@ -72,8 +72,8 @@ class GraphRecorder:
         """Run `step` on the recording stream, with memory of `pool`, so that its capture needs hardly any other.
 
         The first time, `step` runs twice more before: libraries choose kernels and allocate memory that they keep. A
-        capture that fails half-way may leave the allocator in a state in which it no longer releases memory. (Before
-        PyTorch 2.12; pytorch issue 180395)
+        capture that fails half-way may leave the allocator unable to release memory (before PyTorch 2.12; pytorch issue
+        180395).
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -139,12 +139,9 @@ class GraphRecorder:
 
 
 class StaticMemory:
-    """What recorded steps refer to by address, and their graphs.
-
-    `entries` (6, rows) int64 are the inputs: sequences, positions, and `slots`, `starts`, `prefix_starts` and
-    `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool are finished rows and rows whose nucleus overflowed.
-    `most_slots` is the largest capacity of the pool.
-    """
+    """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the inputs: sequences,
+    positions, and `slots`, `starts`, `prefix_starts` and `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool
+    are finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool."""
 
     def __init__(self, pool: KVPool, rows: int, most_slots: int, device: torch.device):
         self.pool = pool
@@ -289,12 +286,10 @@ class _Kept:
 
 
 class RolloutGraphs:
-    """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid.
-
-    They do where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's
-    memory, because it stays allocated while the model trains. A pool that is not kept begins with the capacity that the
-    last rollout of the kind needed: graphs are recorded once, and not again after each growth.
-    """
+    """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid:
+    where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's memory,
+    because it stays allocated while the model trains. A pool that is not kept begins with the capacity that the last
+    rollout of the kind needed: graphs are recorded once, and not again after each growth."""
 
     def __init__(self) -> None:
         self.recorder = GraphRecorder()

@@ -29,11 +29,9 @@ def decode_mask(batch: DecodeMetadata | PooledMetadata, window: int | None) -> T
 def decode_attention(
     batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, mask: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """(count, heads, 1, head_dim) -> (count, heads, head_dim).
-
-    The query heads of one key head are the rows of one matrix product, so keys are read once and never expanded. A
-    product over contiguous keys runs at memory speed; attention kernels with one query do not.
-    """
+    """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are the rows of one
+    matrix product, so keys are read once and never expanded. A product over contiguous keys runs at memory speed;
+    attention kernels with one query do not."""
     count, heads, _, width = query.shape
     keys, values = batch.read(layer)
     query, scale = scaled(query, scale)

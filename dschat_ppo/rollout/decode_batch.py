@@ -109,11 +109,9 @@ def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Inputs of a decode step, on the model's device, all (n,) int64: one entry for each running sequence.
-
-    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that are fed; `slots` where their
-    keys and values go in the KV cache of their batch.
-    """
+    """Inputs of a decode step, on the model's device, all (n,) int64: one entry for each running sequence. `sequences`
+    are the rows in `SequenceBuffers`; `positions` those of the tokens that are fed; `slots` where their keys and values
+    go in the KV cache of their batch."""
 
     sequences: Tensor
     positions: Tensor

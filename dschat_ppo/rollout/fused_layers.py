@@ -2,7 +2,7 @@
 
 Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
 matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. Weights are laid out
-for oneDNN once, instead of in every product.
+for oneDNN once.
 """
 
 from __future__ import annotations

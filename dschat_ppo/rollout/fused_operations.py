@@ -75,11 +75,9 @@ def _norm_agrees(layer: Any) -> bool:
 
 class FusedRotary:
     """Rotates queries and keys of one new token of each row together; else it calls `original`, the model's function.
-
-    The rotation is `x * cos + rotate_half(x) * sin`. (Su et al. 2021, equation 34) Both products are one, of the
-    numbers of `x` and the same numbers with the halves exchanged; the sign of `rotate_half` goes to the sine, which is
-    exact. So the bits are those of separate operations.
-    """
+    The rotation is `x * cos + rotate_half(x) * sin` (Su et al. 2021, equation 34), as one product of the numbers of `x`
+    and the same numbers with the halves exchanged; the sign of `rotate_half` goes to the sine, which is exact. So the
+    bits are those of separate operations."""
 
     def __init__(self, original: Rotate):
         self._original = original

@@ -9,11 +9,9 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of `rows` sequences, per layer `(rows, kv_heads, capacity, head_dim)`, written in place.
-
-    The first write to a layer allocates it, with the heads, dtype and device of the keys and values written. Memory is
-    zeroed: a masked slot still gets a weight of 0, and 0 x NaN would be NaN.
-    """
+    """Keys and values of `rows` sequences, per layer `(rows, kv_heads, capacity, head_dim)`, written in place. The
+    first write to a layer allocates it, with the heads, dtype and device of the keys and values written. Memory is
+    zeroed: a masked slot still gets a weight of 0, and 0 x NaN would be NaN."""
 
     def __init__(self, rows: int, capacity: int):
         self.rows = rows

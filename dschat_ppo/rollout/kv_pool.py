@@ -12,11 +12,9 @@ SPARE = 0  # the slot that idle rows of a step read and write
 
 
 class KVPool:
-    """Keys and values of many sequences, per layer `(kv_heads, capacity, head_dim)`, written in place.
-
-    A sequence has a segment of consecutive slots, the same in every layer and head; the scheduler knows which. The
-    first write to a layer allocates it, with the heads, dtype and device of the keys and values written, and zeroed.
-    """
+    """Keys and values of many sequences, per layer `(kv_heads, capacity, head_dim)`, written in place. A sequence has a
+    segment of consecutive slots, the same in every layer and head; the scheduler knows which. The first write to a
+    layer allocates it, with the heads, dtype and device of the keys and values written, and zeroed."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -57,11 +55,9 @@ class KVPool:
             cached.view(-1, cached.shape[2]).index_copy_(0, slot_mapping, new.reshape(len(slot_mapping), -1))
 
     def repack(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
-        """Copy slots `sources` to `targets`, both (T,) int64, and change the capacity.
-
-        All sources are read before a target is written. With the same capacity all tensors stay where they are; with
-        another one, slots that are not targets are 0. At most one layer is in memory twice.
-        """
+        """Copy slots `sources` to `targets`, both (T,) int64, and change the capacity. All sources are read before a
+        target is written. With the same capacity all tensors stay where they are; with another one, slots that are not
+        targets are 0. At most one layer is in memory twice."""
         for cached in (self.keys, self.values):
             for layer, old in list(cached.items()):
                 read, written = (torch.from_numpy(slots).to(old.device) for slots in (sources, targets))

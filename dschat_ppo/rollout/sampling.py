@@ -86,11 +86,9 @@ def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NucleusSearch:
-    """Where a step looks for the nucleus of `top_p`: among the likeliest `tokens`; None: among all.
-
-    `overflow` (B,) bool is set for rows whose nucleus is larger, and their result is then wrong. Without `overflow`,
-    such rows are searched again among all tokens, which needs an answer from the device.
-    """
+    """Where a step looks for the nucleus of `top_p`: among the likeliest `tokens`; None: among all. `overflow` (B,)
+    bool is set for rows whose nucleus is larger, and their result is then wrong. Without `overflow`, such rows are
+    searched again among all tokens, which needs an answer from the device."""
 
     tokens: int | None = NUCLEUS_GUESS
     overflow: Tensor | None = None

@@ -106,10 +106,8 @@ class SequenceBuffers:
 
     def find_stop_strings(self, sequences: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
         """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,) bool, True for these.
-
         An EOS or stop token that ended a sequence has precedence over a stop string that it completes. `counts`:
-        response tokens of each before the new ones.
-        """
+        response tokens of each before the new ones."""
         device = self.token_ids.device
         rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)

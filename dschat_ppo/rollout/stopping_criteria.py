@@ -14,11 +14,9 @@ TAIL = 8  # tokens decoded beyond those that a stop string can span, for tokens 
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """What ends a response. The token that ends it belongs to the response.
-
-    `max_new_tokens` is at least 1. Tokens of `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens.
-    `stop_strings` end a response once its decoded text contains one of them; they need `decode` (rows of ids -> texts).
-    """
+    """What ends a response. The token that ends it belongs to the response. `max_new_tokens` is at least 1. Tokens of
+    `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens. `stop_strings` end a response once its
+    decoded text contains one of them; they need `decode` (rows of ids -> texts)."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
