@@ -7,6 +7,7 @@ from tiny_tokenizers import KINDS
 from tiny_tokenizers import tokenizer_of as any_tokenizer
 
 from dschat_ppo.data import templates
+from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import prepare
@@ -49,6 +50,13 @@ MULTI = [{"messages": [ASK, thinking("I saw it.", "In the hall."), AGAIN, thinki
 PAIRS = [
     {"prompt": [ASK], "chosen": [thinking("I saw it.", "In the hall.")], "rejected": [thinking("No idea.", "Find it.")]}
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_reader_left():
+    yield
+    while ChunkReader._running:
+        ChunkReader._running.pop().end()
 
 
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "streaming_rows": 2}])

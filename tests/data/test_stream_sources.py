@@ -9,6 +9,7 @@ from datasets import Dataset
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import streaming
+from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.chunks import NOTHING
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sampler import order_of
@@ -24,6 +25,9 @@ WHOLE = {"sft": "1,0,0", "preference": "0,1,0", "prompt": "0,0,1"}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 16)
+    yield
+    while ChunkReader._running:
+        ChunkReader._running.pop().end()
 
 
 def write(path: Path, rows=ROWS) -> str:

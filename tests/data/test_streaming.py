@@ -23,8 +23,11 @@ from dschat_ppo.runtime.processes import find_process
 
 
 @pytest.fixture(autouse=True)
-def quick_reader(monkeypatch):
+def no_reader_left(monkeypatch):
     monkeypatch.setattr(chunk_reader, "POLL_SECONDS", 0.01)
+    yield
+    while ChunkReader._running:
+        ChunkReader._running.pop().end()
 
 
 def stream(tmp_path: Path, *sources, rows: int = 50, chunk_rows: int = 8) -> StreamedRows:
