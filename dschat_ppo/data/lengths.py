@@ -41,8 +41,8 @@ def fit_row(
 
     Args:
         policy: see `--truncation`. "left", "right" and "middle" cut the start, the end or the middle of the prompt. An
-            eighth of the limit is for the prompt: answers that leave it less are cut at their end. No answer becomes
-            empty. "drop" and "error" cut nothing.
+            eighth of the limit is for the prompt, and half of it where an answer alone is over the limit: answers that
+            leave it less are cut at their end. No answer becomes empty. "drop" and "error" cut nothing.
         keep_start: number of first tokens of the prompt that stay if the limit allows it, such as BOS.
         keep_end: number of last tokens that stay, such as the opening of the assistant's turn.
 
@@ -55,7 +55,7 @@ def fit_row(
         return row, Fitted.WHOLE
     if policy in ("drop", "error"):
         return row, Fitted.DROPPED
-    kept = min(count, max(1, limit // 8, limit - longest))
+    kept = min(count, max(1, limit // (2 if longest > limit else 8), limit - longest))
     keep_end = min(keep_end, kept if policy == "left" else kept - 1)
     keep_start = min(keep_start, kept - max(1, keep_end))
     free = kept - keep_start - keep_end

@@ -71,7 +71,7 @@ def test_the_reports_exist_and_the_commands_at_the_end_run(out):
     _, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
     printed = succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings)).stdout
-    assert "ppo/actor, greedy (score " in printed and "prompt 3:" in printed
+    assert "  actor, greedy (score " in printed and "prompt 3:" in printed
 
 
 def test_a_second_run_repeats_nothing(out):
