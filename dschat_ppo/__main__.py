@@ -31,7 +31,7 @@ TOOLS = {  # the modules of dschat_ppo.tools
     "chat": "chat with a model, or with two to compare them",
     "data": "show what a step would train on",
     "evaluate": "evaluate models on prompts, and a reward model on pairs",
-    "plan": "plan memory and time of a run from its flags",
+    "plan": "plan the memory of a run from its flags",
     "export": "make model folders from a checkpoint",
     "report": "show runs in one HTML page",
     "serve_reward": "serve a reward model over HTTP",

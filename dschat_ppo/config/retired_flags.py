@@ -25,7 +25,7 @@ RETIRED: dict[str, str] = {
     "health_ended_drop": "left: --health fewer_answers_end=VALUE",
     "health_clip_fraction": "left: --health clip_fraction_high=VALUE",
     "health_first_log_ratio": "left: --health first_ratio_not_one=VALUE",
-    "health_logprob_diff": "left: --health logprob_diff_high=VALUE",
+    "health_logprob_diff": "left: --health logprob_diff_high=VALUE logprob_diff_grows=VALUE/5",
     "health_rank_wait": "left: --health ranks_uneven=VALUE",
     "health_grad_growth": "left: --health gradient_explodes=VALUE",
     "health_loss_growth": "left: --health loss_grows=VALUE",

@@ -186,7 +186,8 @@ class WandbTracker:
         if figures.answers:
             rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
             data["samples/answers"] = self._library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
-        self._run.log(data, step=step)
+        # W&B otherwise keeps a step back until the next one begins, and a killed run loses it
+        self._run.log(data, step=step, **({"commit": True} if self.name == "wandb" else {}))
 
     def close(self, succeeded: bool) -> None:
         """See `Tracker`. Trackio has no mark for a failed run."""

@@ -106,7 +106,9 @@ async def receive_json(request: Any, most: int, seconds: float) -> None:
         raise RefusedError(415, "compressed bodies are refused; send the body without a Content-Encoding")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the Content-Type must be application/json")  # pages of other sites cannot send it
-    if "content-length" not in headers:
+    if (
+        "content-length" not in headers or "transfer-encoding" in headers
+    ):  # with both, the length is not that of the body
         raise RefusedError(411, "the request needs a Content-Length")
     length = int(headers["content-length"])  # uvicorn has checked it
     try:

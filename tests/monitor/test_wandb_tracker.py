@@ -68,6 +68,7 @@ def test_a_step_is_one_point_of_the_run(tmp_path):
     tracking = tracking_in(tmp_path, "wandb")
     tracker = WandbTracker("wandb", tracking, Start())
     tracker.write(1, {"reward/score_mean": 1.5, "kl/ref_k1": float("nan")}, FIGURES)
+    assert tracker._run.step == 2  # the step is sent, and not kept back until the next one: a killed run keeps it
     tracker.write(2, {"reward/score_mean": 2.5}, StepFigures())
     tracker.close(succeeded=False)
     [start] = starts_of(tracking.folder)

@@ -218,6 +218,7 @@ JSON = b"Content-Type: application/json\r\n"
     [
         (JSON, b" 411 "), (JSON + b"Content-Length: -1\r\n", b" 400 "), (JSON + b"Content-Length: +5\r\n", b" 400 "),
         (JSON + b"Transfer-Encoding: chunked\r\n", b" 411 "),
+        (JSON + b"Content-Length: 13\r\nTransfer-Encoding: chunked\r\n", b" 411 "),
         (JSON + b"Content-Length: 13\r\nContent-Length: 5\r\n", b" 400 "),
         (JSON + b"Content-Length: 13\r\nContent-Encoding: gzip\r\n", b" 415 "),
         (JSON + b"Content-Length: 13\r\n", b" 200 "), (b"Content-Length: 13\r\n", b" 415 "),
