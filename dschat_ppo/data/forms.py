@@ -131,10 +131,14 @@ def detect_form(
     for row in rows:
         _require_no_content(f"{name}: its column ", reading, uses, row)
     about = f"{name}: has the columns {_listed(columns)}, read as form {chosen.kind.name}"
+    warning = rendered.warning
+    if chosen.columns.get("response") == "text" and "response" not in content:
+        warning = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out" + "; " * bool(warning)
+        warning += rendered.warning
     return Form(
         chosen.kind.name, rendered.rendering, partial(_read, reading, uses, about),
         _description(columns, rows, flags, chosen, reading, rendered.about, note), uses, about, repr(reading),
-        bool(by_flag), ignored, _regrouping(name, columns, reading), rendered.warning,
+        bool(by_flag), ignored, _regrouping(name, columns, reading), warning,
     )  # fmt: skip
 
 
@@ -341,7 +345,12 @@ def _all_drafts(reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[
 
 
 def _has_content(column: str, value: Any) -> bool:
-    """Whether a column that a reading does not use holds content: weights of 1 change nothing."""
+    """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
+    thoughts (`reasoning: "on"`), measured losses, and names of splits (`training: "train"`)."""
+    if column in ("train", "training", "loss") and not isinstance(value, list):
+        return str(value).strip().lower() in ("0", "0.0", "false")
+    if column in THOUGHTS and not isinstance(value, list | dict):
+        return str(value).strip().lower() not in ("", "on", "off", "yes", "no", "true", "false")
     return leaves_out(value) if column in WEIGHTS else value not in ("", [], {})
 
 

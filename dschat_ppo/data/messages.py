@@ -45,8 +45,11 @@ def from_json(value: Any) -> Any:
         found = found["messages"]
     parts = found if isinstance(found, list) else [found]
     is_whole = all(looks_like_messages(part) and {"content", "value", "tool_calls"} & set(part) for part in parts)
-    is_known = isinstance(found, list) or str(found.get("role", found.get("from"))).strip().lower() in ROLES
-    return found if parts and is_whole and is_known else value
+    has_roles = all(
+        isinstance(part, dict) and str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
+    )
+    signs = [isinstance(found, list), is_whole, has_roles]  # one may fail: turns without content are refused later
+    return found if parts and sum(signs) >= 2 else value
 
 
 def tools_beside(value: Any) -> Any:

@@ -218,6 +218,10 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
         ({"prompt": "Q:", "response": "a", "weight": math.nan}, "prompt_response", "Q:", "a", "weight"),
         ({"prompt": "Q:", "response": "a", "context": math.nan}, "prompt_response", "Q:", "a", "context"),
         ({"prompt": "Q:", "response": "a", "train": True}, "prompt_response", "Q:", "a", "train"),
+        ({"prompt": "Q:", "response": "a", "training": "train"}, "prompt_response", "Q:", "a", "training"),
+        ({"prompt": "Q:", "response": "a", "loss": 1.37}, "prompt_response", "Q:", "a", "loss"),
+        ({"prompt": "Q:", "response": "a", "reasoning": "on"}, "prompt_response", "Q:", "a", "reasoning"),
+        ({"prompt": "Q:", "response": "a", "thinking": False}, "prompt_response", "Q:", "a", "thinking"),
         # as in Cosmopedia: the text that a prompt asks for
         ({"prompt": "Tell of lamps:", "text": " They shine.", "format": "blog"}, "prompt_response", "Tell of lamps:",
          " They shine.", "format"),
@@ -227,6 +231,11 @@ def test_columns_that_change_nothing_are_named_as_unused(row, form, prompt, answ
     found = form_of([row])
     assert found.name == form and f"columns that training does not use: '{unused}'" in found.description
     assert [(one.prompt, one.answers) for one in found.read(row, "sft", "row")] == [(prompt, [answer])]
+
+
+def test_a_text_that_is_read_as_an_answer_is_warned_of():
+    assert "--ignore_columns text" in form_of([{"prompt": "Tell of lamps:", "text": " They shine."}]).warning
+    assert form_of([{"prompt": "Tell of lamps:", "response": " They shine."}]).warning == ""
 
 
 def test_a_text_that_repeats_its_prompt_is_no_answer_to_it():
@@ -295,6 +304,16 @@ def test_placeholders_go_from_rows_with_pictures_before_the_texts_are_judged():
 def test_an_answer_that_is_json_with_a_role_is_an_answer(answer):
     assert read([{"prompt": "Give JSON:", "response": answer}], "sft")[0].answers == [answer]
     assert read([{"prompt": "Give JSON:", "chosen": answer, "rejected": "x"}], "preference")[0].answers == [answer, "x"]
+
+
+@pytest.mark.parametrize("content", [{"parts": [{"text": "hi"}]}, {"text": "hi"}])
+def test_json_text_of_turns_without_content_is_refused_and_no_prose(content):
+    turns = [{"role": role, **content} for role in ("user", "assistant")]
+    with pytest.raises(UserError, match="has no content"):
+        read([{"prompt": json.dumps(turns[:1]), "response": "x"}], "sft")
+    other = json.dumps([turns[0], {"role": "assistant", "text": "bye", "parts": []}])
+    with pytest.raises(UserError, match="has no content"):
+        read([{"chosen": json.dumps(turns), "rejected": other}], "preference")
 
 
 def test_lists_that_are_stored_as_json_text_are_read():
