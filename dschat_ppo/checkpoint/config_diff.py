@@ -119,7 +119,7 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
     names = [*now, *(name for name in saved if name not in now)]
     changes = []
     for name in names:
-        before, after = saved.get(name, BEFORE_THE_FLAG.get(name, _ABSENT)), now.get(name, _ABSENT)
+        before, after = saved.get(name, BEFORE_THE_FLAG.get(name, _ABSENT)), now.get(name, NOW_FIXED.get(name, _ABSENT))
         if before != after and not (name in PATHS and _resolved(before) == _resolved(after)):
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
@@ -160,8 +160,9 @@ def format_diff(changes: Sequence[ConfigChange]) -> str:
     """The changes, one per line: `  --flag: before -> after`. Of many, the first `MOST_LINES` and how many follow."""
     lines = []
     for change in changes[:MOST_LINES]:
-        name = f"--{change.name}" if change.name in FLAGS else change.name
-        lines.append(f"  {name}: {_short(change.before)} -> {_short(change.after)}")
+        name = f"--{change.name}" if change.name in FLAGS or change.name in RETIRED else change.name
+        left = ", always: this version has no such flag" if change.name in RETIRED else ""
+        lines.append(f"  {name}: {_short(change.before)} -> {_short(change.after)}{left}")
     if len(changes) > MOST_LINES:
         lines.append(f"  and {len(changes) - MOST_LINES} more")
     return "\n".join(lines)
@@ -179,8 +180,9 @@ def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -
     matter = {change.name for change in changes if change.matters}
     if matter and not force:
         shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]
+        back = "" if matter <= set(RETIRED) else "use the saved settings to resume, or "
         raise UserError(
-            f"{folder} was saved under settings that compute something else; use the saved settings to resume, or "
+            f"{folder} was saved under settings that compute something else; {back}"
             "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
             f"--output_dir. What changed:\n{format_diff(shown)}"
         )

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from dschat_ppo.config.own_names import is_own_function
@@ -31,7 +32,7 @@ def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
     return built_in[name] if name in built_in else own_function(flag, name)
 
 
-@cache  # a file runs once in a process
+@cache
 def own_function(flag: str, name: str) -> Any:
     """The function that `FILE.py:FUNCTION` names."""
     path, _, function = name.rpartition(":")
@@ -64,16 +65,7 @@ def load(where: str, name: str) -> Callable[..., Any]:
         NoSuchFunctionError: the module has nothing of that name.
         TypeError: what has that name is no function.
     """
-    if where.endswith(".py"):
-        path = Path(where)
-        sys.path.insert(0, str(path.resolve().parent))
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
+    module = _module_of(where) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items()
                if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip
@@ -85,6 +77,18 @@ def load(where: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")
     return function
+
+
+@cache  # functions of one file share its globals
+def _module_of(file: str) -> ModuleType:
+    path = Path(file)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def cause_of(problem: BaseException, file: str | None) -> str:

@@ -277,4 +277,5 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
             window = int(number)
         else:
             limits[name] = number
+            off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

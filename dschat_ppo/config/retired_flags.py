@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 # Flag without dashes -> one line that says what to use. Giving such a flag is refused with "--flag: " and this line.
@@ -42,8 +42,11 @@ NOW_FIXED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def note_on_retired(names: Iterable[str]) -> str | None:
-    """The note about flags (`names`, without dashes) in a configuration of an earlier version that left; None if none
-    did."""
-    left = [f"--{name}" for name in names if name in RETIRED]
-    return f"flags that this version does not have are ignored: {', '.join(left)}" if left else None
+def note_on_retired(config: Mapping[str, Any]) -> str | None:
+    """The note about a configuration that an earlier version saved, which holds flags that left; None if it has none.
+    It names the values that decided a result and are others now."""
+    left = [f"--{name}" for name in config if name in RETIRED]
+    fixed = [name for name in NOW_FIXED if config.get(name, NOW_FIXED[name]) != NOW_FIXED[name]]
+    changed = [f"--{name} {config[name]} is now {NOW_FIXED[name]}" for name in fixed]
+    note = f"flags that this version does not have are ignored: {', '.join(left)}"
+    return "; ".join([note, *changed]) if left else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ _FLAG = "--data_format"
 def made_of_first(function: str, name: str, rows: list[Row]) -> tuple[list[str], list[Row]]:
     """What `FILE.py:FUNCTION` makes of the first rows of a data set, and the columns."""
     own_function(_FLAG, function)  # a missing file is no bad row
-    made, problem = list[Row](), "it returns None for each of the first rows"
+    made, problem = list[Row](), f"it returns None for each of the first {len(rows)} rows, by which the form is found"
     for number, row in enumerate(rows):
         try:
             made += _made_by(function, row, f"{name}, row {number}")
@@ -55,7 +56,7 @@ def _read(
 
 def _made_by(function: str, row: Row, where: str) -> list[Row]:
     try:
-        made = own_function(_FLAG, function)(dict(row))
+        made = own_function(_FLAG, function)(deepcopy(row))  # rewards get the row as it is
     except Exception as problem:  # noqa: BLE001  the function may raise anything; this row is then bad
         raise UserError(f"{where}: {function} raised {cause_of(problem, file_named(function))}") from None
     rows = [] if made is None else made if isinstance(made, list) else [made]

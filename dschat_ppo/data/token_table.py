@@ -101,8 +101,10 @@ def tokenise_rows(
         if first := min(stops.iterdir(), default=None):
             raise UserError(first.read_text(encoding="utf-8"))
         if len(rows) == 0:
+            is_bad = settings.form.name == "kto" and settings.use == "sft"
+            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
             raise UserError(
-                f"{settings.source}: no row of this data set serves this step ({settings.form.description})"
+                f"{settings.source}: no row of this data set serves this step ({settings.form.description}){why}"
             )
         return rows
 

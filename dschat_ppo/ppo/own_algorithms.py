@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ def check_own_functions(config: PPOConfig) -> None:
     return what docs/extending.md asks for."""
     estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
     rows = made_up_rows()
+    if estimator != "gae":
+        rows = replace(rows, values=None)
+    if len(config.data.data_path) > 1:
+        rows = replace(rows, data_sources=torch.zeros(_B, dtype=torch.int64))
     if is_own_function(estimator):
         _try("--advantage_estimator", estimator, lambda function: _check_estimator(function, rows))
     if is_own_function(loss):
@@ -39,7 +43,10 @@ def check_own_functions(config: PPOConfig) -> None:
 
 def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
     """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by `own/NAME`."""
-    return {key: value for name in names for key, value in _numbers_of(name, own_function(METRICS, name)(rows)).items()}
+    found: dict[str, float] = {}
+    for name in names:
+        _try(METRICS, name, lambda function, name=name: found.update(_numbers_of(name, function(rows))))  # type: ignore[misc]
+    return found
 
 
 def _numbers_of(name: str, found: Any) -> dict[str, float]:

@@ -53,8 +53,8 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
             raise UserError(f"{name}: the sandbox cannot start: {problem}") from None
         if not found.bwrap and not flags.allow_weak_sandbox:
             raise UserError(
-                f"{name}: {found.missing}. Install it (apt-get install bubblewrap; docs/rewards.md), or accept this "
-                "with --allow_weak_sandbox"
+                f"{name}: {found.missing}. docs/rewards.md says what it needs (apt-get install bubblewrap, and the "
+                "permission to create namespaces), or accept this with --allow_weak_sandbox"
             )
         if not found.bwrap:
             deny_access_to_memory()

@@ -119,7 +119,9 @@ def isolation() -> Isolation:
             try:
                 subprocess.run(words, check=True, capture_output=True, text=True, **_user(found))
             except (OSError, subprocess.CalledProcessError) as problem:
-                said.append(f"bubblewrap does not work here ({getattr(problem, 'stderr', problem)})")
+                reason = str(getattr(problem, "stderr", problem)).strip()
+                old = "; 0.8 or newer is needed" if "Unknown option" in reason else ""
+                said.append(f"bubblewrap does not work here ({reason}{old})")
                 continue
             if not bwrap:
                 found = replace(found, missing=f"{printable_line(said[0])}, so {_WEAK}")

@@ -108,7 +108,7 @@ def page(models: Sequence[ChatModel], settings: SamplingSettings, system: str) -
             chat.undo(undo, [number, turns], outputs, **answering)
             chat.clear(lambda: shown("", 0, nothing), None, outputs, **answering)
     app = gr.mount_gradio_app(
-        FastAPI(), blocks, "/", footer_links=[], run_history=False, ssr_mode=False, css=_STYLE,
+        FastAPI(openapi_url=None), blocks, "/", footer_links=[], run_history=False, ssr_mode=False, css=_STYLE,
         theme=gr.themes.Default(font=_FONTS),
     )  # fmt: skip
 

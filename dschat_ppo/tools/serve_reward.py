@@ -6,8 +6,8 @@ POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number
 request may also hold "prompts" and "labels" of the same length; they have no effect. Each text is scored at its final
 token: the chat template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies
 `{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 403 (another host, or a web site
-sends it), 404 (another path), 408 (too slow), 413 (too many bytes), 415 (compressed, or no JSON), 422 (too many texts)
-or 503 (too many texts are waiting, or too many clients; the latter without a reason).
+sends it), 404 (another path), 408 (too slow), 411 (no length), 413 (too many bytes), 415 (compressed, or no JSON), 422
+(too many texts) or 503 (too many texts are waiting, or too many clients; the latter without a reason).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.

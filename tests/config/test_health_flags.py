@@ -35,6 +35,7 @@ def test_values_come_in_words_or_between_commas():
     read("ppo", "--health", "kl_spike=0.6,window=20", "critic_lags=off", "kl_negative=-0.1")
     window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "critic_lags=off"]))
     assert (window, limits["kl_spike"], off) == (20, 0.6, {"critic_lags"})
+    assert thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()  # the last word counts
 
 
 def test_a_step_of_ppo_and_an_optimizer_step_have_windows_of_their_own():

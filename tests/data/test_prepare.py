@@ -410,6 +410,9 @@ def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path
     assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train) == 6
     words = "data: d.jsonl: 3 of 9 answers are labelled bad and not trained; --ignore_columns label trains all of them"
     assert [line for line in said if "labelled bad" in line] == [words]
+    bad = [{**row, "label": False} for row in rows]
+    with pytest.raises(UserError, match="no row .*all answers are labelled bad: --ignore_columns label"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "bad.jsonl", bad)), 64)
     said.clear()
     assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, ignore_columns=["label"]), 64).train) == 9
     prepare("unpaired", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)

@@ -120,6 +120,31 @@ def test_the_metric_by_hand():
     assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
 
 
+def test_functions_of_one_file_share_its_globals(files):
+    (files / "both.py").write_text("seen = []\ndef put(): seen.append(1)\ndef count(rows): return len(seen)\n")
+    own_function("--policy_loss", "both.py:put")()
+    assert own_metrics(["both.py:count"], made_up_rows()) == {"own/count": 1.0}
+
+
+def test_a_metric_that_fails_is_named_in_the_run_and_before_it(files):
+    (files / "own.py").write_text(
+        "def mean(rows): return rows.values.mean()\ndef sets(rows): return rows.data_sources.max()"
+    )
+    with pytest.raises(UserError, match=r"--metrics own.py:mean: AttributeError: .*own.py:1"):
+        own_metrics(["own.py:mean"], replace(made_up_rows(), values=None))
+    check_own_functions(config("--metrics", "own.py:mean"))  # PPO has values
+    with pytest.raises(UserError, match=r"--metrics own.py:mean: AttributeError"):
+        check_own_functions(config("--metrics", "own.py:mean", "--advantage_estimator", "reinforce_plus_plus"))
+    check_own_functions(config("--metrics", "own.py:sets", "--data_path", "a.jsonl", "b.jsonl"))
+
+
+def test_a_form_of_ones_own_cannot_change_the_row(files):
+    (files / "own.py").write_text("def read(row):\n    return {'prompt': 'Q:', 'response': row['turns'].pop()}")
+    row = {"turns": ["a", "b"]}
+    form = detect_form("d", ["turns"], [row], False, DataFlags(["d"], data_format="own.py:read"))
+    assert form.read(row, "sft", "row 0")[0].answers == ["b"] and row == {"turns": ["a", "b"]}
+
+
 def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
     words = ["--advantage_estimator", of_flag("--advantage_estimator"), "--policy_loss", of_flag("--policy_loss")]
     inputs = inputs_of(config(*words), ModelFolders("model", None, None), TokenRows(None, None), None)

@@ -371,7 +371,10 @@ def test_a_run_without_bubblewrap_asks_for_the_flag_and_says_so(monkeypatch, cap
     assert " ".join(capsys.readouterr().out.split()).count("code_tests: bubblewrap is not installed") == 1
 
 
-@pytest.mark.parametrize(("text", "said"), [("Unknown option --size", "Unknown option"), ("No permissions", "No perm")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("Unknown option --size", "Unknown option --size; 0.8 or newer"), ("No permissions", "No permissions), so")],
+)
 def test_bubblewrap_that_does_not_work_is_quoted(tmp_path, monkeypatch, text, said):
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {text}' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
