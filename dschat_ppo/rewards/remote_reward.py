@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import random
 import socket
 import string
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,8 +20,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import (
-    HTTPHandler,
-    HTTPSHandler,
+    AbstractHTTPHandler,
     OpenerDirector,
     ProxyHandler,
     Request,
@@ -34,7 +33,6 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.timed_reader import TimedReader, TooManyBytesError
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, without_credentials
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
@@ -44,8 +42,7 @@ FLAG = "--remote_reward_url"
 VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-_MOST_BYTES, _CHUNK_BYTES = 2**24, 2**16
-_MOST_OTHER_BYTES = 2**20  # headers, and the sizes of chunks
+_MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
 
@@ -85,8 +82,8 @@ class RemoteReward:
     """Scores text with one or several services that return the same scores. Batches go to them in turn, with one
     request at a time to each. Rows of other data sources than `sources` are not sent, unless that is ().
 
-    `timeout`: seconds for the whole reply to each request, after as many at most for connecting and for sending. A
-    failed request is repeated `retries` times, each time at the next address.
+    `timeout`: seconds from the start of each request to the end of its reply. A failed request is repeated `retries`
+    times, each time at the next address.
     """
 
     name = "remote"
@@ -154,37 +151,37 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     address become an `Authorization` header. `_RetryableError`: no connection, no complete reply in time, status 429 or
     5xx. `RewardServiceError`: another status, a compressed reply, or one of more than 16 MiB.
     """
-    deadline = time.monotonic() + timeout
-    late = f"no complete reply in {timeout:g} s (--remote_reward_timeout)"
     parts = urlsplit(quote(url, safe=string.punctuation))
     user, _, host = parts.netloc.rpartition("@")
     headers = {"Content-Type": "application/json"}
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
-    proxies = ProxyHandler(proxies_for(parts.hostname or ""))
-    for handler in (proxies, _TimedHTTPHandler(deadline), _TimedHTTPSHandler(deadline), UnknownHandler()):
+    limit = _Limited(timeout)
+    for handler in (ProxyHandler(proxies_for(parts.hostname or "")), limit, UnknownHandler()):
         client.add_handler(handler)
+    problem: Exception | None = None
     try:
         with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
-            status, content = reply.status, _read_body(reply, deadline)
-            encoding = reply.headers.get("Content-Encoding", "identity")
-    except TooManyBytesError:
-        content, status, encoding = b" " * (_MOST_BYTES + 1), 200, "identity"
-    except (OSError, HTTPException, UnicodeError) as problem:  # UnicodeError: a host name that no resolver accepts
-        cause = problem.reason if isinstance(problem, URLError) and isinstance(problem.reason, OSError) else problem
-        if isinstance(cause, TimeoutError):
-            raise _RetryableError(late) from None
-        raise _RetryableError(f"{type(cause).__name__}: {shown(str(cause))}") from None
-    if content is None:
-        raise _RetryableError(late)
+            content = reply.read(_MOST_BYTES + 1)
+            if len(content) <= _MOST_BYTES and reply.length:
+                raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
+    except (OSError, HTTPException, UnicodeError) as found:  # UnicodeError: a host name that no resolver accepts
+        problem = found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
+    finally:
+        limit.end()
+    if limit.is_late or isinstance(problem, TimeoutError):
+        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)")
+    if problem is not None:
+        raise _RetryableError(f"{type(problem).__name__}: {shown(str(problem))}")
     start = shown(content[:_SHOWN].decode(errors="replace"))
-    if status == 429 or status >= 500:
-        raise _RetryableError(f"status {status}: {start}")
-    if status != 200:
-        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
+    if reply.status == 429 or reply.status >= 500:
+        raise _RetryableError(f"status {reply.status}: {start}")
+    if reply.status != 200:
+        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {reply.status}: {start}")
     if len(content) > _MOST_BYTES:
         raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
+    encoding = reply.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise RewardServiceError(f"{FLAG} {url}: its reply is compressed ({shown(encoding)}), against the request")
     return content
@@ -195,37 +192,50 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN])
 
 
-def _timed(kind: type[HTTPConnection], deadline: float, host: str, **options: Any) -> HTTPConnection:
-    """A connection whose reply, and that of a proxy before it, must be complete at the deadline. The deadline holds for
-    the status, headers, sizes of chunks and trailers too."""
+class _Limited(AbstractHTTPHandler):
+    """Opens the connection of one request, and shuts it when `timeout` seconds have passed. The timeout of a socket
+    applies to each read: a service that sends a byte now and then would never exceed it."""
 
-    class TimedResponse(HTTPResponse):
-        def __init__(self, sock: socket.socket, *words: Any, **others: Any):
-            super().__init__(sock, *words, **others)
-            self.fp.close()
-            self.fp = io.BufferedReader(TimedReader(sock, deadline, _MOST_BYTES + _MOST_OTHER_BYTES))
-
-    connection = kind(host, **options)
-    connection.response_class = TimedResponse
-    return connection
-
-
-class _TimedHTTPHandler(HTTPHandler):
-    def __init__(self, deadline: float):
+    def __init__(self, timeout: float):
         super().__init__()
-        self.deadline = deadline
+        self.is_late = False
+        self.socket: socket.socket | None = None
+        self.timer = threading.Timer(timeout, self._shut)
+        self.timer.daemon = True
+        self.timer.start()
 
     def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(_timed, HTTPConnection, self.deadline), req)
-
-
-class _TimedHTTPSHandler(HTTPSHandler):
-    def __init__(self, deadline: float):
-        super().__init__()
-        self.deadline = deadline
+        return self.do_open(partial(self._connection, HTTPConnection), req)
 
     def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(_timed, HTTPSConnection, self.deadline), req)
+        return self.do_open(partial(self._connection, HTTPSConnection), req)
+
+    http_request = https_request = AbstractHTTPHandler.do_request_
+
+    def _connection(self, kind: type[HTTPConnection], host: str, **options: Any) -> HTTPConnection:
+        connection = kind(host, **options)
+        connection._create_connection = self._connect  # type: ignore[attr-defined]
+        return connection
+
+    def _connect(self, *words: Any) -> socket.socket:
+        """Connect, and keep a second descriptor: TLS detaches the first, and the connection forgets it early."""
+        connected = socket.create_connection(*words)
+        self.socket = connected.dup()
+        if self.is_late:
+            self._shut()
+        return connected
+
+    def _shut(self) -> None:
+        self.is_late = True
+        if self.socket is not None:
+            with suppress(OSError):  # the service has closed it
+                self.socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """After the reply, or without one."""
+        self.timer.cancel()
+        if self.socket is not None:
+            self.socket.close()
 
 
 def proxies_for(host: str) -> dict[str, str]:
@@ -240,42 +250,24 @@ def proxies_for(host: str) -> dict[str, str]:
     return {scheme: proxy for scheme, proxy in chosen.items() if proxy}
 
 
-def _read_body(reply: HTTPResponse, deadline: float) -> bytes | None:
-    """All of the body, or slightly more than `_MOST_BYTES` of it; None if the deadline passes first: a reply of many
-    small chunks can arrive faster than it is read. `ConnectionError` if the connection ends before the declared
-    length."""
-    length, content = reply.length, bytearray()
-    while len(content) <= _MOST_BYTES and (length is None or len(content) < length):
-        chunk = reply.read1(_CHUNK_BYTES)
-        if not chunk and length is not None:
-            raise ConnectionError(f"the connection ended after {len(content)} of {length} bytes")
-        if not chunk:
-            break
-        content += chunk
-        if time.monotonic() > deadline:
-            return None
-    return bytes(content)
-
-
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are finite in fp32."""
-    problem, rewards = None, None
     try:
         reply = json.loads(content)
-        rewards = reply.get("rewards") if isinstance(reply, dict) else None
-        if not isinstance(rewards, list):
-            problem = "has no list 'rewards'"
-        elif len(rewards) != rows:
-            problem = f"has {len(rewards)} rewards for {rows} responses"
-        elif bad := [value for value in rewards if not is_finite_number(value)]:
-            problem = f"has {shown(repr(bad[0]))} for a reward"
     except (ValueError, RecursionError):
-        problem = "is not JSON"
-    if problem is not None:
-        start = content[:200].decode(errors="replace")
-        raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
-    assert rewards is not None
-    return [float(value) for value in rewards]
+        reply, problem = None, "is not JSON"
+    else:
+        problem = "has no list 'rewards'"
+    rewards = reply.get("rewards") if isinstance(reply, dict) else None
+    if isinstance(rewards, list):
+        bad = [value for value in rewards if not is_finite_number(value)]
+        if len(rewards) == rows and not bad:
+            return [float(value) for value in rewards]
+        problem = f"has {len(rewards)} rewards for {rows} responses"
+        if len(rewards) == rows:
+            problem = f"has {shown(repr(bad[0]))} for a reward"
+    start = content[:_SHOWN].decode(errors="replace")
+    raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
 
 
 def is_finite_number(value: Any) -> bool:

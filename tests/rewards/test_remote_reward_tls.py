@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -93,3 +96,24 @@ def test_other_certificates_are_refused_in_one_line(serve, certificates, monkeyp
         ask(server)
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 400
     assert server.answered == 0  # no text went to it
+
+
+def test_a_handshake_that_never_ends_times_out():
+    """A byte now and then, of a record of TLS that never becomes whole."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+
+        def drip() -> None:
+            connection, _ = service.accept()
+            with suppress(OSError):
+                connection.sendall(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc")
+                while True:
+                    connection.sendall(b"\x00")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
+            RemoteReward([f"https://127.0.0.1:{service.getsockname()[1]}/"], 0.5, 0, 8)(
+                RewardRequest(["p"], ["r"], [{}]), None
+            )
+        assert time.monotonic() - started < 3.0
