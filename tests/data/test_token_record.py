@@ -1,0 +1,187 @@
+"""The token ids, spans and labels of every form with every kind of chat template, and the order of an epoch, as they
+were recorded. `python tests/data/test_token_record.py` writes the record again: do that only for a change of tokens
+that CHANGELOG.md names."""
+
+import hashlib
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from form_fixtures import ASK, CALL, FIXTURES, HALL, KTO, TOOL, assistant, system, user
+from test_deepspeed_chat_sets import EXPECTED
+from test_form_steps import PRM800K, SHEPHERD, STEPS
+from tiny_tokenizers import tokenizer_of
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.chat_templates import NAMED, named_template
+from dschat_ppo.data.examples import PARTS
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.sampler import epoch_order
+from dschat_ppo.errors import UserError
+
+WHOLE = ("1,0,0", "0,1,0", "0,0,1")
+RECORD = Path(__file__).with_name("token_record.json")
+INST = (  # without generation marks, and with a space before answers
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+THINKS = (  # opens answers with <think>, drops earlier thoughts, renders tools and their calls
+    "{% for t in tools or [] %}{{ '<|im_start|>tool\n' + t | tojson + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content and loop.last %}{{ '<think>\n' + m.reasoning_content"
+    " + '\n</think>\n' }}{% endif %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else"
+    " m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+TEMPLATES = {  # name -> kind of tokenizer, template (a name of `NAMED`, Jinja text, or None)
+    "none": ("pieces", None),
+    "chatml": ("bytes", "chatml"),
+    "llama-3": ("bytes with BOS", "llama-3"),
+    "zephyr": ("bytes without markers", "zephyr"),
+    "human-assistant": ("pieces, space everywhere", "human-assistant"),
+    "inst": ("pieces", INST),
+    "thinks": ("bytes", THINKS),
+}
+TEXT = ("none", "chatml", "inst")  # the data sets of DeepSpeed-Chat, which are text, are recorded with these
+USES = {  # name -> use, all turns, limit of tokens, truncation
+    "sft": ("sft", False, 1000, "left"),
+    "turns": ("sft", True, 1000, "left"),
+    "cut": ("sft", True, 48, "middle"),
+    "pair": ("preference", False, 1000, "left"),
+    "paircut": ("preference", False, 40, "left"),
+    "kto": ("unpaired", False, 60, "drop"),
+    "steps": ("steps", False, 48, "left"),
+    "ppo": ("prompt", False, 1000, "left"),
+    "ppocut": ("prompt", False, 20, "right"),
+}
+TALK = [
+    system("Be kind."), ASK, assistant("<think>\nSo.\n</think>\nIn the hall."), user("In the hall."),
+    assistant(" Café\n"), user("And now?"), assistant("On the roof.", reasoning_content="Hm."),
+]  # fmt: skip
+CALLS = [
+    ASK, assistant("", tool_calls=[CALL]), {"role": "tool", "content": "hall"}, HALL, user("Sure?"),
+    assistant("I look.", tool_calls=[CALL]),
+]  # fmt: skip
+WEIGHTED = [ASK, {**HALL, "weight": 0}, user("Sure?"), {**assistant("Yes."), "weight": 1}, ASK, HALL]
+MORE = {  # name -> rows, flags
+    "KTO": (KTO, {}),
+    "KTO as messages": ([{"messages": [ASK, HALL], "label": True}, {"messages": [ASK, ASK, HALL], "label": False}], {}),
+    "stepwise": ([STEPS], {}),
+    "stepwise as messages": ([{**STEPS, "prompt": [ASK]}], {}),
+    "PRM800K": ([PRM800K], {}),
+    "Math-Shepherd": ([SHEPHERD], {}),
+    "better of two": ([{"prompt": "Q:", "response_0": " a", "response_1": " b", "better_response_id": 1}], {}),
+    "user/assistant": ([{"user": "Where is it?", "assistant": "In the hall."}], {}),
+    "a talk": ([{"messages": TALK}, {"messages": TALK[:3]}], {}),
+    "tools": ([{"messages": CALLS, "tools": [TOOL]}], {}),
+    "weights": ([{"messages": WEIGHTED}], {}),
+    "texts as messages": ([{"prompt": " Where?", "response": "In  the hall. "}], {"apply_chat_template": True}),
+    "questions as text": ([{"question": "Where?", "answer": "Here."}], {"input_template": "Question: {} Answer: "}),
+    "a system message": ([{"messages": TALK[1:]}], {"system_message": "Be brief."}),
+    "texts with their ends": ([{"prompt": "<s>Q:", "response": " a</s>\n"}, {"prompt": "Q:", "response": "é"}], {}),
+    "long texts": ([{"text": "Once upon a time. " * 20}, {"text": "Short one."}], {}),
+    "long chat": ([{"messages": [system("Be kind."), user("Where? " * 30), HALL, ASK, assistant("Here. " * 12)]}], {}),
+}  # fmt: skip
+CASES: dict[str, tuple[list[dict], dict]] = {
+    **{name: (fixture.rows, {}) for name, fixture in FIXTURES.items()},
+    **MORE,
+    **{name: ([row], {"data_format": name}) for name, (row, *_) in EXPECTED.items()},
+}
+
+
+def tokenizer_with(template: str):
+    kind, text = TEMPLATES[template]
+    tokenizer = tokenizer_of(kind)
+    tokenizer.chat_template = named_template(text, tokenizer) if text in NAMED else text
+    return tokenizer
+
+
+def written(path: Path, rows: list[dict]) -> str:
+    """The path, with the rows in it; a file that is written once is read once."""
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def without_nulls(value):
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in sorted(value.items()) if inner is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
+
+
+def hash_of(rows) -> str:
+    """Of token rows without `digest`; of a prompt's columns without those that are null."""
+    plain = [{name: value for name, value in row.items() if name not in ("digest", "source")} for row in rows]
+    plain = [row | ({"row": without_nulls(json.loads(row["row"]))} if "row" in row else {}) for row in plain]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def tokens_of(case: str, template: str, folder: Path) -> str:
+    """For each use of a case: its name and the hash of its token rows unless it is refused."""
+    rows, settings = CASES[case]
+    path = written(folder / case.replace("/", "_") / "d.jsonl", rows)
+    tokenizer, found = tokenizer_with(template), []
+    for name, (use, all_turns, limit, truncation) in USES.items():
+        flags = DataFlags(
+            data_path=[path], data_split=WHOLE[PARTS[use]], truncation=truncation,
+            data_output_path=str(folder / "cache"), **settings,
+        )  # fmt: skip
+        try:
+            rows_of_use = prepare(use, tokenizer, flags, limit, all_turns=all_turns).train
+            found.append(f"{name}:{hash_of(rows_of_use)}")
+        except UserError:
+            pass  # the form has nothing for this use, or the template nothing for its messages
+    return " ".join(found)
+
+
+def epoch_of(use: str, folder: Path) -> dict[str, str]:
+    """The rows of one use of a mixture, named "SET NUMBER": for training in the order of the table and of two epochs,
+    and those held out. Two sets have weights, one a number of rows; one row in six repeats the row before it."""
+    tokenizer = tokenizer_with("chatml")
+    paths = []
+    for name, count, amount in (("a", 30, ":3"), ("b", 18, ":1"), ("c", 12, "@9")):
+        numbers = [number - (number % 6 == 5) for number in range(count)]
+        rows = [{"prompt": f"{name}{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in numbers]
+        paths.append(written(folder / f"{name}.jsonl", rows) + amount)
+    flags = DataFlags(
+        data_path=paths, data_split="3,4,2", data_split_seed=7, bad_rows="skip", apply_chat_template=False,
+        data_output_path=str(folder / "cache"),
+    )  # fmt: skip
+    rows = prepare(use, tokenizer, flags, 100, eval_fraction=0.2)
+    names = [tokenizer.decode(ids).strip() for ids in rows.train["prompt_ids"]]
+    held_out = [tokenizer.decode(ids).strip() for ids in rows.eval["prompt_ids"]]
+    assert all(
+        rows.sources[number].startswith(name[0]) for number, name in zip(rows.train["source"], names, strict=True)
+    )
+    orders = {f"epoch {epoch}": [names[place] for place in epoch_order(len(names), 5, epoch)] for epoch in (0, 1)}
+    return {name: " ".join(found) for name, found in {"table": names, "held out": held_out, **orders}.items()}
+
+
+def tokens_by_case(template: str, folder: Path) -> dict[str, str]:
+    """The cases of which some use has token rows."""
+    found = {case: tokens_of(case, template, folder) for case in CASES if case not in EXPECTED or template in TEXT}
+    return {case: hashes for case, hashes in found.items() if hashes}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cases")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_tokens_of_every_form_are_those_of_the_record(folder, template):
+    assert tokens_by_case(template, folder) == json.loads(RECORD.read_text(encoding="utf-8"))["tokens"][template]
+
+
+@pytest.mark.parametrize("use", ["sft", "preference", "prompt"])
+def test_the_order_of_an_epoch_is_that_of_the_record(tmp_path, use):
+    assert epoch_of(use, tmp_path) == json.loads(RECORD.read_text(encoding="utf-8"))["epochs"][use]
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as name:
+        tokens = {template: tokens_by_case(template, Path(name)) for template in TEMPLATES}
+        epochs = {use: epoch_of(use, Path(name)) for use in ("sft", "preference", "prompt")}
+    RECORD.write_text(json.dumps({"tokens": tokens, "epochs": epochs}, indent=0, ensure_ascii=False), encoding="utf-8")
