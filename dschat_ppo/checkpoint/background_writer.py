@@ -34,13 +34,11 @@ class BackgroundWriter(CheckpointEngine):
 
     One writer serves any number of engines. The host holds a copy of each state until it is written. `save` and
     `makedirs` raise no errors of the disk, because the other ranks would then wait for this one at DeepSpeed's
-    barriers; `wait` raises them. With `on_each_machine` the first rank of each machine, not only rank 0, writes what
-    all ranks share.
+    barriers; `wait` raises them.
     """
 
-    def __init__(self, on_each_machine: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.on_each_machine = on_each_machine
         self.name = "BackgroundWriter"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: dict[Path, Future[tuple[int, str]]] = {}

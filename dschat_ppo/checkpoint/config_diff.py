@@ -19,7 +19,7 @@ from dschat_ppo.errors import UserError, without_credentials
 WHERE_AND_WHEN = frozenset({
     "output_dir", "overwrite_output_dir", "local_rank", "config", "dry_run", "dry_run_ranks",
     "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
-    "local_checkpoints", "save_hf_steps", "metric_for_best", "lora_merge",
+    "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",

@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
 from dschat_ppo.checkpoint.background_writer import BackgroundWriter, load_file
-from dschat_ppo.common.dist import local_rank, world_size
+from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
@@ -151,19 +151,17 @@ def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     keeps those that have a second name, such as a head tied to the embedding, so `trained_state` takes its place.
     """
     original, copy_weights = engine.checkpoint_engine, engine.load_module_state_dict
-    saves_shared = engine.save_non_zero_checkpoint
 
     def copy_with_watchdog_paused(*args: Any, **kwargs: Any) -> None:
         with watchdog_paused():
             copy_weights(*args, **kwargs)
 
     engine.checkpoint_engine = files
-    engine.save_non_zero_checkpoint = saves_shared or (files.on_each_machine and local_rank() == 0)
     engine._copy_recovery_script = lambda save_path: None
     engine.load_module_state_dict = copy_with_watchdog_paused
     engine.module_state_dict = lambda **_: trained_state(engine.module)
     try:
         yield
     finally:
-        engine.checkpoint_engine, engine.save_non_zero_checkpoint = original, saves_shared
+        engine.checkpoint_engine = original
         del engine._copy_recovery_script, engine.load_module_state_dict, engine.module_state_dict

@@ -25,13 +25,13 @@ from dschat_ppo.checkpoint.resumable import RankStates, Resumable
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL, write_file
+from dschat_ppo.common.atomic_files import PARTIAL
 from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
@@ -57,7 +57,6 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     but its numbers differ by rounding, and its dropout masks differ.
     """
     manifest = Manifest.read(folder)
-    is_part = manifest.ranks is not None and len(manifest.ranks) < manifest.world_size
     versions = [(name, manifest.versions.get(name), now) for name, now in package_versions().items()]
     changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
     if changed:
@@ -69,11 +68,6 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         with _optimizer_flags_kept(engine):
             if has_layout_of(engine, folder / role):
                 load_engine(engine, folder / role)
-            elif is_part:
-                raise UserError(
-                    f"{folder}: the {role} was saved with another layout, and with --local_checkpoints each machine "
-                    "has only its own ranks' files: resume with the ZeRO stages and the --dtype of the saved run"
-                )
             else:
                 logger().info(f"{role}: saved by {manifest.world_size} ranks, with another layout; resharded")
                 load_engine_resharded(engine, folder / role)
@@ -126,12 +120,11 @@ class CheckpointManager:
         self._identity = identity
         self._metrics = metrics
         self._how_to_resume = how_to_resume
-        self._files = BackgroundWriter(on_each_machine=flags.local_checkpoints)
+        self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
         self._small_files: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
-        self._writes = dist.is_writer(flags.local_checkpoints)
 
     def save_if_due(self) -> None:
         """See `Checkpointer`."""
@@ -186,7 +179,7 @@ class CheckpointManager:
             require_finite_weights(role, engine)
         step, update = trainer.position
         name = checkpoint_name(step, update)
-        self._on_writers(lambda: self._make_folders(name))
+        self._on_main(lambda: self._make_folders(name))
         folder = self._partial(name)
         for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
@@ -218,28 +211,16 @@ class CheckpointManager:
             (folder / role / "state").mkdir(parents=True)
 
     def _write_small_files(self, folder: Path) -> Written:
-        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground. With
-        `--local_checkpoints` each machine gets a copy of the first. Collective then."""
-        written: Written = {}, None
+        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground."""
+        if not dist.is_main():
+            return {}, None
         try:
-            if dist.is_main():
-                with self._folder.writing():
-                    save_state(folder / SHARED, self._trainer.shared_state())
-                    self._metrics.copy_to(folder / METRICS)
-                    written = {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
+            with self._folder.writing():
+                save_state(folder / SHARED, self._trainer.shared_state())
+                self._metrics.copy_to(folder / METRICS)
+                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
         except StorageError as problem:
-            written = {}, str(problem)
-        if not self._flags.local_checkpoints:
-            return written
-        content = dist.broadcast_object((folder / SHARED).read_bytes() if dist.is_main() and written[0] else None)
-        try:
-            if content is not None and self._writes and not dist.is_main():
-                with self._folder.writing():
-                    write_file(folder / SHARED, content)
-                    written = {SHARED: describe_file(folder / SHARED)}, None
-        except StorageError as problem:
-            written = {}, str(problem)
-        return written
+            return {}, str(problem)
 
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
@@ -247,18 +228,13 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
         found = dist.gather_objects([self._small_files, self._wait_for_files(name)])  # of each rank two parts
-        for _, problem in (part for parts in found for part in parts):
+        files: dict[str, FileEntry] = {}
+        for part, problem in (part for parts in found for part in parts):
             if problem is not None:
                 raise StorageError(problem)
-        if self._flags.local_checkpoints:
-            first = dist.machine() * dist.local_world_size()
-            mine = list(range(first, first + dist.local_world_size()))
-            pending = replace(dist.broadcast_object(pending), ranks=mine)
-        parts = [part for rank in pending.ranks or range(len(found)) for part, _ in found[rank]]
-        files = {path: entry for part in parts for path, entry in part.items()}
-        self._on_writers(lambda: self._publish(name, replace(pending, files=files)))
-        self._on_writers(lambda: self._prune(name))  # not before every machine has the new one
-        size = sum(entry["bytes"] for parts in found for part, _ in parts for entry in part.values())
+            files |= part
+        self._on_main(lambda: self._publish(name, replace(pending, files=files)))
+        size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
     def _wait_for_files(self, name: str) -> Written:
@@ -275,22 +251,19 @@ class CheckpointManager:
     def _publish(self, name: str, manifest: Manifest) -> None:
         manifest.write(self._partial(name))
         self._folder.commit(name)
-
-    def _prune(self, name: str) -> None:
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
-    def _on_writers(self, write: Callable[[], None]) -> None:
-        """Write on rank 0, or the first rank of each machine with its own folder. Collective; all raise the error."""
+    def _on_main(self, write: Callable[[], None]) -> None:
+        """Write on rank 0. Collective; all ranks raise the error."""
         problem = None
-        if self._writes:
+        if dist.is_main():
             try:
                 with self._folder.writing():
                     write()
             except StorageError as raised:
                 problem = str(raised)
-        synchronise = dist.first_problem if self._flags.local_checkpoints else dist.broadcast_object
-        problem = synchronise(problem)
+        problem = dist.broadcast_object(problem)
         if problem is not None:
             raise StorageError(problem)
 

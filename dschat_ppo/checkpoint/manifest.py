@@ -41,7 +41,6 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("data", "saved_at"), lambda value: isinstance(value, str)),
     "files": _are_files,
     "best": lambda value: isinstance(value, bool),
-    "ranks": lambda value: value is None or (isinstance(value, list) and value != [] and all(map(_is_count, value))),
 }
 
 
@@ -65,7 +64,6 @@ class Manifest:
         best: whether the evaluation at this checkpoint is the best so far.
         metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
         saved_at: ISO 8601.
-        ranks: the ranks whose files the folder holds (`--local_checkpoints`); None: all of them.
     """
 
     kind: Literal["sft", "reward", "ppo"]
@@ -80,7 +78,6 @@ class Manifest:
     metrics_offset: int
     saved_at: str
     format: int = FORMAT
-    ranks: list[int] | None = None
 
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json` durably. It is the last file of a checkpoint."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from dschat_ppo.checkpoint.config_diff import WHERE_AND_WHEN, ConfigChange, compare_configs, format_diff, refuse_changes
 from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.machine_checkpoints import newest_on_all_machines
 from dschat_ppo.checkpoint.manifest import Manifest, damage
 from dschat_ppo.checkpoint.run_identity import RunIdentity
 from dschat_ppo.common import dist
@@ -30,40 +28,23 @@ def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ove
     """
     if flags.resume == NEVER:
         return None
-    held, fault = _on_all_machines(output, flags) if flags.local_checkpoints else (None, None)
-    first = _find(output, flags, identity, overwrite, held, fault) if dist.is_main() else None
+    first = _find(output, flags, identity, overwrite) if dist.is_main() else None
     found, problem = dist.broadcast_object(first)
     if problem is not None:
         raise UserError(problem)
     checkpoint = None if found is None else Path(found)
-    if checkpoint is not None and is_inside(checkpoint, output) and dist.is_writer(flags.local_checkpoints):
+    if checkpoint is not None and is_inside(checkpoint, output) and dist.is_main():
         CheckpointFolder(output).quarantine_after(checkpoint)  # if it is elsewhere, those in `output` are removed
     return checkpoint
 
 
-def _on_all_machines(output: Path, flags: SafetyFlags) -> tuple[Path | None, str | None]:
-    """(the checkpoint of which each machine has its part or None, why there is none or None). Collective."""
-    named = None if flags.resume == AUTO else os.path.abspath(flags.resume)
-    try:
-        name = newest_on_all_machines(output, named)
-    except UserError as problem:
-        return None, str(problem)
-    return (None if name is None else CheckpointFolder(output).root / name), None
-
-
-def _find(
-    output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool, held: Path | None, fault: str | None
-) -> tuple[str | None, str | None]:
-    """(the checkpoint or None, why the run must not start or None). `held`, `fault`: see `_on_all_machines`."""
+def _find(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool) -> tuple[str | None, str | None]:
+    """(the checkpoint or None, why the run must not start or None)."""
     may_start_from_scratch = overwrite and flags.resume == AUTO
     if may_start_from_scratch and is_finished(output):
         return None, None
     try:
-        if fault is not None:
-            raise UserError(fault)
-        if flags.local_checkpoints:
-            checkpoint = held
-        elif flags.resume == AUTO:
+        if flags.resume == AUTO:
             checkpoint = _newest_intact(output)
         else:
             checkpoint = Path(flags.resume)
@@ -96,11 +77,6 @@ def _newest_intact(output: Path) -> Path | None:
 def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:
     """Compare the identity of the run with that in the manifest, and log the differences that are allowed."""
     manifest = Manifest.read(checkpoint)
-    if manifest.ranks is not None and len(manifest.ranks) < manifest.world_size and not flags.local_checkpoints:
-        raise UserError(
-            f"{checkpoint} holds the files of ranks {', '.join(map(str, manifest.ranks))} of {manifest.world_size}: "
-            "give --local_checkpoints, and run on the machines of the saved run"
-        )
     if manifest.kind != identity.kind:
         raise UserError(f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'")
     changes = compare_configs(manifest.config, identity.config)

@@ -14,10 +14,8 @@ from torch import Tensor
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.ranks import (  # noqa: F401  `dist.rank()`
     is_main,
-    is_writer,
     local_rank,
     local_world_size,
-    machine,
     machines,
     rank,
     world_size,

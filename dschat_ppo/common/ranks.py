@@ -25,21 +25,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", world_size())))
 
 
-def machine() -> int:
-    """The number of this machine among those of the run. Machines have the same number of ranks, in order."""
-    return rank() // local_world_size()
-
-
 def machines() -> int:
-    """Number of machines."""
+    """Number of machines, which have the same number of ranks, in order."""
     return world_size() // local_world_size()
 
 
 def is_main() -> bool:
     """True on rank 0, which writes files and prints."""
     return rank() == 0
-
-
-def is_writer(on_each_machine: bool) -> bool:
-    """True on the rank that writes the files that all ranks share: rank 0, or the first rank of each machine."""
-    return local_rank() == 0 if on_each_machine else is_main()

@@ -30,6 +30,7 @@ RETIRED: dict[str, str] = {
     "health_grad_growth": "left: --health gradient_explodes=VALUE",
     "health_loss_growth": "left: --health loss_grows=VALUE",
     "health_overfit_evals": "left: --health overfitting=N",
+    "local_checkpoints": "left: several machines share --output_dir (NFS or another network file system)",
     "device_kind": "left: the planner counts memory alone; give the size of a GPU's memory (device_memory)",
     "node_link": "left: the planner counts memory alone, and no time",
 }

@@ -173,14 +173,8 @@ class SafetyFlags:
         AUTO,
     )
     resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
-    local_checkpoints: bool = flag(
-        "with several machines: each keeps the checkpoint files of its ranks on its own disk, in --output_dir; without "
-        "this flag, the machines must share that folder",
-        False,
-    )
     collective_timeout: float = flag(
-        "seconds after which the run ends if no rank makes progress (every rank then prints its stack) or if another "
-        "machine does not answer",
+        "seconds after which the run ends if no rank makes progress (every rank then prints its stack)",
         1800.0,
     )
     on_nonfinite: Literal["stop", "skip"] = flag(

@@ -18,7 +18,7 @@ from pathlib import Path
 from dschat_ppo.common import ranks
 from dschat_ppo.runtime.processes import find_process
 
-FAILURE, STOP, DISCONNECTED = "failure", "stop", "disconnected"  # files in the folder
+FAILURE, STOP = "failure", "stop"  # files in the folder
 _OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"  # machines may share TMPDIR, but not processes
 
 
@@ -43,11 +43,10 @@ class FirstFailureRecord:
     def __init__(self, folder: Path | None):
         self.folder = folder
         self._failure: FirstFailure | None = None  # remains valid when the folder is removed
-        self._disconnected = False  # this rank
 
-    def record(self, code: int, hung: bool = False, rank: int | None = None) -> FirstFailure:
-        """Record a failure of this rank, or of `rank` elsewhere, unless there is one; returns the first one."""
-        mine = FirstFailure(ranks.rank() if rank is None else rank, code, hung, time.time())
+    def record(self, code: int, hung: bool = False) -> FirstFailure:
+        """Record a failure of this rank, unless there is one; returns the first one."""
+        mine = FirstFailure(ranks.rank(), code, hung, time.time())
         try:
             if self.folder is not None:
                 draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
@@ -84,17 +83,6 @@ class FirstFailureRecord:
     def stop_requested(self) -> bool:
         """Whether a rank of this machine received a stop request."""
         return self.folder is not None and (self.folder / STOP).exists()
-
-    def mark_disconnected(self) -> None:
-        """Tell the other ranks of this machine that this rank lost its connection to another rank."""
-        self._disconnected = True
-        if self.folder is not None:
-            with suppress(OSError):
-                (self.folder / DISCONNECTED).touch()
-
-    def is_disconnected(self) -> bool:
-        """Whether a rank of this machine lost its connection to another rank."""
-        return self._disconnected or (self.folder is not None and (self.folder / DISCONNECTED).exists())
 
     def mark_progress(self) -> None:
         """Note that this rank makes progress now."""

@@ -94,8 +94,6 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     """Print message and traceback if this rank fails first. The loss of another rank needs no traceback."""
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
     code = RANK_LOST if rank_lost else exit_code(problem)
-    if rank_lost and not record.lost_ranks():
-        watchdog.wait_for_cause_of_lost_connection()
     first = record.record(code)
     trace = "".join(traceback.format_exception(problem)).rstrip()
     is_reported = first.rank != ranks.rank() or first.hung
@@ -170,8 +168,8 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             f"srun started this process, but {', '.join(missing)} is not set: is the environment passed on?"
         )
     size, machine = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_NODEID")
-    per_machine = _tasks_per_machine(environment["SLURM_STEP_TASKS_PER_NODE"])
-    if machine >= len(per_machine) or len(set(per_machine)) > 1:
+    per_machine = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment["SLURM_STEP_TASKS_PER_NODE"])  # 8 or 8(x2)
+    if per_machine is None:
         raise UserError(
             f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']}: each machine must have the same "
             "number of ranks; give srun --ntasks-per-node N"
@@ -180,7 +178,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(per_machine[machine]),
+        "LOCAL_WORLD_SIZE": per_machine[1],
         "GROUP_RANK": str(machine),
     }
     if "MASTER_ADDR" not in environment:
@@ -199,22 +197,8 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_machine(names: str) -> str:
     """The first name of a list of Slurm, such as "gpu[07-09,12],login" -> "gpu07"."""
-    prefix, bracket, rest = re.match(r"([^,\[]*)(\[?)(.*)", names, re.DOTALL).groups()  # type: ignore[union-attr]
-    if not bracket:
-        return prefix
-    inside, _, after = rest.partition("]")
-    return prefix + re.split(r"[-,]", inside)[0] + first_machine(after)
-
-
-def _tasks_per_machine(text: str) -> list[int]:
-    """ "2(x3),1" -> [2, 2, 2, 1]."""
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text}: not in the form of Slurm, such as 8(x2)")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\]?)*", names)
+    return re.sub(r"\[([^],-]*)[^\]]*\]?", r"\1", first[0] if first else "")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -1,10 +1,9 @@
 """The watchdog: a thread of each rank that ends a hanging run and writes the stacks of all ranks.
 
 It checks three things: whether this rank makes progress (`heartbeat`), whether another rank has failed
-(`FirstFailureRecord`), and whether the process of another rank has ended. On the first rank of a machine it also checks
-the other machines (`MachineLink`). It passes stop requests on to the other ranks. C code that holds the GIL blocks this
-thread. Then faulthandler's own thread, which needs no GIL, writes the stacks and ends the process a little later with
-exit code 1, the only one that it supports.
+(`FirstFailureRecord`), and whether the process of another rank of this machine has ended. It passes stop requests on to
+the other ranks of this machine. C code that holds the GIL blocks this thread. Then faulthandler's own thread, which
+needs no GIL, writes the stacks and ends the process a little later with exit code 1, the only one that it supports.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST
+from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME, RANK_LOST
 from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord
-from dschat_ppo.runtime.machine_link import ANSWER_SECONDS, Failure, MachineLink
 from dschat_ppo.runtime.rank_log import write_to_log
 
 POLL_SECONDS = 0.5
@@ -39,9 +37,6 @@ _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have writt
 _REARM_SECONDS = 1.0
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
-_CAUSE_SECONDS = 2 * (ANSWER_SECONDS + 1.0)  # to learn which machine broke a connection
-_SILENT_SHARE, _SILENT_SECONDS = 0.6, 60.0  # of the limit, but no more than this before it
-_FAILED_SHARE = 0.2  # of the limit, for `FAILED_SECONDS`
 
 
 class _Watchdog:
@@ -50,7 +45,6 @@ class _Watchdog:
     def __init__(self, record: FirstFailureRecord):
         self.record = record
         self.limit: float | None = None
-        self.link: MachineLink | None = None  # on the first rank of each of several machines
         self._stop_is_known = False  # all ranks of this machine know of the stop request
         self._ended = threading.Event()
         self._arming = threading.Lock()
@@ -62,16 +56,12 @@ class _Watchdog:
     def set_limit(self, seconds: float) -> None:
         """Measure the time without progress from now on."""
         self.limit = seconds
-        if self.link is None and ranks.machines() > 1 and ranks.local_rank() == 0:
-            self.link = MachineLink(self.record, self._stop_is_the_users)
         heartbeat.on_heartbeat(self._arm)
         heartbeat.heartbeat()
 
     def end(self) -> None:
-        """End the thread and disarm faulthandler; tell the other machines how this one ends."""
+        """End the thread and disarm faulthandler."""
         self._ended.set()
-        if self.link is not None:
-            self.link.leave()
         heartbeat.on_heartbeat(None)
         with self._arming:
             faulthandler.cancel_dump_traceback_later()
@@ -100,7 +90,7 @@ class _Watchdog:
             polled = now
             leave_dead_terminal()
             self._pass_on_stop_request()
-            first = self.record.read() or self._failure_of_a_machine()
+            first = self.record.read()
             # for two polls: after a suspension the other ranks need one to report their progress
             hangs = self._has_lasted("hangs", self._hangs(), 2 * POLL_SECONDS)
             if hangs and (first is None or not first.code):
@@ -111,7 +101,7 @@ class _Watchdog:
                 self._end_with_stacks(first)
             elif first is not None and first.code and first.rank != ranks.rank():
                 # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
-                if self._has_lasted("failed", True, self._failed_seconds()):
+                if self._has_lasted("failed", True, FAILED_SECONDS):
                     write_to_log(f"ends because rank {first.rank} failed\n{_stacks()}")
                     self._leave(first.code)
             elif first is None and self._has_lasted("lost", bool(self.record.lost_ranks()), LOST_SECONDS):
@@ -142,53 +132,6 @@ class _Watchdog:
             self._arm(heartbeat.running_clock())
         return False
 
-    def _failed_seconds(self) -> float:
-        """For the main thread to end; with several machines it waits for one that does not answer, and never does."""
-        share = _FAILED_SHARE * (self.limit or math.inf)
-        return min(FAILED_SECONDS, share) if ranks.machines() > 1 else FAILED_SECONDS
-
-    def _stop_is_the_users(self) -> bool:
-        """Whether a stop was requested here, not by a launcher after a rank failed."""
-        wanted = stop_requests.reason() is not None or self.record.stop_requested()
-        return wanted and self.record.read() is None and not self.record.lost_ranks()
-
-    def _failure_of_a_machine(self) -> FirstFailure | None:
-        """The failure of another machine, which this rank reports and records, so that no other rank here does."""
-        if self.link is None or self.limit is None:
-            return None
-        failure, cause = self.link.failure, ""
-        if failure is not None:
-            cause = f"rank {failure.rank} on {self.link.describe(failure.machine)} failed with exit code {failure.code}"
-        else:
-            seconds = max(_SILENT_SHARE * self.limit, self.limit - _SILENT_SECONDS)
-            what = f"has not answered for {seconds:.0f} s"
-            if self.record.is_disconnected():  # the run ends in any case: only the machine is to be named
-                seconds, what = ANSWER_SECONDS, "has ended or does not answer"
-            for machine in self.link.silent(seconds)[:1]:
-                cause = f"{self.link.describe(machine)} {what}"
-                failure = Failure(machine, machine * ranks.local_world_size(), RANK_LOST)
-        if failure is None:
-            return None
-        first = self.record.record(failure.code, rank=failure.rank)
-        if first.rank == failure.rank:
-            then = HOW_TO_RESUME if failure.code == RANK_LOST else "its output has the reason"
-            text = f"rank {ranks.rank()}: {cause} ({where()}): the run ends; {then}\n"
-            _write_to_stderr(text)
-            write_to_log(text)
-        return first
-
-    def wait_for_cause(self) -> None:
-        """Wait until the first rank of this machine has recorded the failure of another machine, or `_CAUSE_SECONDS`.
-        For a rank whose connection to another one broke. If a stop was requested and the other machine has ended
-        without a failure, that is recorded."""
-        self.record.mark_disconnected()
-        end = time.monotonic() + _CAUSE_SECONDS
-        while time.monotonic() < end and self.record.read() is None:
-            if self.link is not None and self.link.failure is None and stop_requests.flag_is_set():
-                for machine in self.link.left():
-                    self.record.record(DONE, rank=machine * ranks.local_world_size())
-            time.sleep(0.1)
-
     def _has_lasted(self, name: str, is_true: bool, seconds: float) -> bool:
         """Whether the named condition has been true for this long."""
         if not is_true:
@@ -207,8 +150,6 @@ class _Watchdog:
         self._leave(first.code)
 
     def _leave(self, code: int) -> NoReturn:
-        if self.link is not None:
-            self.link.leave()
         self.record.leave()
         os._exit(code)
 
@@ -252,12 +193,6 @@ def start(seconds: float) -> None:
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord(None))
     _WATCHDOGS[-1].set_limit(seconds)
-
-
-def wait_for_cause_of_lost_connection() -> None:
-    """See `_Watchdog.wait_for_cause`; returns at once on a single machine."""
-    if _WATCHDOGS and ranks.machines() > 1:
-        _WATCHDOGS[-1].wait_for_cause()
 
 
 def end_process(text: str, code: int) -> NoReturn:

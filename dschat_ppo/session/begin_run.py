@@ -26,7 +26,7 @@ from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.runtime.rank_log import open_log
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
-    check_machine_folders,
+    check_shared_folder,
     prepare_output_folder,
     refuse_model_folders,
     refuse_pipes,
@@ -101,8 +101,8 @@ def _join_and_lock(config: StepConfig, run: RunFlags, folder: Path) -> torch.dev
     watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
     dist.share_rows(config.memory.sequence_parallel_size)
     if not is_locked:
-        check_machine_folders(folder, config.safety.local_checkpoints)
-        _LOCKED[folder.resolve()] = RunLock.acquire(folder, config.safety.local_checkpoints)
+        check_shared_folder(folder)
+        _LOCKED[folder.resolve()] = RunLock.acquire(folder)
     return device
 
 

@@ -18,14 +18,11 @@ def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags)
     """Remove the checkpoints of a run whose `result.json` is written. Collective.
 
     They stay if a saved model cannot be read, or with `--keep_final_checkpoint`. If the run ends in between, the same
-    command removes the rest (`check_earlier_outputs`). With `--local_checkpoints`, each machine has an `output` folder;
-    the `models` are on that of rank 0.
+    command removes the rest (`check_earlier_outputs`).
     """
     if flags.keep_final_checkpoint:
         return
-    if dist.broadcast_object(all(map(_is_readable, models)) if dist.is_main() else None) and dist.is_writer(
-        flags.local_checkpoints
-    ):
+    if dist.is_main() and all(map(_is_readable, models)):
         discard_checkpoints(output)
 
 

@@ -27,7 +27,7 @@ from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_conf
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import METRICS, RESULT, STARTS, is_finished
-from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal
+from dschat_ppo.session.final_checkpoints import finish_removal
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 _SECONDS = 10.0  # for a file on a network file system to appear on another machine
@@ -53,9 +53,9 @@ def refuse_pipes(folder: Path) -> None:
             raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
 
 
-def check_machine_folders(folder: Path, local_checkpoints: bool) -> None:
-    """Check that the machines share the output folder, which they must, or with `--local_checkpoints` must not: rank 0
-    writes a file in it, and the other machines look for it. Collective; nothing on one machine."""
+def check_shared_folder(folder: Path) -> None:
+    """Check that the machines share the output folder: rank 0 writes a file in it, and the others look for it.
+    Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
     name = dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # a new name: no machine has looked for it before
@@ -69,26 +69,21 @@ def check_machine_folders(folder: Path, local_checkpoints: bool) -> None:
         return
     mine = None
     if dist.local_rank() == 0 and not dist.is_main():
-        mine = (os.uname().nodename, _appears(folder / name, 0.0 if local_checkpoints else _SECONDS))
+        mine = (os.uname().nodename, _appears(folder / name))
     others = [found for found in dist.gather_objects(mine) if found is not None]
     if dist.is_main():
         (folder / name).unlink(missing_ok=True)
     first = dist.broadcast_object(os.uname().nodename)
     for host, is_shared in others:
-        if not is_shared and not local_checkpoints:
+        if not is_shared:
             raise UserError(
                 f"--output_dir {folder}: machine {host} does not see what machine {first} writes there: name a folder "
-                "that all machines share, or add --local_checkpoints to keep each machine's files on its own disk"
-            )
-        if is_shared and local_checkpoints:
-            raise UserError(
-                f"--output_dir {folder}: machines {first} and {host} share it: leave out --local_checkpoints, or "
-                "name a folder on the machine's own disk"
+                "that all machines share"
             )
 
 
-def _appears(path: Path, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _SECONDS
     while not path.exists():
         if time.monotonic() >= deadline:
             return False
@@ -100,25 +95,10 @@ def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> No
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
     `StopRequested` if the same run has finished there; nothing is left to do. Collective."""
     problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
-    if config.safety.local_checkpoints:
-        is_other = dist.local_rank() == 0 and not dist.is_main()
-        problem = problem or dist.first_problem(_clear_partials(folder) if is_other else None)
-        are_removed = dist.broadcast_object(bool(done) and not CheckpointFolder(folder).names())
-        if are_removed and is_other and not config.safety.keep_final_checkpoint:
-            discard_checkpoints(folder)  # without the part of rank 0 no run can use them
     if problem:
         raise UserError(problem)
     if done:
         raise StopRequested(done)
-
-
-def _clear_partials(folder: Path) -> str | None:
-    """Remove what a crash left incomplete on the disk of a machine; why that fails, or None."""
-    try:
-        CheckpointFolder(folder).clear_partials()
-    except OSError as problem:
-        return f"--output_dir {folder} on {os.uname().nodename}: cannot be written ({problem.strerror})"
-    return None
 
 
 def _check_on_main(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str | None, str | None]:
@@ -217,26 +197,8 @@ def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resum
     `resumed` in this folder, checks `metrics.jsonl`, see `restore_metrics`.
     """
     problem = dist.broadcast_object(_prepare_on_main(folder, config, run, resumed) if dist.is_main() else None)
-    if config.safety.local_checkpoints and resumed is None:
-        is_other = dist.local_rank() == 0 and not dist.is_main()
-        other = _remove_checkpoints(folder, run.overwrite_output_dir) if is_other else None
-        problem = problem or dist.first_problem(other)
     if problem:
         raise UserError(problem)
-
-
-def _remove_checkpoints(folder: Path, overwrite: bool) -> str | None:
-    """Remove the checkpoints of an earlier run from the disk of a machine; why that must not be or fails, or None."""
-    if not overwrite and (names := CheckpointFolder(folder).names()):
-        return (
-            f"--output_dir {folder} on {os.uname().nodename} holds checkpoints of an earlier run ({names[-1]}); name "
-            "another folder or add --overwrite_output_dir"
-        )
-    try:
-        remove_folder(folder / "checkpoints")
-    except OSError as problem:
-        return f"--output_dir {folder} on {os.uname().nodename}: cannot be written ({problem.strerror})"
-    return None
 
 
 def _prepare_on_main(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None) -> str | None:

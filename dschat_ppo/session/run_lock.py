@@ -37,31 +37,25 @@ class RunLock:
     """The lock of an output folder, held by every rank of a run until the last one ends, however it ends.
 
     It is a `flock` on `.lock` in the folder. Rank 0 takes it exclusively, which succeeds only if no rank of any run
-    is left, and then shares it with the other ranks. With one folder on each machine, the first rank of each machine
-    does so. The kernel releases it when a process ends. Programs started by
-    `subprocess` do not inherit it; children forked by Python release it at once; a child forked by foreign C code
-    would keep it.
+    is left, and then shares it with the other ranks. The kernel releases it when a process
+    ends. Programs started by `subprocess` do not inherit it; children forked by Python release it at once; a child
+    forked by foreign C code would keep it.
     """
 
     def __init__(self, number: int | None):
         self._number = number
 
     @classmethod
-    def acquire(cls, folder: Path, on_each_machine: bool = False) -> RunLock:
-        """Lock `folder`, and make it if it does not exist; `on_each_machine`: each machine has another folder at this
-        path. Collective.
+    def acquire(cls, folder: Path) -> RunLock:
+        """Lock `folder`, and make it if it does not exist. Collective.
 
         If another run holds the lock, all ranks raise the same `UserError`. If the file system has no locks, a warning
         is logged and nothing is locked.
         """
         processes = dist.gather_objects((socket.gethostname(), os.getpid()))
-        is_first = dist.is_writer(on_each_machine)
-        first = _take_exclusive(folder, processes) if is_first else (None, None)
-        locked = dist.broadcast_object(first[0] is not None)
-        if on_each_machine:
-            locked = dist.gather_objects(first[0] is not None)[dist.machine() * dist.local_world_size()]
-        mine = first
-        if locked and not is_first:
+        mine = _take_exclusive(folder, processes) if dist.is_main() else (None, None)
+        locked = dist.broadcast_object(mine[0] is not None)
+        if locked and not dist.is_main():
             mine = _take(folder, lambda number: fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB))
         lock = cls(mine[0])
         problem = dist.first_problem(mine[1])

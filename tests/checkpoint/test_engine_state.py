@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.background_writer import BackgroundWriter, host_copy, load_file
 from dschat_ppo.checkpoint.engine_state import (
     PARAMETER_NAMES,
@@ -220,23 +218,6 @@ def test_shapes_are_those_of_all_groups_or_of_the_weights_at_stage_0():
     assert list(found.items()) == [("b", (3,)), ("a", (2, 2)), ("c", (1,))]
     common = {"param_shapes": None, "module": {"x": torch.zeros(2), "y": torch.zeros(4, 1)}}
     assert trained_shapes(common | {PARAMETER_NAMES: ["y"]}) == {"y": (4, 1)}
-
-
-@pytest.mark.parametrize(
-    ("on_each_machine", "writing_ranks"), [(False, [0]), (True, [0, 2])], ids=["shared folder", "local disks"]
-)
-def test_the_files_that_ranks_share_are_written_where_no_other_rank_does(monkeypatch, on_each_machine, writing_ranks):
-    """DeepSpeed lets rank 0 write them; each of two machines of two ranks needs them on its own disk."""
-    found = []
-    for rank in range(4):
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
-            monkeypatch.setenv(name, str(value))
-        engine = SimpleNamespace(checkpoint_engine=None, save_non_zero_checkpoint=rank == 0)
-        engine.load_module_state_dict = None
-        with engine_state._files_of(engine, BackgroundWriter(on_each_machine)):
-            found += [rank] * engine.save_non_zero_checkpoint
-        assert engine.save_non_zero_checkpoint == (rank == 0)
-    assert found == writing_ranks
 
 
 def test_enum_members_are_pickled_by_value_in_every_version_of_python():

@@ -142,7 +142,7 @@ def test_an_unreadable_manifest_is_an_error_with_folder_and_fault(folder):
 
 def test_every_key_of_the_manifest_is_needed(folder):
     whole = json.loads((folder / "manifest.json").read_text())
-    for key in sorted(set(whole) - {"format", "sha256", "ranks"}):  # earlier versions wrote no ranks
+    for key in sorted(set(whole) - {"format", "sha256"}):
         (folder / "manifest.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
         assert damage(folder) == f"manifest.json is damaged: it lacks {key}"
 
@@ -161,8 +161,7 @@ def test_pipes_and_endless_nesting_are_damage(folder):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("config", "a: 1"), ("step", -1), ("step", True), ("world_size", 0), ("versions", None), ("best", 1),
-     ("files", ["rank_0.pt"]), ("files", {"rank_0.pt": {"bytes": "9", "sha256": ""}}), ("kind", "dpo"), ("data", 5),
-     ("ranks", 5), ("ranks", []), ("ranks", ["0"])],
+     ("files", ["rank_0.pt"]), ("files", {"rank_0.pt": {"bytes": "9", "sha256": ""}}), ("kind", "dpo"), ("data", 5),],
 )  # fmt: skip
 def test_a_value_of_another_type_is_damage_even_if_the_checksum_fits(folder, name, value):
     manifest_of(folder, **{name: value}).write(folder)

@@ -209,13 +209,11 @@ def test_a_checkpoint_that_loses_a_file_ends_all_ranks_with_one_error(assets, tm
         f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --num_train_epochs 1 "
         "--max_seq_len 48 --per_device_train_batch_size 4 --dtype fp32 --eval_interval 0 --save_steps 1"
     )
-    outputs = {name: tmp_path / name for name in ("shared", "local")}
-    cases = {name: [*flags.split(), "--output_dir", str(output)] for name, output in outputs.items()}
-    cases["local"].append("--local_checkpoints")
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    output = tmp_path / "out"
+    (tmp_path / "cases.json").write_text(json.dumps({"out": [*flags.split(), "--output_dir", str(output)]}))
     succeed(forked(2, "tests/workers/lost_file.py", tmp_path / "raised.json", tmp_path / "cases.json", timeout=100))
-    for name, raised in json.loads((tmp_path / "raised.json").read_text()).items():
-        draft = outputs[name] / "checkpoints" / "step_000001.partial"
-        assert raised[0] == raised[1], name
-        assert raised[0].startswith(f"checkpoint {draft} was not saved whole: rank_1.pt of rank 1 is missing; "), name
-        assert "\n" not in raised[0] and "run the same command again" in raised[0], name
+    raised = json.loads((tmp_path / "raised.json").read_text())["out"]
+    draft = output / "checkpoints" / "step_000001.partial"
+    assert raised[0] == raised[1]
+    assert raised[0].startswith(f"checkpoint {draft} was not saved whole: rank_1.pt of rank 1 is missing; ")
+    assert "\n" not in raised[0] and "run the same command again" in raised[0]

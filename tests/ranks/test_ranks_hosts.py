@@ -1,10 +1,9 @@
-"""Runs of four ranks on two machines: the trajectory of one machine, stops, lost machines, checkpoints on local disks.
+"""Runs of four ranks on two machines: the trajectory of one machine, stops, lost machines.
 
 The machines are namespaces with their own network addresses (`hosts.py`).
 """
 
 import signal
-import time
 
 import pytest
 from hosts import Hosts, Ranks, ended, require_hosts, wait_until
@@ -72,64 +71,40 @@ def alone(hosts, assets, tmp_path_factory):
     return output
 
 
-def test_local_disks_stop_cut_cable_and_a_lost_disk(hosts, assets, alone):
-    words = sft(assets, hosts.disk / "out", "--local_checkpoints")
-    outputs = [hosts.disk_of(number) / "out" for number in range(2)]
+def test_a_stop_a_cut_cable_and_a_machine_that_loses_power(hosts, assets, alone, tmp_path):
+    words, output = sft(assets, tmp_path / "out"), tmp_path / "out"
 
     # Ctrl-C on the second machine stops both, with a checkpoint
-    machines = hosts.fork(2, 2, words)
-    wait_until(lambda: steps_of(outputs[0]) >= 1, 200, lambda: machines[0].err + machines[1].err)
+    machines = hosts.fork(2, 2, words, slurm=True)
+    wait_until(lambda: steps_of(output) >= 1, 200, lambda: machines[0].err + machines[1].err)
     machines[1].send(signal.SIGINT)
     assert ended(machines) == [0, 0]
     assert "stopped as asked, saved as" in machines[0].out
-    names = [CheckpointFolder(output).names() for output in outputs]
-    assert names[0] == names[1] != []
-    files = [{path.name for path in (output / "checkpoints" / names[0][-1]).rglob("*.pt")} for output in outputs]
-    assert {"rank_0.pt", "rank_1.pt", "shared.pt"} <= files[0] and {"rank_2.pt", "rank_3.pt", "shared.pt"} <= files[1]
-    assert not {"rank_2.pt", "rank_3.pt"} & files[0] and not {"rank_0.pt", "rank_1.pt"} & files[1]
+    assert CheckpointFolder(output).names()
 
-    # a cut cable ends both, each with one message that names the other machine
-    before = steps_of(outputs[0])
+    # a cut cable ends both machines once no rank has made progress for --collective_timeout
+    before = steps_of(output)
     machines = hosts.fork(2, 2, words)
-    wait_until(lambda: steps_of(outputs[0]) > before, 200, lambda: machines[0].err + machines[1].err)
+    wait_until(lambda: steps_of(output) > before, 200, lambda: machines[0].err + machines[1].err)
     hosts.cut()
-    cut = time.monotonic()
-    assert ended(machines, 3 * TIMEOUT) == [5, 5]
-    assert time.monotonic() - cut < TIMEOUT + 5  # the machine of the test is slow
+    assert ended(machines, 4 * TIMEOUT) == [5, 5]
     hosts.join()
-    for machine, other in zip(machines, ("beta (ranks 2, 3)", "alpha (ranks 0, 1)"), strict=True):
-        message = message_of(machine)
-        assert f"machine {other} has not answered" in message and "run the same command again" in message
+    assert all("has made no progress for" in machine.err for machine in machines)
 
-    # a machine with an empty disk is named, before a model is loaded
-    saved = outputs[1] / "checkpoints"
-    saved.rename(outputs[1] / "elsewhere")
+    # a machine that loses power ends the other one, which says how to resume
+    before = steps_of(output)
     machines = hosts.fork(2, 2, words)
-    assert ended(machines) == [2, 2]
+    wait_until(lambda: steps_of(output) > before, 200, lambda: machines[0].err + machines[1].err)
+    machines[1].send(signal.SIGKILL)
+    assert ended(machines[:1], 3 * TIMEOUT) == [5]
     message = message_of(machines[0])
-    assert "the part of machine beta (ranks 2, 3) of checkpoint step_0000" in message and "no checkpoint" in message
-    (outputs[1] / "elsewhere").rename(saved)
+    assert "another rank is gone" in message and "run the same command again" in message
 
     # the same command resumes
     machines = hosts.fork(2, 2, words)
     assert ended(machines) == [0, 0]
     assert "resuming from" in machines[0].out
-    assert trajectory(outputs[0]) == trajectory(alone)
-
-
-def test_shared_folder_and_a_machine_that_loses_power(hosts, assets, alone, tmp_path):
-    words = sft(assets, tmp_path / "out")
-    machines = hosts.fork(2, 2, words, slurm=True)
-    saved = CheckpointFolder(tmp_path / "out")
-    wait_until(lambda: len(saved.names()) > 0, 200, lambda: machines[0].err + machines[1].err)
-    machines[1].send(signal.SIGKILL)
-    assert ended(machines[:1], 2 * TIMEOUT) == [5]
-    message = message_of(machines[0])
-    assert "machine beta (ranks 2, 3)" in message and "run the same command again" in message
-    machines = hosts.fork(2, 2, words, slurm=True)
-    assert ended(machines) == [0, 0]
-    assert "resuming from" in machines[0].out
-    assert trajectory(tmp_path / "out") == trajectory(alone)
+    assert trajectory(output) == trajectory(alone)
 
 
 @pytest.fixture(scope="module")
@@ -140,35 +115,26 @@ def ppo_alone(hosts, assets, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(
-    ("local", "killed"), [(True, [(1, "rollout"), (0, "train")]), (False, [(0, "rollout"), (1, "train")])]
-)
-def test_ppo_in_which_machines_lose_power(hosts, assets, ppo_alone, tmp_path, local, killed):
-    output = hosts.disk / "ppo" if local else tmp_path / "ppo"
-    words = ppo(assets, output, *["--local_checkpoints"] * local)
-    for number, phase in killed:
+def test_ppo_in_which_machines_lose_power(hosts, assets, ppo_alone, tmp_path):
+    output = tmp_path / "ppo"
+    words = ppo(assets, output)
+    for number, phase in [(0, "rollout"), (1, "train")]:
         held = [hosts.disk_of(number) / "tmp" / f"held_{rank}" for rank in (2 * number, 2 * number + 1)]
         machines = hosts.fork(2, 2, [f"{number}:{phase}:3", *words[1:]])
         wait_until(lambda: all(file.exists() for file in held), 200, lambda: machines[0].err + machines[1].err)  # noqa: B023
         machines[number].send(signal.SIGKILL)
-        other, cut = machines[1 - number], time.monotonic()
-        assert ended([other], 2 * TIMEOUT) == [5]
-        assert time.monotonic() - cut < TIMEOUT
-        name = ("alpha (ranks 0, 1)", "beta (ranks 2, 3)")[number]
-        assert f"machine {name} has ended or does not answer" in message_of(other)
+        other = machines[1 - number]
+        assert ended([other], 3 * TIMEOUT) == [5]
+        assert "run the same command again" in other.err
         for file in held:
             file.unlink()
     machines = hosts.fork(2, 2, words)
     assert ended(machines) == [0, 0]
     assert "/checkpoints/step_000002: 2 steps are done" in machines[0].out
-    assert trajectory(hosts.disk_of(0) / "ppo" if local else output) == trajectory(ppo_alone)
+    assert trajectory(output) == trajectory(ppo_alone)
 
 
-def test_folders_that_are_shared_or_not_as_the_flag_says(hosts, assets, tmp_path):
+def test_a_folder_that_the_machines_do_not_share_is_refused(hosts, assets):
     machines = hosts.fork(2, 1, sft(assets, hosts.disk / "unshared"))
     assert ended(machines) == [2, 2]
-    message = message_of(machines[0])
-    assert "machine beta does not see what machine alpha writes" in message and "--local_checkpoints" in message
-    machines = hosts.fork(2, 1, sft(assets, tmp_path / "out", "--local_checkpoints"))
-    assert ended(machines) == [2, 2]
-    assert "machines alpha and beta share it" in message_of(machines[0])
+    assert "machine beta does not see what machine alpha writes" in message_of(machines[0])

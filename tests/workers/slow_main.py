@@ -56,7 +56,7 @@ def train(config) -> None:
     with ExitStack() as stack:
         if ":" not in PAUSE:
             session.CheckpointManager = SlowManager
-        elif int(PAUSE.split(":")[0]) == ranks.machine():
+        elif int(PAUSE.split(":")[0]) == ranks.rank() // ranks.local_world_size():
             stack.enter_context(phases.blocks_marked_by(Hold(*PAUSE.split(":")[1:])))
         TRAIN[STEP](config)
 
