@@ -1,9 +1,7 @@
-"""Operators that DeepSpeed compiles at first use: one folder for each environment, one compilation at a time, and a
-check of the compiled files.
+"""Operators that DeepSpeed compiles at first use: one folder for each environment, one compilation at a time.
 
 torch before 2.14 locks a compilation by a file that only its owner removes. If the owner is killed, every later run
-waits forever. And ninja trusts names and times: after a power loss an object or a library can be empty, truncated or
-full of zeros and still be newer than its source, and would be linked and loaded in every later run.
+would wait forever.
 """
 
 from __future__ import annotations
@@ -12,31 +10,25 @@ import errno
 import fcntl
 import functools
 import hashlib
-import json
 import os
 import platform
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import ranks
-from dschat_ppo.common.atomic_files import checksum, remove_folder, sync_folder, write_file
-from dschat_ppo.common.heartbeat import running_clock, watchdog_paused
+from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger, quiet_prints
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.runtime.processes import find_process, processes_at
+from dschat_ppo.runtime.processes import processes_at
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, requested, subprocesses_may_stop
 
 OWN_LOCK, TORCH_LOCK = "dschat_ppo.lock", "lock"
-LIBRARIES = "dschat_ppo.whole"  # name and SHA-256 of each library, written when all files are on the disk
-LIMIT_SECONDS = 3600.0  # a compilation takes minutes
 POLL_SECONDS = 0.5
-_LOG_AFTER_SECONDS = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -76,20 +68,24 @@ def folder_of_environment() -> Path:
 
 
 def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's function that compiles and loads an operator, with lock, check and message around it."""
+    """DeepSpeed's function that compiles and loads an operator, with a lock and messages around it."""
 
     @functools.wraps(jit_load)
     def load(builder: Any, *args: Any, **kwargs: Any) -> Any:
         # only here, because this imports torch's compilation of extensions
-        root = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment()))
-        folder = Path(root, builder.name)
-        with watchdog_paused(), exclusive(folder) as locked, _announced(folder):
-            if locked and _remove_if_damaged(folder):
-                _print(f"{folder} is damaged, or was compiled by an earlier version: it is compiled again")
-            with explained(builder.name, folder):
-                loaded = jit_load(builder, *args, **kwargs)
-            if locked:
-                _record_libraries(folder)
+        folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment())), builder.name)
+        with watchdog_paused(), exclusive(folder), explained(builder.name, folder):
+            is_compiled = any(folder.glob("*.so"))
+            if not is_compiled:
+                for half in folder.glob("*.o"):  # of a compilation that was killed; ninja trusts names and times
+                    half.unlink()
+                # to stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed
+                text = f"DeepSpeed compiles its operator {builder.name} in {folder}: one to three minutes, once"
+                print(text, file=sys.stderr, flush=True)
+            start, loaded = time.monotonic(), jit_load(builder, *args, **kwargs)
+            if not is_compiled:
+                seconds = time.monotonic() - start
+                print(f"DeepSpeed's operator {builder.name}: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
             return loaded
 
     return load
@@ -125,8 +121,8 @@ def _reason(problem: Exception, folder: Path) -> str | None:
     text = str(problem)
     if isinstance(problem, ImportError):
         return (
-            f"loaded: it was compiled for another torch or Python ({in_one_line(problem)}); remove the folder {folder} "
-            "and run the same command again, which compiles it again"
+            f"loaded: it is damaged, or was compiled for another torch or Python ({in_one_line(problem)}); remove the "
+            f"folder {folder} and run the same command again, which compiles it again"
         )
     if not is_ninja_available():
         return "compiled without ninja: pip install ninja, and check that it is in PATH"
@@ -143,15 +139,11 @@ def _reason(problem: Exception, folder: Path) -> str | None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Hold the lock of an operator's folder: no other process compiles there, and torch's lock does not exist.
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the lock of an operator's folder, which the kernel releases when its holder ends, however it ends.
 
-    The kernel releases the lock when its holder ends, however it ends. This waits, up to `LIMIT_SECONDS`, for another
-    holder and for a compiler that a killed process has left running, and removes torch's lock once no process has it
-    open.
-
-    Yields whether the lock is held. Where the file system has no locks it is not: then a warning is logged, and another
-    process may compile there at any time.
+    Waits for another holder, and for a compiler that a killed process has left running. Then torch's own lock is of a
+    dead process, and is removed. Where the file system has no locks, a warning is logged and nothing is locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,145 +154,28 @@ def exclusive(folder: Path) -> Iterator[bool]:
             "TORCH_EXTENSIONS_DIR to another folder"
         ) from None
     with lock:
-        if locked := _try_lock(lock, folder):
-            _wait(folder, lambda: _lock_holder(lock))
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-        _wait(folder, lambda: _unlocked_compiler(folder))
-        yield locked
+        is_logged = False
+        while (others := _others(lock, folder)) is not None:
+            if not is_logged:
+                logger().info(f"this rank waits for DeepSpeed's operator {folder.name}: {others} is compiling it")
+                is_logged = True
+            raise_if_stop_requested("waited for an operator")
+            time.sleep(POLL_SECONDS)
+        yield
 
 
-def _wait(folder: Path, obstacle: Callable[[], str | None]) -> None:
-    """Wait until there is no obstacle, and log what it is."""
-    start, is_logged = running_clock(), False
-    while (found := obstacle()) is not None:
-        waited = running_clock() - start
-        message = f"this rank waits for DeepSpeed's operator {folder.name}: {found}"
-        if waited > LIMIT_SECONDS:
-            raise UserError(f"{message}; {LIMIT_SECONDS / 60:g} minutes are over: end that process, or remove {folder}")
-        if waited > _LOG_AFTER_SECONDS and not is_logged:
-            logger().info(message)
-            is_logged = True
-        raise_if_stop_requested("waited for an operator")
-        time.sleep(min(POLL_SECONDS, 0.02 + waited))  # ranks that find an operator compiled wait for a moment only
-
-
-def _try_lock(lock: Any, folder: Path) -> bool:
-    """Take the lock if it is free. Returns whether the file system has locks."""
+def _others(lock: Any, folder: Path) -> str | None:
+    """The process that compiles in the folder; None: this process holds the lock from now on."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return "another process"
     except OSError as problem:
         if problem.errno not in _NO_LOCKS:
             raise
         logger().warning(f"{folder}: its file system has no locks; let one run compile before you start a second one")
-        return False
-    return True
-
-
-def _lock_holder(lock: Any) -> str | None:
-    """The process that holds the lock; None: this process does, from now on."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        return f"process {lock.read().strip() or '(unknown)'} is compiling it"
+        return None
+    if compilers := processes_at(folder):  # compilers run in the folder
+        return f"process {min(compilers)}"
+    (folder / TORCH_LOCK).unlink(missing_ok=True)
     return None
-
-
-def _unlocked_compiler(folder: Path) -> str | None:
-    """The process that compiles in the folder without this project's lock. None: none does; torch's lock is removed.
-
-    Compilers run in the folder. torch keeps its lock open, and closes it just before it removes it: a lock that no
-    process has open at two checks is stale. From 2.14 on the kernel locks the file, which then stays and stops nobody.
-    """
-    from torch.utils import cpp_extension
-
-    lock, stops = folder / TORCH_LOCK, hasattr(cpp_extension, "FileBaton")
-    for check in range(2):
-        try:
-            owner = lock.stat().st_uid if stops else None
-        except FileNotFoundError:
-            owner = None
-        if owner is not None and (find_process(os.getpid()) is None or os.geteuid() not in (0, owner)):
-            return f"the lock {lock}, whose owner cannot be found"
-        others = processes_at(folder, lock)
-        if others:
-            return f"process {min(others)} is compiling there"
-        if owner is None:
-            return None
-        time.sleep(POLL_SECONDS * (1 - check))
-    with suppress(FileNotFoundError):
-        lock.unlink()
-        _print(f"removed {lock}: the compilation that made it was killed")
-    return None
-
-
-@contextmanager
-def _announced(folder: Path) -> Iterator[None]:
-    """Print a line once a compiler runs for longer than ninja needs to find nothing to do, and one when it is done."""
-    done, start, is_announced = threading.Event(), time.monotonic(), threading.Event()
-
-    def poll() -> None:
-        before: set[int] = set()
-        while not done.wait(POLL_SECONDS):
-            compilers = processes_at(folder)
-            if compilers & before:
-                _print(
-                    f"DeepSpeed compiles its operator {folder.name} in {folder}: one to three minutes, once for this "
-                    "environment"
-                )
-                is_announced.set()
-                return
-            before = compilers
-
-    thread = threading.Thread(target=poll, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    if is_announced.is_set():
-        _print(f"DeepSpeed's operator {folder.name}: compiled in {time.monotonic() - start:.0f} s")
-
-
-def _print(line: str) -> None:
-    """To stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def _remove_if_damaged(folder: Path) -> bool:
-    """Remove all compiled files, and return True, unless the libraries are those of `_record_libraries`. Lock held."""
-    libraries = _libraries(folder)
-    if libraries and _recorded_libraries(folder) == libraries:
-        return False
-    removed = [path for path in folder.iterdir() if path.name != OWN_LOCK]
-    for path in removed:
-        if path.is_dir() and not path.is_symlink():
-            remove_folder(path)
-        else:
-            path.unlink()
-    return bool(removed)
-
-
-def _record_libraries(folder: Path) -> None:
-    """Sync all compiled files to the disk, then write the checksums of the libraries. The lock is held."""
-    libraries = _libraries(folder)
-    if _recorded_libraries(folder) != libraries:
-        sync_folder(folder)
-        write_file(folder / LIBRARIES, json.dumps(libraries, indent=1).encode())
-
-
-def _libraries(folder: Path) -> dict[str, str]:
-    """Name -> SHA-256 of the libraries in the folder."""
-    return {path.name: checksum(path) for path in sorted(folder.glob("*.so"))}
-
-
-def _recorded_libraries(folder: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((folder / LIBRARIES).read_bytes()))
-    except (OSError, ValueError, TypeError):  # it is missing, or this project did not write it
-        return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,16 +76,11 @@ def ancestor(word: str) -> tuple[int, Process] | None:
     return None
 
 
-def processes_at(*places: Path) -> set[int]:
-    """Other processes that run in one of these folders or have one of these files open; none without /proc."""
-    wanted = {os.path.realpath(place) for place in places}
-    numbers = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
-    return {number for number in numbers if not wanted.isdisjoint(_open_paths(number))}
-
-
-def _open_paths(pid: int) -> Iterator[str]:
-    """Its working directory and the files that it has open."""
-    with suppress(OSError):  # another user's process, or it has just ended
-        for link in (f"/proc/{pid}/cwd", *(entry.path for entry in os.scandir(f"/proc/{pid}/fd"))):
-            with suppress(FileNotFoundError):  # just closed
-                yield os.readlink(link)
+def processes_at(folder: Path) -> set[int]:
+    """Other processes that run in this folder; none without /proc."""
+    found, wanted = set(), os.path.realpath(folder)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's process, or it has just ended
+            if os.readlink(entry / "cwd") == wanted:
+                found.add(int(entry.name))
+    return found - {os.getpid()}

@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +16,12 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from launch import ROOT, environment
-from power_loss_model import PowerLoss
-from torch.utils import cpp_extension
 
-from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
-    LIBRARIES,
     OWN_LOCK,
     TORCH_LOCK,
-    _guarded,
     exclusive,
     explained,
     folder_of_environment,
@@ -100,13 +95,10 @@ def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     second = operators(3)
     until_it_compiles(tmp_path, 2)
     second.kill()
-    said = second.stderr.read()  # to its end: the compiler has ended too
-    stays = not hasattr(cpp_extension, "FileBaton")
-    assert stays or f"removed {lock}: the compilation that made it was killed\n" in said
+    second.stderr.read()  # to its end: the compiler has ended too
     third = operators(2)
     out, err = third.communicate(timeout=100)
     assert (out.splitlines()[-1], third.returncode) == ("loaded", 0), err
-    assert stays is (f"removed {lock}" not in err)
     assert "DeepSpeed compiles its operator toy in " in err and "DeepSpeed's operator toy: compiled in " in err
     assert story(tmp_path) == ["begin", "begin", "end", "begin", "end"]  # never two at a time
     fourth = operators(100)
@@ -122,7 +114,7 @@ def test_of_two_processes_one_compiles(operators, tmp_path):
     assert story(tmp_path) == ["begin", "end"]
     assert sum("DeepSpeed compiles its operator toy" in err for _, err in ended) == 1
     first = next(p for p, (_, err) in zip(both, ended, strict=True) if "compiles" in err)
-    waits = f"this rank waits for DeepSpeed's operator toy: process {first.pid} is compiling it\n"
+    waits = "this rank waits for DeepSpeed's operator toy: another process is compiling it\n"
     assert [waits in out for out, _ in ended] == [process is not first for process in both]
 
 
@@ -167,9 +159,8 @@ def test_an_operator_of_another_torch_names_its_folder(tmp_path):
         ["c++", "-shared", "-fPIC", "-Wl,-z,now", f"-I{include}", tmp_path / "stale.cpp", "-o", folder / "toy.so"],
         check=True,
     )
-    (folder / LIBRARIES).write_text(json.dumps({"toy.so": checksum(folder / "toy.so")}))  # it is not damaged
     said = load_toy(tmp_path, [])
-    assert "toy cannot be loaded: it was compiled for another torch or Python (" in said
+    assert "toy cannot be loaded: it is damaged, or was compiled for another torch or Python (" in said
     assert "undefined symbol: gone_in_this_torch" in said
     assert f"remove the folder {folder} and run the same command again" in said
     shutil.rmtree(folder)
@@ -202,76 +193,15 @@ def test_during_a_stop_errors_pass_because_the_stop_causes_them(tmp_path, monkey
         raise ImportError("toy.so: cannot open shared object file")
 
 
-@pytest.fixture
-def quick(monkeypatch):
+def test_a_compiler_that_a_killed_process_left_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.2)
-    monkeypatch.setattr(cpp_extension, "FileBaton", None, raising=False)  # torch before 2.14
-
-
-def test_the_lock_that_torch_leaves_behind_means_nothing(tmp_path, quick, monkeypatch, capfd):
-    """From 2.14 on the kernel locks the file, and it stays after every compilation."""
-    monkeypatch.delattr(cpp_extension, "FileBaton")
     lock = tmp_path / TORCH_LOCK
     lock.touch()
-    with exclusive(tmp_path) as locked:
-        assert locked and lock.exists()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_every_wait_has_a_limit(tmp_path, quick):
-    with (tmp_path / OWN_LOCK).open("w") as held:
-        held.write("123")
-        held.flush()
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=rf"operator {tmp_path.name}: process 123 .* remove {tmp_path}"):
-            exclusive(tmp_path).__enter__()
-    compiler = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
-    with pytest.raises(UserError, match=f"waits for .*: process {compiler.pid} is compiling there"):
-        exclusive(tmp_path).__enter__()
-    compiler.kill()
-    compiler.wait()
+    compiler = subprocess.Popen(["sleep", "0.5"], cwd=tmp_path)
+    threading.Timer(1.0, compiler.wait).start()  # until then it is a zombie, which runs nowhere
     with exclusive(tmp_path):
-        assert (tmp_path / OWN_LOCK).read_text() == str(os.getpid())
-
-
-def test_a_lock_that_a_process_has_open_is_not_removed(tmp_path, quick):
-    lock = tmp_path / TORCH_LOCK
-    holder = subprocess.Popen(["sleep", "100"], stdout=lock.open("w"))
-    with pytest.raises(UserError, match=f"waits for .*: process {holder.pid}"):
-        exclusive(tmp_path).__enter__()
-    assert lock.exists()
-    holder.kill()
-    holder.wait()
-    with exclusive(tmp_path):
-        assert not lock.exists()
-
-
-def test_a_lock_that_is_closed_but_not_yet_removed_is_waited_for(tmp_path, quick, monkeypatch):
-    """torch closes it, then removes it, and fails if it is gone."""
-    lock = tmp_path / TORCH_LOCK
-    lock.touch()
-    looks = []
-
-    def released(*_):
-        looks.append(lock.unlink() if not looks else None)
-        return set()
-
-    monkeypatch.setattr(op_builds, "processes_at", released)
-    with exclusive(tmp_path):
-        assert len(looks) == 2
-
-
-def test_a_lock_whose_owner_cannot_be_known_is_not_removed(tmp_path, quick, monkeypatch):
-    (tmp_path / TORCH_LOCK).touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(op_builds, "find_process", lambda pid: None)  # as without /proc
-        with pytest.raises(UserError, match="whose owner cannot be found"):
-            exclusive(tmp_path).__enter__()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user's
-    with pytest.raises(UserError, match="whose owner cannot be found"):
-        exclusive(tmp_path).__enter__()
-    assert (tmp_path / TORCH_LOCK).exists()
+        assert not lock.exists() and processes_at(tmp_path) == set()
+    assert f"toy: process {compiler.pid} is compiling it".replace("toy", tmp_path.name) in capsys.readouterr().out
 
 
 def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch):
@@ -293,8 +223,8 @@ def test_a_file_system_without_locks_for_operators_is_reported(tmp_path, monkeyp
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with exclusive(tmp_path) as alone:
-        assert not alone and "its file system has no locks" in capsys.readouterr().out
+    with exclusive(tmp_path):
+        assert "its file system has no locks" in capsys.readouterr().out
 
 
 def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
@@ -350,62 +280,9 @@ def test_one_rank_loads_no_all_reduce(monkeypatch, count):
     assert loaded == ([builder.name] if count > 1 else [])
 
 
-@pytest.fixture
-def operator(tmp_path, monkeypatch):
-    """Loads an operator that is compiled where it is not there; gives how often it was compiled."""
+def test_objects_of_an_interrupted_compilation_are_not_linked(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
-    folder, compiled = tmp_path / "toy", []
-
-    def jit_load(builder):
-        if not (folder / "toy.so").exists():
-            assert [path.name for path in folder.iterdir()] == [OWN_LOCK], "no old object is linked"
-            (folder / "toy.o").write_bytes(b"object" * 50)
-            (folder / "toy.so").write_bytes(b"library" * 50)
-            compiled.append(builder.name)
-        return (folder / "toy.so").read_bytes()
-
-    def load():
-        assert _guarded(jit_load)(SimpleNamespace(name="toy")) == b"library" * 50
-        return len(compiled)
-
-    load.folder = folder
-    return load
-
-
-def test_an_operator_is_compiled_once_and_synced_to_the_disk(operator, tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    assert [operator(), operator()] == [1, 1]
-    names = power.names[operator.folder.stat().st_ino]
-    for name in ("toy.o", "toy.so", "dschat_ppo.whole"):
-        assert power.content[names[name]] == (operator.folder / name).read_bytes()
-    assert power.too_early == []
-
-
-@pytest.mark.parametrize("content", [b"", b"libr", bytes(350), None])
-def test_a_library_that_lost_its_content_is_compiled_again(operator, content):
-    operator()
-    if content is None:
-        os.unlink(operator.folder / "dschat_ppo.whole")  # the power went before it was there
-    else:
-        (operator.folder / "toy.so").write_bytes(content)
-    assert [operator(), operator()] == [2, 2]
-
-
-def test_objects_of_an_interrupted_compilation_are_not_linked(operator):
-    operator.folder.mkdir()
-    (operator.folder / "toy.o").write_bytes(b"")
-    (operator.folder / "sub").mkdir()
-    assert operator() == 1
-
-
-def test_without_locks_the_files_of_another_process_are_kept(operator, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSYS, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    operator.folder.mkdir()
-    (operator.folder / "toy.so").write_bytes(b"library" * 50)
-    (operator.folder / "toy.o").write_bytes(b"half")  # of a process that still compiles
-    assert operator() == 0
-    assert sorted(path.name for path in operator.folder.iterdir()) == [OWN_LOCK, "toy.o", "toy.so"]
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy/toy.o").write_bytes(b"")
+    found = op_builds._guarded(lambda builder: list((tmp_path / "toy").iterdir()))(SimpleNamespace(name="toy"))
+    assert [path.name for path in found] == [OWN_LOCK]
