@@ -11,7 +11,7 @@ from datasets import Dataset
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_answer_lists import GROUP_ANSWERS
+from dschat_ppo.data.form_labels import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
 from dschat_ppo.data.token_table import TokenTable

@@ -5,41 +5,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dschat_ppo.data.examples import Row, text_at, value_at
+from dschat_ppo.data.examples import Row, Use, text_at, value_at
+from dschat_ppo.data.form_rows import Cells, Draft
 from dschat_ppo.errors import UserError
 
-Reader = Callable[[Row], str]
+Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
 
 
-@dataclass(frozen=True)
-class DeepSpeedChatSet:
+class DeepSpeedChatSet(NamedTuple):
     """How one data set is read. `rejected` is None for data sets without a worse answer, which step 2 cannot use."""
 
-    columns: tuple[str, ...]
-    prompt: Reader
-    chosen: Reader
-    rejected: Reader | None = None
+    columns: str
+    prompt: Text
+    chosen: Text
+    rejected: Text | None = None
+
+    def read(self, cells: Cells, use: Use) -> list[Draft]:
+        """A row of the data set."""
+        answers = {"prompt": (), "sft": (self.chosen,)}.get(use, (self.chosen, self.rejected))
+        if None in answers:
+            raise UserError(f"{cells.reading.form} has no worse answer")
+        return [Draft(_filled(self.prompt, cells.row), [_filled(text, cells.row) for text in answers if text])]
 
 
-def _as_it_is(path: str) -> Reader:
-    return lambda row: text_at(row, path)
+def _filled(text: Text, row: Row) -> str:
+    if callable(text):
+        return text(row)
+    return re.sub(r"\{([^}]+)\}", lambda found: text_at(row, found.group(1)), text)
 
 
-def _spaced(path: str) -> Reader:
-    return lambda row: " " + text_at(row, path)
-
-
-def _human(path: str) -> Reader:
-    return lambda row: f" Human: {text_at(row, path)} Assistant:"
-
-
-def _last_turn(path: str) -> Reader:
+def _last_turn(path: str) -> Callable[[Row], str]:
     return lambda row: text_at(row, path).split("Assistant:")[-1]
 
 
-def _webgpt(better: bool) -> Reader:
+def _webgpt(better: bool) -> Callable[[Row], str]:
     """The better or worse answer by its score, without citations; the first one is better at equal scores."""
 
     def read(row: Row) -> str:
@@ -50,7 +51,7 @@ def _webgpt(better: bool) -> Reader:
     return read
 
 
-def _shp(better: bool) -> Reader:
+def _shp(better: bool) -> Callable[[Row], str]:
     return lambda row: " " + text_at(row, f"human_ref_{'A' if (int(_number(row, 'labels')) == 1) is better else 'B'}")
 
 
@@ -66,49 +67,39 @@ def _number(row: Row, path: str) -> float:
         raise UserError(f"'{path}' is {value!r}; expected a number") from None
 
 
-_PAIR = DeepSpeedChatSet(
-    ("prompt", "chosen", "rejected"), _as_it_is("prompt"), _as_it_is("chosen"), _as_it_is("rejected")
-)
-_MIRACL = DeepSpeedChatSet(
-    ("query", "positive_passages", "negative_passages"),
-    _human("query"), _spaced("positive_passages.0.text"), _spaced("negative_passages.0.text"),
+_Set, _ASKED = DeepSpeedChatSet, " Human: {prompt} Assistant:"
+_PAIR = _Set("prompt chosen rejected", "{prompt}", "{chosen}", "{rejected}")
+_MIRACL = _Set(
+    "query positive_passages negative_passages", " Human: {query} Assistant:", " {positive_passages.0.text}",
+    " {negative_passages.0.text}",
 )  # fmt: skip
 SETS = {
     "Dahoas/rm-static": _PAIR,
     "Dahoas/full-hh-rlhf": _PAIR,
-    "Dahoas/synthetic-instruct-gptj-pairwise": DeepSpeedChatSet(
-        ("prompt", "chosen", "rejected"), _human("prompt"), _spaced("chosen"), _spaced("rejected")
+    "Dahoas/synthetic-instruct-gptj-pairwise": _Set("prompt chosen rejected", _ASKED, " {chosen}", " {rejected}"),
+    "yitingxie/rlhf-reward-datasets": _Set(
+        "prompt chosen rejected", "{prompt}Assistant:", _last_turn("chosen"), _last_turn("rejected")
     ),
-    "yitingxie/rlhf-reward-datasets": DeepSpeedChatSet(
-        ("prompt", "chosen", "rejected"),
-        lambda row: text_at(row, "prompt") + "Assistant:",
-        _last_turn("chosen"),
-        _last_turn("rejected"),
-    ),
-    "openai/webgpt_comparisons": DeepSpeedChatSet(
-        ("question", "answer_0", "answer_1", "score_0", "score_1"),
-        _human("question.full_text"),
-        _webgpt(better=True),
+    "openai/webgpt_comparisons": _Set(
+        "question answer_0 answer_1 score_0 score_1", " Human: {question.full_text} Assistant:", _webgpt(better=True),
         _webgpt(better=False),
     ),
-    "stanfordnlp/SHP": DeepSpeedChatSet(
-        ("history", "human_ref_A", "human_ref_B", "labels"), _human("history"), _shp(better=True), _shp(better=False)
+    "stanfordnlp/SHP": _Set(
+        "history human_ref_A human_ref_B labels", " Human: {history} Assistant:", _shp(better=True), _shp(better=False)
     ),
-    "pvduy/sharegpt_alpaca_oa_vicuna_format": DeepSpeedChatSet(("prompt", "label"), _vicuna, _spaced("label")),
-    "wangrui6/Zhihu-KOL": DeepSpeedChatSet(("INSTRUCTION", "RESPONSE"), _human("INSTRUCTION"), _spaced("RESPONSE")),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": _Set("prompt label", _vicuna, " {label}"),
+    "wangrui6/Zhihu-KOL": _Set("INSTRUCTION RESPONSE", " Human: {INSTRUCTION} Assistant:", " {RESPONSE}"),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
-    "Hello-SimpleAI/HC3-Chinese": DeepSpeedChatSet(
-        ("question", "human_answers"), _human("question"), _spaced("human_answers.0")
+    "Hello-SimpleAI/HC3-Chinese": _Set(
+        "question human_answers", " Human: {question} Assistant:", " {human_answers.0}"
     ),
-    "mkqa-Chinese": DeepSpeedChatSet(("queries", "answers"), _human("queries.zh_cn"), _spaced("answers.zh_cn.0.text")),
-    "mkqa-Japanese": DeepSpeedChatSet(("queries", "answers"), _human("queries.ja"), _spaced("answers.ja.0.text")),
-    "lmqg/qg_jaquad": DeepSpeedChatSet(("question", "sentence"), _human("question"), _spaced("sentence")),
-    "lmqg/qag_jaquad": DeepSpeedChatSet(("questions", "paragraph"), _human("questions.0"), _spaced("paragraph")),
-    "local/jsonfile": DeepSpeedChatSet(
-        ("prompt", "chosen", "rejected"), _spaced("prompt"), _spaced("chosen"), _spaced("rejected")
-    ),
-}
+    "mkqa-Chinese": _Set("queries answers", " Human: {queries.zh_cn} Assistant:", " {answers.zh_cn.0.text}"),
+    "mkqa-Japanese": _Set("queries answers", " Human: {queries.ja} Assistant:", " {answers.ja.0.text}"),
+    "lmqg/qg_jaquad": _Set("question sentence", " Human: {question} Assistant:", " {sentence}"),
+    "lmqg/qag_jaquad": _Set("questions paragraph", " Human: {questions.0} Assistant:", " {paragraph}"),
+    "local/jsonfile": _Set("prompt chosen rejected", " {prompt}", " {chosen}", " {rejected}"),
+}  # fmt: skip
 
 # name -> (hub name, configuration) where the hub knows the data set by another name or needs a configuration
 HUB_NAMES: dict[str, tuple[str, str | None]] = {

@@ -1,20 +1,31 @@
-"""Choice among the forms that fit the columns of a data set, by what they read in its first rows."""
+"""Choice among the forms that fit the columns of a data set, by what they read in its first rows, and of the rendering:
+text or chat."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any, NamedTuple
 
-from dschat_ppo.data.examples import Row, Use
-from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.form_rows import Draft, Reading
-from dschat_ppo.data.messages import Message, Messages
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
+from dschat_ppo.data.examples import Row, Use, has_value, value_at
+from dschat_ppo.data.form_kinds import KINDS, Kind, kind_named
+from dschat_ppo.data.form_rows import Cells, Draft, Reading, Rendering, lines_of, shown, words_of
+from dschat_ppo.data.messages import from_json
 from dschat_ppo.errors import UserError
 
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
 _WITHOUT_ANSWER = ("prompt_response", "messages", "sharegpt", "verl")  # they also hold prompts alone
-
-_SPECIAL = ("verl", "kto", "ranked", "hh", "stepwise", "prm800k", "math_shepherd")
+_SPECIAL = ("verl", "kto", "ranked", "hh", "stepwise", "prm800k", "math_shepherd")  # no other form has their columns
+_QUESTIONS = (
+    "question",
+    "query",
+    "input",
+    "instruction",
+)  # columns of what a user says, not of text as a model reads it
 
 
 @dataclass(frozen=True)
@@ -36,37 +47,109 @@ class Candidate:
     problem: str
 
 
-def try_kind(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
+def chosen_form(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> Candidate:
+    """The form of a data set: the one that a flag or its name chooses, or else the one that its columns and first rows
+    have. `by_flag` are the columns of content that flags name.
+
+    `UserError` if no form fits, two read the rows differently, or two columns can have one role.
+    """
+    known = set_named(name) if flags.data_format == "auto" and not by_flag else None
+    if flags.data_format != "auto" or known:
+        kind = kind_named(known or flags.data_format)
+        located = _located(kind, columns, rows, by_flag)
+        _check_forced(name, columns, kind, located, by_flag, by_name=known is not None)
+        chosen = _try(kind, located, rows)
+    else:
+        found = []
+        for kind in KINDS:
+            located = _located(kind, columns, rows, by_flag)
+            fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
+            if (
+                fits_flags
+                and kind.uses(located)
+                and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}
+            ):
+                found.append(_try(kind, located, rows))
+        if not found:
+            raise UserError(
+                f"{name}: has the columns {listed(columns)}, which fit no known form; name them with --prompt_column, "
+                f"--response_column, --chosen_column, --rejected_column or --messages_column{rows_inside(rows)}"
+            )
+        chosen = _choose(name, found)
+    _require_one_column(name, columns, rows, chosen, by_flag)
+    return chosen
+
+
+def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
+    """Role -> column of a form: the one that a flag names, or else the first of its names that exists."""
+    found = {}
+    for role in kind.roles:
+        free = [path for path in kind.names(role) if exists(path, columns, rows) and path not in by_flag.values()]
+        if role in by_flag or free:
+            found[role] = by_flag.get(role) or free[0]
+    if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
+        unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
+        found = {role: column for role, column in found.items() if role not in unused}
+    if kind.name == "prompt_response" and set(found) == {"prompt"} and "text" not in by_flag.values():
+        beside = [row for row in rows if isinstance(row.get("text"), str) and not _repeats(row, found["prompt"])]
+        found |= {"response": "text"} if 2 * len(beside) > len(rows) else {}
+    if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
+        del found["prompt"]  # of Alpaca's form
+    answers = found.get("response")
+    if kind.name == "alpaca" and answers and any(isinstance(row.get(answers), list) for row in rows):
+        found["pair"] = found.pop("response")
+    # a column whose partner is missing, as chosen without rejected, has no role
+    of_needs = [roles for use in kind.needs for roles in kind.choices(use)]
+    served = set().union(*(roles for roles in of_needs if roles <= set(found)))
+    return {role: column for role, column in found.items() if role in served or role not in set().union(*of_needs)}
+
+
+def _repeats(row: Row, prompt: str) -> bool:
+    """Whether the column `text` of a row holds its prompt, and so is no answer to it."""
+    return has_value(row, prompt) and all(line in row["text"] for line in lines_of(from_json(value_at(row, prompt))))
+
+
+def _check_forced(
+    name: str, columns: list[str], kind: Kind, located: dict[str, str], by_flag: dict[str, str], by_name: bool
+) -> None:
+    """Refuse a form that the user or the name of the data set chooses, and that does not fit its columns."""
+    unknown = [role for role in by_flag if role not in kind.roles]
+    if unknown:
+        raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
+    if not kind.uses(located):
+        names = ", ".join("/".join(kind.names(role)) for role in kind.roles)
+        hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {kind.name}" if by_name else ""
+        raise UserError(f"{name}: has the columns {listed(columns)}; the form {kind.name} needs some of {names}{hint}")
+
+
+def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     """Read the first rows in one form."""
-    rendering = "chat" if kind.rendering in ("chat", "content") else "text"
-    reading = Reading(kind.name, tuple(columns.items()), rendering)  # type: ignore[arg-type]
-    uses = [use for use in kind.uses(columns) if use != "unpaired" and not (kind.name == "kto" and use == "preference")]
-    drafts: dict[Use, list[list[Draft] | None]] = {}
-    first_problem = ""
-    for use in uses:
-        found: list[list[Draft] | None] = []
+    reading = Reading(kind.name, columns, "chat" if kind.rendering in ("chat", "content") else "text")
+    uses = [use for use in kind.uses(columns) if use != "unpaired" and (kind.name, use) != ("kto", "preference")]
+    drafts: dict[Use, list[list[Draft] | None]] = {use: [] for use in uses}
+    problems = []
+    for use, found in drafts.items():
         for row in rows:
             try:
-                found.append(kind.read(row, reading, use))
+                found.append(kind.read(Cells(row, reading), use))
             except UserError as problem:
                 found.append(None)
-                first_problem = first_problem or str(problem)
-        drafts[use] = found
+                problems.append(str(problem))
     is_chat = kind.rendering == "chat" or (
         kind.rendering == "as given"
         and any(isinstance(d.prompt, list) for found in drafts.values() for some in found for d in some or [])
     )
     telling = [use for use in uses if use != "prompt" or kind.name in _WITHOUT_ANSWER]
     fits = any(2 * sum(some is not None for some in drafts[use]) >= len(rows) for use in telling)
-    return Candidate(kind, columns, drafts, is_chat, fits, first_problem)
+    return Candidate(kind, columns, drafts, is_chat, fits, problems[0] if problems else "")
 
 
-def choose(name: str, found: list[Candidate]) -> Candidate:
+def _choose(name: str, found: list[Candidate]) -> Candidate:
     """The form of a data set among those that fit its columns: chat first, then the one that serves most. `UserError`
     if two forms read the rows differently, or no form reads them."""
     fitting = [candidate for candidate in found if candidate.fits]
     shadowed = {
-        other for candidate in fitting for other in candidate.kind.shadows
+        other for candidate in fitting for other in candidate.kind.shadows.split()
         if other != "text" or "messages" in candidate.columns  # pairs of transcripts say nothing of `text`
     }  # fmt: skip
     if any(one.kind.name == "prompt_response" and one.columns.get("response") == "text" for one in fitting):
@@ -82,9 +165,7 @@ def choose(name: str, found: list[Candidate]) -> Candidate:
         )
     for first, second in combinations(fitting, 2):
         _require_same(name, first, second)
-    chosen = max(
-        fitting, key=lambda candidate: (candidate.is_chat, candidate.kind.name != "text", len(candidate.drafts))
-    )
+    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.drafts)))
     if chosen.kind.name == "preference":
         _require_prompt_outside(name, chosen)
     return chosen
@@ -93,18 +174,34 @@ def choose(name: str, found: list[Candidate]) -> Candidate:
 def _require_same(name: str, first: Candidate, second: Candidate) -> None:
     for use in (use for use in first.drafts if use in second.drafts):
         for one, other in zip(first.drafts[use], second.drafts[use], strict=True):
-            if one is None or other is None:
+            if one is None or other is None or (len(one) == len(other) and all(map(_says_the_same, one, other))):
                 continue
-            if len(one) != len(other) or not all(map(_says_the_same, one, other)):
-                raise UserError(
-                    f"{name}: its rows can be read in two ways: {_shown_as(first, one)}, or "
-                    f"{_shown_as(second, other)}; choose with --data_format {first.kind.name} or --data_format "
-                    f"{second.kind.name}, or name the columns (--prompt_column, --messages_column, ...)"
-                )
+            ways = [
+                f"as {candidate.kind.name}, {shown(drafts[0]) if drafts else 'nothing'}"
+                for candidate, drafts in ((first, one), (second, other))
+            ]
+            raise UserError(
+                f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
+                f"{first.kind.name} or --data_format {second.kind.name}, or name the columns (--prompt_column, "
+                "--messages_column, ...)"
+            )
 
 
-def _shown_as(candidate: Candidate, drafts: list[Draft]) -> str:
-    return f"as {candidate.kind.name}, {shown(drafts[0]) if drafts else 'nothing'}"
+def _says_the_same(one: Draft, other: Draft) -> bool:
+    if one.prompt == "" or other.prompt == "":  # plain text, which may repeat what the other columns say
+        plain, parts = (one, other) if one.prompt == "" else (other, one)
+        asked = parts.prompt
+        if isinstance(asked, list):
+            asked = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+        pieces = [asked, *map(words_of, parts.answers)]
+        lines = [line.strip() for piece in pieces for line in piece.splitlines()]
+        return parts.prompt == "" or all(line in words_of(plain.answers[0]) for line in lines)
+    same_answers = list(map(words_of, one.answers)) == list(map(words_of, other.answers))
+    for text, messages in ((one.prompt, other.prompt), (other.prompt, one.prompt)):
+        if isinstance(text, str) and isinstance(messages, list):
+            asked_of = [turn["content"].strip() for turn in messages if turn["role"] == "user"]
+            return text.strip() in asked_of and same_answers
+    return one.prompt == other.prompt and same_answers
 
 
 def _require_prompt_outside(name: str, chosen: Candidate) -> None:
@@ -123,54 +220,121 @@ def _require_prompt_outside(name: str, chosen: Candidate) -> None:
         )
 
 
-def _says_the_same(one: Draft, other: Draft) -> bool:
-    if one.prompt == "" or other.prompt == "":  # plain text, which may repeat what the other columns say
-        plain, parts = (one, other) if one.prompt == "" else (other, one)
-        pieces = [_last_user(parts.prompt), *map(_words, parts.answers)]
-        lines = [line.strip() for piece in pieces for line in piece.splitlines()]
-        return parts.prompt == "" or all(line in _words(plain.answers[0]) for line in lines)
-    same_answers = list(map(_words, one.answers)) == list(map(_words, other.answers))
-    for text, messages in ((one.prompt, other.prompt), (other.prompt, one.prompt)):
-        if isinstance(text, str) and isinstance(messages, list):
-            asked = [turn["content"].strip() for turn in messages if turn["role"] == "user"]
-            return text.strip() in asked and same_answers
-    return one.prompt == other.prompt and same_answers
+def _require_one_column(
+    name: str, columns: list[str], rows: list[Row], chosen: Candidate, by_flag: dict[str, str]
+) -> None:
+    """Refuse two columns with different values that can both have a role, unless a flag names the one that has it."""
+    for role, used in chosen.columns.items():
+        others = [path for path in chosen.kind.roles.get(role, "").split() if path not in (used, *by_flag.values())]
+        others = [path for path in others if role not in by_flag and exists(path, columns, rows)]
+        for other, row in ((other, row) for other in others for row in rows):
+            if has_value(row, used) and has_value(row, other) and _differ(value_at(row, used), value_at(row, other)):
+                values = (f"'{path}', {str(value_at(row, path))[:40]!r}" for path in (used, other))
+                choice = f"--ignore_columns {other} leaves the second one out"
+                if role in chosen.kind.by_flag.split():
+                    choice = f"name it with --{role}_column"
+                raise UserError(
+                    f"{name}: its rows can be read in two ways, as the {role} of the form {chosen.kind.name} is "
+                    f"{' or '.join(values)}; {choice}"
+                )
 
 
-def _last_user(prompt: str | Messages) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), "")
+def _differ(used: Any, other: Any) -> bool:
+    """Whether the second value says what the first does not."""
+    return used != other and not (isinstance(used, str) and isinstance(other, str) and other.strip() in used)
 
 
-def _words(answer: str | Message) -> str:
-    return answer if isinstance(answer, str) else answer["content"]
+# Text or chat
 
 
-def glued_row(chosen: Candidate) -> Draft | None:
-    """A row whose text prompt and answer run into each other, if more than half of the first rows are such."""
+class Rendered(NamedTuple):
+    """Rendering, whether text prompts become user messages, words for the log, and a warning or ""."""
+
+    rendering: Rendering
+    wrap: bool
+    about: str
+    warning: str = ""
+
+
+def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> Rendered:
+    """Whether the prompts of a data set are text or chat, in all three steps. `UserError` if a flag does not fit the
+    form, chat messages lack a template, or text prompts and answers are glued together while there is a chat
+    template."""
+    kind, wanted = chosen.kind, flags.apply_chat_template
+    if wanted and (kind.name in SETS or kind.name == "text"):
+        reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
+        raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
+    of_a_question = flags.prompt_column is None and kind.name in ("preference", "better_of_two", "prompt_response")
+    asks = kind.rendering == "content" or (of_a_question and chosen.columns.get("prompt") in _QUESTIONS)
+    is_content = asks and wanted is None and flags.input_template is None and has_template
+    if chosen.is_chat or wanted or is_content:
+        if not has_template:
+            raise UserError(
+                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat template; "
+                "--chat_template chatml (or llama-3, zephyr, human-assistant, a file) gives it one"
+            )
+        about = "prompts are text and become user messages of the chat template"
+        if chosen.is_chat:
+            about = "prompts are chat messages, rendered by the chat template"
+        elif kind.name == "hh":
+            about = "the turns of the transcripts become messages of the chat template"
+        return Rendered("chat", not chosen.is_chat, about)
+    if kind.inside:
+        return Rendered("text", False, "text is used as it is")
+    if flags.input_template is not None:
+        return Rendered("text", False, f"prompts are text, put into --input_template {flags.input_template!r}")
+    if kind.name == "alpaca":
+        return Rendered("text", False, "prompts are put into Alpaca's text template")
+    about = "prompts are text, used as they are"
+    glued = _glued_row(chosen)
+    if glued is None or wanted is False:
+        without = ", without the chat template" if has_template and wanted is None else ""
+        return Rendered("text", False, about + without)
+    text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
+    if not has_template or asks or "steps" in chosen.drafts:
+        chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
+        way = f"{chat}--input_template puts text around a prompt"
+        return Rendered("text", False, about, f"nothing separates prompt and answer: {text!r}; {way}")
+    raise UserError(
+        f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
+        f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "
+        "prompt, such as --input_template 'Question: {} Answer: '"
+    )
+
+
+def _glued_row(chosen: Candidate) -> Draft | None:
+    """A row in which a word or sentence ends the text prompt, and a word starts the answer, without a space between
+    them, if more than half of the first rows are such."""
     read = chosen.drafts.get("sft") or chosen.drafts.get("steps") or []
     drafts = [some[0] for some in read if some]
-    glued = [draft for draft in drafts if draft.answers and _is_glued(draft.prompt, draft.answers[0])]
+    glued = [
+        draft for draft in drafts
+        if draft.answers and isinstance(draft.prompt, str) and isinstance(draft.answers[0], str)
+        and draft.prompt and (draft.prompt[-1].isalnum() or draft.prompt[-1] in _SENTENCE_ENDS)
+        and draft.answers[0][:1].isalnum()
+    ]  # fmt: skip
     return glued[0] if 2 * len(glued) > len(drafts) else None
 
 
-def _is_glued(prompt: str | Messages, answer: str | Message) -> bool:
-    """Whether a word or sentence ends the prompt, and a word starts the answer, without a space between them."""
-    if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
-        return False
-    return (prompt[-1].isalnum() or prompt[-1] in _SENTENCE_ENDS) and answer[0].isalnum()
+# Columns
 
 
-def shown(draft: Draft, as_chat: bool = False) -> str:
-    """A draft for a message: the end of its prompt, and the start of its answers."""
-    if isinstance(draft.prompt, list):
-        text = "; ".join(f"{turn['role']}: {_end(turn['content'])}" for turn in draft.prompt[-2:])
-    else:
-        role = "user:" if as_chat else "prompt"
-        text = f"{role} {_end(draft.prompt)}" if draft.prompt else "text without a prompt"
-    return text + "".join(f", answer {_words(answer)[:40]!r}" for answer in draft.answers)
+def exists(path: str, columns: list[str], rows: list[Row]) -> bool:
+    """Whether rows have a column, or a field inside one."""
+    return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
 
 
-def _end(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"...{text[-40:]}")
+def listed(columns: Sequence[str]) -> str:
+    return ", ".join(map(repr, columns))
+
+
+def rows_inside(rows: list[Row]) -> str:
+    """A hint for a file that is one object with all rows in one of its values; else ""."""
+    if len(rows) != 1:
+        return ""
+    lists = [name for name, value in rows[0].items()
+             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]  # fmt: skip
+    if len(lists) != 1:
+        return ""
+    query = f"'.[{json.dumps(lists[0])}][]'"
+    return f"; the rows seem to be in '{lists[0]}': write them as JSON Lines, as with: jq -c {query} FILE > rows.jsonl"

@@ -1,7 +1,7 @@
-"""The forms of data sets with one answer or one pair per row: from the columns of a row to its prompt and answers.
+"""Readers of the forms with one answer or one pair per row: from the columns of a row to its prompt and answers.
 
-Each reader takes `(row, reading, use)` and returns drafts. The prompt of a row does not depend on `use`. Errors do not
-name the row.
+Each reader takes `(cells, use)` and returns drafts. The prompt of a row does not depend on `use`. For "prompt" nothing
+is read that only answers need. Errors do not name the row.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dschat_ppo.data.examples import Row, Use, has_value, value_at
-from dschat_ppo.data.form_rows import Draft, Reading
+from dschat_ppo.data.examples import Use
+from dschat_ppo.data.form_rows import Cells, Draft
 from dschat_ppo.data.messages import (
     Message,
     Messages,
@@ -29,24 +29,39 @@ _ALPACA = (
 _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
-def read_prompt_response(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A prompt and one answer, each text or messages."""
-    prompt = prompt_value(row, reading)
-    columns = dict(reading.columns)
-    if use == "prompt" and not _holds_messages(row, reading, "response"):
-        return [Draft(_closed(prompt, columns["prompt"]))]
-    prefix, answer, is_chat = _answer(row, reading, "response", use)
-    prompt = _closed(_joined(prompt, prefix, is_chat, columns["response"]), columns["prompt"])
-    return [Draft(prompt, [] if use == "prompt" else [answer])]
+def read_pair(cells: Cells, use: Use) -> list[Draft]:
+    """A prompt and one answer, or a better and a worse one, each text or messages."""
+    return _answered(prompt_value(cells), cells, use)
 
 
-def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
+def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Draft]:
+    """The answers to a prompt, which messages of the (better) answer may repeat or continue."""
+    trained = "response" if cells.has("response") else "chosen"
+    better = "chosen" if cells.has("chosen") else "response"
+    prefix: Messages = []
+    answer: str | Message = ""
+    is_chat = False
+    if cells.has_messages(better) or use == "preference" or (use == "sft" and trained == better):
+        prefix, answer, is_chat = _answer(cells, better, use)
+    asked = cells.column("prompt" if cells.has("prompt") else "messages")
+    whole = _closed(_joined(prompt, prefix, is_chat, cells, better), asked)
+    if use == "prompt":
+        return [Draft(whole)]
+    if use == "sft":
+        return [Draft(whole, [answer if trained == better else _answer(cells, trained, use)[1]])]
+    prefix, worse, is_chat = _answer(cells, "rejected", use)
+    if is_chat and not _same(_joined(prompt, prefix, is_chat, cells, "rejected"), whole):
+        raise UserError("chosen and rejected answer different prompts")
+    return [Draft(whole, [answer, worse])]
+
+
+def read_conversation(cells: Cells, use: Use) -> list[Draft]:
     """Messages whose last one is the answer, perhaps beside a rejected one; or messages up to the answer, which is in
     the columns chosen and rejected."""
-    column = dict(reading.columns)["messages"]
-    messages = up_to_last_target(reading.messages(value_at(row, column), "messages"), column, use != "prompt")
-    if reading.column("chosen"):
-        return _pair(messages, row, reading, use)
+    column = cells.column("messages")
+    messages = up_to_last_target(cells.messages("messages"), column, use != "prompt")
+    if cells.has("chosen"):
+        return _answered(messages, cells, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":
         return [Draft(messages)]
     prompt, answer = split_answer(messages, column, use != "prompt")
@@ -54,54 +69,27 @@ def read_conversation(row: Row, reading: Reading, use: Use) -> list[Draft]:
         raise UserError(f"'{column}' has nothing before the assistant's answer")
     answers = [answer]
     if use == "preference":
-        prefix, rejected, _ = _answer(row, reading, "rejected", use)
+        prefix, rejected, _ = _answer(cells, "rejected", use)
         if prefix and not _same(prefix, prompt):
-            raise UserError(f"'{reading.column('rejected')}' answers another prompt than '{column}'")
+            raise UserError(f"'{cells.column('rejected')}' answers another prompt than '{column}'")
         answers.append(rejected)
     return [_of_use(_closed(prompt, column), answers, use)]
 
 
-def read_preference(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A prompt, the better and the worse answer, each text or messages."""
-    return _pair(prompt_value(row, reading), row, reading, use)
-
-
-def _pair(prompt: str | Messages, row: Row, reading: Reading, use: Use) -> list[Draft]:
-    columns = dict(reading.columns)
-    asked = columns.get("prompt") or columns["messages"]
-    if use == "prompt" and not _holds_messages(row, reading, "chosen"):
-        return [Draft(_closed(prompt, asked))]
-    if use == "sft" and reading.column("response") and not _holds_messages(row, reading, "chosen"):
-        return [Draft(_closed(prompt, asked), [_answer(row, reading, "response", use)[1]])]
-    prefix, chosen, is_chat = _answer(row, reading, "chosen", use)
-    joined = _closed(_joined(prompt, prefix, is_chat, columns["chosen"]), asked)
-    if use == "prompt":
-        return [Draft(joined)]
-    if use == "sft":
-        return [Draft(joined, [_answer(row, reading, "response", use)[1] if reading.column("response") else chosen])]
-    prefix, rejected, is_chat = _answer(row, reading, "rejected", use)
-    other = _joined(prompt, prefix, is_chat, columns["rejected"])
-    if is_chat and not _same(other, joined):
-        raise UserError("chosen and rejected answer different prompts")
-    return [Draft(joined, [chosen, rejected])]
-
-
-def read_implicit_preference(row: Row, reading: Reading, use: Use) -> list[Draft]:
+def read_implicit_preference(cells: Cells, use: Use) -> list[Draft]:
     """Two conversations or texts that start with the same prompt, which ends where they begin to differ."""
-    columns = dict(reading.columns)
-    chosen, rejected = (reading.value(row, role) for role in ("chosen", "rejected"))
-    if looks_like_messages(chosen) and looks_like_messages(rejected):
-        whole = [reading.messages(chosen, "chosen"), reading.messages(rejected, "rejected")]
-        if whole[0] == whole[1]:
+    if cells.has_messages("chosen") and cells.has_messages("rejected"):
+        whole, other = cells.messages("chosen"), cells.messages("rejected")
+        if whole == other:
             raise UserError("chosen and rejected are equal")
-        prompt, answer = split_answer(whole[0], columns["chosen"], use != "prompt")
-        other, worse = split_answer(whole[1], columns["rejected"], use == "preference")
-        if not _same(prompt, other):
+        prompt, answer = split_answer(whole, cells.column("chosen"), use != "prompt")
+        beside, worse = split_answer(other, cells.column("rejected"), use == "preference")
+        if not _same(prompt, beside):
             raise UserError("chosen and rejected answer different prompts: they differ before the last message")
         if not prompt:
-            raise UserError(f"'{columns['chosen']}' has nothing before the assistant's answer")
-        return [_of_use(_closed(prompt, columns["chosen"]), [answer, worse], use)]
-    texts = [reading.text(row, role) for role in ("chosen", "rejected")]
+            raise UserError(f"'{cells.column('chosen')}' has nothing before the assistant's answer")
+        return [_of_use(_closed(prompt, cells.column("chosen")), [answer, worse], use)]
+    texts = [cells.text(role) for role in ("chosen", "rejected")]
     if texts[0] == texts[1]:
         raise UserError("chosen and rejected are equal")
     shorter = min(map(len, texts))
@@ -115,52 +103,44 @@ def read_implicit_preference(row: Row, reading: Reading, use: Use) -> list[Draft
     return [_of_use(texts[0][:cut], [text[cut:] for text in texts], use)]
 
 
-def read_transcript(row: Row, reading: Reading, use: Use) -> list[Draft]:
+def read_transcript(cells: Cells, use: Use) -> list[Draft]:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
-    if reading.column("messages"):
-        prompt, answer = _split_transcript(reading.text(row, "messages"), dict(reading.columns)["messages"])
-        answers = [answer]
-    else:
-        prompt, answer = _split_transcript(reading.text(row, "chosen"), dict(reading.columns)["chosen"])
-        answers = [answer]
-        if use == "preference":
-            other, worse = _split_transcript(reading.text(row, "rejected"), dict(reading.columns)["rejected"])
-            answers.append(worse)
-            if other != prompt:
-                raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
-    if reading.rendering == "chat":
-        return [_of_use(_turns(prompt), [answer.strip() for answer in answers], use)]
-    return [_of_use(prompt, answers, use)]
-
-
-def _split_transcript(text: str, column: str) -> tuple[str, str]:
-    """(everything up to and including the last `Assistant:`, the rest)."""
-    before, marker, answer = text.rpartition(ASSISTANT)
-    if not marker:
-        raise UserError(f"'{column}' has no turn that starts with {ASSISTANT!r}")
-    if HUMAN in answer:
-        raise UserError(f"'{column}' ends with a turn of the human; expected the assistant's")
-    return before + marker, answer
-
-
-def _turns(prompt: str) -> Messages:
-    """The messages of a transcript that ends with `Assistant:`."""
+    role = "messages" if cells.has("messages") else "chosen"
+    prompt, answer = _split_transcript(cells, role)
+    answers = [answer]
+    if use == "preference":
+        other, worse = _split_transcript(cells, "rejected")
+        answers.append(worse)
+        if other != prompt:
+            raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
+    if cells.reading.rendering == "text":
+        return [_of_use(prompt, answers, use)]
     first, *parts = re.split(r"\n\n(Human|Assistant):", prompt)
     turns = [{"role": "system", "content": first.strip()}] if first.strip() else []
     names = {"Human": "user", "Assistant": "assistant"}
     turns += [{"role": names[parts[at]], "content": parts[at + 1].strip()} for at in range(0, len(parts) - 2, 2)]
     if not turns:
         raise UserError("the transcript has no turn before the answer")
-    return turns
+    return [_of_use(turns, [answer.strip() for answer in answers], use)]
 
 
-def read_alpaca(row: Row, reading: Reading, use: Use) -> list[Draft]:
+def _split_transcript(cells: Cells, role: str) -> tuple[str, str]:
+    """(everything up to and including the last `Assistant:`, the rest)."""
+    before, marker, answer = cells.text(role).rpartition(ASSISTANT)
+    if not marker:
+        raise UserError(f"'{cells.column(role)}' has no turn that starts with {ASSISTANT!r}")
+    if HUMAN in answer:
+        raise UserError(f"'{cells.column(role)}' ends with a turn of the human; expected the assistant's")
+    return before + marker, answer
+
+
+def read_alpaca(cells: Cells, use: Use) -> list[Draft]:
     """An instruction with an optional input and earlier turns, and its answer (or the better and the worse one)."""
-    question = reading.text(row, "prompt")
-    extra = reading.value(row, "input") if reading.column("input") else None
-    history = _history(row, reading)
+    question, reading = cells.text("prompt"), cells.reading
+    extra = cells.value("input") if cells.has("input") else None
+    history = _history(cells)
     if extra is not None and not isinstance(extra, str):
-        raise UserError(f"'{reading.column('input')}' is {kind_of(extra)}; expected text")
+        raise UserError(f"'{cells.column('input')}' is {kind_of(extra)}; expected text")
     if not question:
         question, extra = extra or "", None
     if not question:
@@ -176,21 +156,55 @@ def read_alpaca(row: Row, reading: Reading, use: Use) -> list[Draft]:
     elif reading.input_template is None:
         prompt = _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
-    if reading.column("pair"):
-        answers = reading.value(row, "pair")
+    if cells.has("pair"):
+        answers = cells.value("pair")
         if not (isinstance(answers, list) and len(answers) == 2 and all(isinstance(text, str) for text in answers)):
-            raise UserError(f"'{reading.column('pair')}' is {kind_of(answers)}; expected a better and a worse answer")
+            raise UserError(f"'{cells.column('pair')}' is {kind_of(answers)}; expected a better and a worse answer")
         return [_of_use(prompt, answers, use)]
-    roles = ["chosen", "rejected"] if use == "preference" else ["response" if reading.column("response") else "chosen"]
-    return [Draft(prompt, [] if use == "prompt" else [reading.text(row, role) for role in roles])]
+    roles = ["chosen", "rejected"] if use == "preference" else ["response" if cells.has("response") else "chosen"]
+    return [Draft(prompt, [] if use == "prompt" else [cells.text(role) for role in roles])]
 
 
-def _history(row: Row, reading: Reading) -> Messages:
+def read_better(cells: Cells, use: Use) -> list[Draft]:
+    """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
+    texts = [cells.text(role) for role in ("first", "second")]
+    names = [cells.column(role).lower() for role in ("first", "second")]
+    ends = [name.rpartition("_")[2] for name in names]
+    known = {name: place for pair in (("0", "1"), ends, names) for place, name in enumerate(pair)}
+    given = cells.text("better").strip().lower()
+    if given not in known:
+        expected = f"expected one of {', '.join(known)} (places count from 0)"
+        raise UserError(f"'{cells.column('better')}' is {given!r}; {expected}")
+    better = known[given]
+    return [_of_use(_closed(prompt_value(cells), cells.column("prompt")), [texts[better], texts[1 - better]], use)]
+
+
+def read_question_answer(cells: Cells, use: Use) -> list[Draft]:
+    """A question and its answer, which may end with the result after `####`."""
+    return [Draft(cells.text("prompt"), [] if use == "prompt" else [cells.text("response")])]
+
+
+def read_text(cells: Cells, use: Use) -> list[Draft]:
+    """Plain text without a prompt, for SFT."""
+    return [Draft("", [cells.text("response")])]
+
+
+def prompt_value(cells: Cells) -> str | Messages:
+    """The prompt of a row as text or messages, after its earlier turns if there are any."""
+    value = cells.value("prompt")
+    if isinstance(value, str):
+        return [*_history(cells), {"role": "user", "content": value}] if cells.has("history") else value
+    if isinstance(value, list) and (not value or looks_like_messages(value)):
+        return [*_history(cells), *cells.messages("prompt", value)]
+    raise UserError(f"'{cells.column('prompt')}' is {kind_of(value)}; expected text or a list of role/content messages")
+
+
+def _history(cells: Cells) -> Messages:
     """The earlier turns of a row: pairs of question and answer, or messages; [] without any."""
-    history = reading.listed(row, "history") if reading.column("history") else None
+    history = cells.listed("history") if cells.has("history") else None
     if looks_like_messages(history):
-        return reading.messages(history, "history")
-    if isinstance(history, str) and history.strip():
+        return cells.messages("history", history)
+    if not isinstance(history or [], list):
         raise UserError(f"'history' is {kind_of(history)}; expected pairs of question and answer")
     turns: Messages = []
     for pair in history or []:
@@ -200,52 +214,15 @@ def _history(row: Row, reading: Reading) -> Messages:
     return turns
 
 
-def read_better(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
-    columns, texts = dict(reading.columns), [reading.text(row, role) for role in ("first", "second")]
-    names = [columns["first"].lower(), columns["second"].lower()]
-    ends = [name.rpartition("_")[2] for name in names]
-    given = reading.text(row, "better").strip().lower()
-    known = {**dict(zip(("0", "1"), (0, 1), strict=True)), **dict(zip(ends, (0, 1), strict=True)),
-             **dict(zip(names, (0, 1), strict=True))}  # fmt: skip
-    if given not in known:
-        raise UserError(f"'{columns['better']}' is {given!r}; expected one of {', '.join(known)} (places count from 0)")
-    better = known[given]
-    return [_of_use(_closed(prompt_value(row, reading), columns["prompt"]), [texts[better], texts[1 - better]], use)]
-
-
-def read_question_answer(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """A question and its answer, which may end with the result after `####`."""
-    return [Draft(reading.text(row, "prompt"), [] if use == "prompt" else [reading.text(row, "response")])]
-
-
-def read_text(row: Row, reading: Reading, use: Use) -> list[Draft]:
-    """Plain text without a prompt, for SFT."""
-    return [Draft("", [reading.text(row, "response")])]
-
-
-def prompt_value(row: Row, reading: Reading) -> str | Messages:
-    """The prompt of a row as text or messages."""
-    column = dict(reading.columns)["prompt"]
-    value = reading.value(row, "prompt")
-    if isinstance(value, str) and reading.column("history"):
-        return [*_history(row, reading), {"role": "user", "content": value}]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and (not value or looks_like_messages(value)):
-        return [*_history(row, reading), *reading.messages(value, "prompt")]
-    raise UserError(f"'{column}' is {kind_of(value)}; expected text or a list of role/content messages")
-
-
-def _answer(row: Row, reading: Reading, role: str, use: Use) -> tuple[Messages, str | Message, bool]:
+def _answer(cells: Cells, role: str, use: Use) -> tuple[Messages, str | Message, bool]:
     """(messages before the answer, the answer, whether it is given as messages)."""
-    column = dict(reading.columns)[role]
-    value = reading.value(row, role)
+    value = cells.value(role)
     if isinstance(value, str | bool | int | float):
-        return [], reading.text(row, role), False
+        return [], cells.text(role), False
     if looks_like_messages(value):
-        return *split_answer(reading.messages(value, role), column, use != "prompt"), True
-    raise UserError(f"'{column}' is {kind_of(value)}; expected text (or messages that end with the assistant's)")
+        return *split_answer(cells.messages(role, value), cells.column(role), use != "prompt"), True
+    expected = "expected text (or messages that end with the assistant's)"
+    raise UserError(f"'{cells.column(role)}' is {kind_of(value)}; {expected}")
 
 
 def _same(one: str | Messages, other: str | Messages) -> bool:
@@ -254,26 +231,21 @@ def _same(one: str | Messages, other: str | Messages) -> bool:
     return bare[0] == bare[1]
 
 
-def _holds_messages(row: Row, reading: Reading, role: str) -> bool:
-    column = reading.column(role)
-    return column is not None and has_value(row, column) and looks_like_messages(reading.value(row, role))
-
-
-def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, column: str) -> str | Messages:
-    """The whole prompt of an answer: `prompt` and the messages before the answer, which may repeat it."""
+def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, cells: Cells, role: str) -> str | Messages:
+    """The whole prompt of the answer of `role`: `prompt` and the messages before the answer, which may repeat it."""
     if isinstance(prompt, str):
         if not is_chat:
             return prompt
         if not prefix:
             return [{"role": "user", "content": prompt}]
         if prompt.strip() not in [turn["content"].strip() for turn in prefix if turn["role"] == "user"]:
-            raise UserError(f"the prompt is not among the messages of '{column}'")
+            raise UserError(f"the prompt is not among the messages of '{cells.column(role)}'")
         return prefix
     if not prefix or prefix[0]["role"] == "assistant":
         return prompt + prefix
     if _same(prefix[: len(prompt)], prompt) or _same(prefix[-len(prompt) :], prompt):
         return prefix
-    raise UserError(f"the messages of '{column}' do not start with those of the prompt")
+    raise UserError(f"the messages of '{cells.column(role)}' do not start with those of the prompt")
 
 
 def _closed(prompt: str | Messages, column: str) -> str | Messages:

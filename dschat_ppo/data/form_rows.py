@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dschat_ppo.data.examples import Example, Row, Use, check_answers, has_value, margin_of, text_at, truth_of, value_at
 from dschat_ppo.data.messages import (
     CONTEXT,
+    THOUGHTS,
+    WEIGHTS,
     Message,
     Messages,
     from_json,
+    leaves_out,
+    looks_like_messages,
     parse_json,
     read_messages,
     read_tools,
@@ -23,6 +29,13 @@ from dschat_ppo.data.messages import (
 from dschat_ppo.errors import UserError
 
 Rendering = Literal["chat", "text"]
+LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # columns whose values stand in texts by chance: a weight of 0 in "10"
+LABELS = {  # of single answers, in lower case
+    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
+    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
+}
 _SYSTEM = ("system", "developer")  # roles of a system message
 
 
@@ -42,18 +55,19 @@ class Reading:
     """How the rows of one data set are read. Its `repr` identifies it.
 
     Attributes:
-        columns: (role, column) pairs, such as ("prompt", "question").
+        columns: role -> column, such as "prompt": "question".
         wrap: a prompt that is text becomes the user's message.
         input_template: text around a prompt that is text; `{}` stands for the prompt.
         system, tools, truth: columns, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
+        role_names: further names of roles in messages -> roles.
         pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
             parts of messages.
-        unused: columns that the reading does not use, although their names are those of content.
+        watched: names of columns that hold content and that the reading does not use, see `check_left_out`.
     """
 
     form: str
-    columns: tuple[tuple[str, str], ...]
+    columns: dict[str, str]
     rendering: Rendering = "text"
     wrap: bool = False
     input_template: str | None = None
@@ -62,75 +76,95 @@ class Reading:
     truth: str | None = None
     truth_pattern: str | None = None
     system_message: str | None = None
-    role_names: tuple[tuple[str, str], ...] = ()
+    role_names: dict[str, str] = field(default_factory=dict)
     pictures: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
 
-    def column(self, role: str) -> str | None:
-        """The column of a role, or None."""
-        return dict(self.columns).get(role)
 
-    def value(self, row: Row, role: str) -> Any:
-        """The value in the column of a role; messages that are stored as JSON text are parsed."""
-        return from_json(value_at(row, dict(self.columns)[role]))
+@dataclass(frozen=True)
+class Cells:
+    """The values of one row by the roles that its form gives to columns. Errors name the column and not the row."""
 
-    def messages(self, value: Any, role: str) -> Messages:
-        """`read_messages` of a value in the column of a role."""
-        value = from_json(value)
-        if self.pictures and isinstance(value, list):
-            value = [without_pictures(message) for message in value]
-        return read_messages(value, dict(self.columns)[role], dict(self.role_names))
+    row: Row
+    reading: Reading
 
-    def listed(self, row: Row, role: str) -> Any:
-        """The value in the column of a role; a list that is stored as JSON text, as in CSV files, is parsed."""
-        column = dict(self.columns)[role]
-        value = value_at(row, column)
+    def has(self, role: str) -> bool:
+        """Whether the form has a column of this role."""
+        return role in self.reading.columns
+
+    def column(self, role: str) -> str:
+        return self.reading.columns[role]
+
+    def raw(self, role: str) -> Any:
+        """The value as it is."""
+        return value_at(self.row, self.column(role))
+
+    def value(self, role: str) -> Any:
+        """The value; messages that are stored as JSON text are parsed."""
+        return from_json(self.raw(role))
+
+    def text(self, role: str) -> str:
+        return text_at(self.row, self.column(role))
+
+    def listed(self, role: str) -> Any:
+        """The value; a list that is stored as JSON text, as in CSV files, is parsed."""
+        value = self.raw(role)
         is_json = isinstance(value, str) and value.lstrip()[:1] == "["
-        return parse_json(value, f"'{column}'") if is_json else value
+        return parse_json(value, f"'{self.column(role)}'") if is_json else value
 
-    def text(self, row: Row, role: str) -> str:
-        """The text in the column of a role."""
-        return text_at(row, dict(self.columns)[role])
+    def messages(self, role: str, value: Any = None) -> Messages:
+        """The normalised messages of a role, or of another value that stands in its column."""
+        value = self.value(role) if value is None else from_json(value)
+        if self.reading.pictures and isinstance(value, list):
+            value = [without_pictures(message) for message in value]
+        return read_messages(value, self.column(role), self.reading.role_names)
+
+    def has_messages(self, role: str) -> bool:
+        """Whether a role has a column, and this holds messages here."""
+        return self.has(role) and has_value(self.row, self.column(role)) and looks_like_messages(self.value(role))
 
 
-LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
-DraftReader = Callable[[Row, Reading, Use], list[Draft]]
+DraftReader = Callable[[Cells, Use], list[Draft]]
 
 
-def read_row(read: DraftReader, reading: Reading, row: Row, use: Use, where: str) -> list[Example]:
-    """The examples of one row. An error names the row by `where` and says why it is bad."""
-    try:
-        splits = use == "unpaired" and reading.form not in LABELLED
-        drafts = read(row, reading, "preference" if splits else use)
-        if any(has_value(row, column) and row[column] not in ("", [], {}) for column in reading.pictures):
-            drafts = [replace(one, prompt=_without(one.prompt), answers=_without(one.answers)) for one in drafts]
-        drafts = [one for draft in drafts for one in split_pair(draft)] if splits else drafts
-        margin = margin_of(row) if reading.column("rejected") else 0.0
-        truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
-        tools = _tools_of(row, reading)
-        if tools and reading.rendering == "text":
-            raise UserError(
-                f"'{reading.tools or 'tools'}' describes tools, which need the chat template; {_choose_chat(reading)}"
-            )
-        examples = []
-        for draft in drafts:
-            if use != "steps":  # whose steps may be equal
-                check_answers(draft.answers)
-            prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
-            context: tuple[int, ...] = ()
-            if isinstance(prompt, list):
-                context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
-                prompt = without_context(prompt)
-            examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels, context))
-    except UserError as problem:
-        raise UserError(f"{where}: {problem}") from None
+def read_row(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row, use: Use) -> list[Example]:
+    """The examples of one row. An error says why the row is bad and does not name it."""
+    splits = use == "unpaired" and reading.form not in LABELLED
+    drafts = read(Cells(row, reading), "preference" if splits else use)
+    if any(has_value(row, column) and row[column] not in ("", [], {}) for column in reading.pictures):
+        drafts = [
+            replace(one, prompt=_without_marks(one.prompt), answers=_without_marks(one.answers)) for one in drafts
+        ]
+    for draft in drafts if use != "steps" else ():  # whose steps may be equal
+        check_answers(draft.answers)
+    if splits:
+        drafts = [
+            Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,))
+            for draft in drafts
+            for answer, name, label in zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
+        ]
+    margin = margin_of(row) if "rejected" in reading.columns else 0.0
+    truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
+    tools = _tools_of(row, reading)
+    if tools and reading.rendering == "text":
+        name = reading.tools or "tools"
+        raise UserError(f"'{name}' describes tools, which need the chat template; {_choose_chat(reading)}")
+    examples = []
+    for draft in drafts:
+        prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
+        context: tuple[int, ...] = ()
+        if isinstance(prompt, list):
+            context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+            prompt = without_context(prompt)
+        examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels, context))
+    check_left_out(read, reading, uses, row)
     return examples
 
 
 def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
     """The tools of a row: of their column, or those beside the messages in one object. Both must be equal."""
     tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
-    for _, column in reading.columns:
+    for column in reading.columns.values():
         inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
         if inside and tools and inside != tools:
             raise UserError(f"'{column}' describes other tools than the rest of the row")
@@ -138,20 +172,13 @@ def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
     return tools
 
 
-def _without(part: Any) -> Any:
+def _without_marks(part: Any) -> Any:
     """A text, a message, or a list of them without the placeholders of pictures."""
     if isinstance(part, list):
-        return [_without(one) for one in part]
+        return [_without_marks(one) for one in part]
     if isinstance(part, dict):
-        return {**part, "content": _without(part["content"])}
+        return {**part, "content": _without_marks(part["content"])}
     return re.sub(r"<(image|video|audio)>\n?", "", part)
-
-
-def split_pair(draft: Draft) -> list[Draft]:
-    """A pair as a desirable and an undesirable answer."""
-    check_answers(draft.answers)
-    sides = zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
-    return [Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,)) for answer, name, label in sides]
 
 
 def _choose_chat(reading: Reading) -> str:
@@ -193,3 +220,90 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
     if prompt[0]["content"] != system:
         raise UserError(f"'{reading.system}' and the first message are two different system messages")
     return prompt
+
+
+# What a form leaves out
+
+
+def check_left_out(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
+    """Refuse a row in which a watched column holds content: no other form would tell. What a column holds is no loss if
+    it stands in what is read (a conversation beside its prompt and answer), or if it holds all that is read (the same
+    as one text). First rows and later ones, with columns that the first rows lack, are judged here alike."""
+    held = [name for name in row if name in reading.watched and has_value(row, name) and _is_content(name, row[name])]
+    if not held:
+        return
+    drafts = _all_drafts(read, reading, uses, row)
+    by_use = [list(lines_of([[draft.prompt, *draft.answers] for draft in found])) for found in drafts]
+    everything = "\n".join(line for lines in by_use for line in lines)
+    for column in held if by_use else ():
+        value = from_json(row[column])
+        lines = list(lines_of(value))
+        is_read = bool(lines) and all(line in everything for line in lines)
+        holds_all = any(all(line in "\n".join(lines) for line in read) for read in by_use)
+        if column not in _NO_COPIES and (is_read or holds_all):
+            continue
+        way = f"--ignore_columns {column} leaves it out"
+        if column in PICTURES:
+            way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+        raise UserError(
+            f"'{column}' holds content, {str(value)[:60]!r}, that the form {reading.form} does not use; it reads "
+            f"{shown(drafts[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose another "
+            "reading"
+        )
+
+
+def _all_drafts(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[Draft]]:
+    """What a form reads in a row for each use that trains on answers, or else for prompts; without uses that get
+    nothing."""
+    found = list[list[Draft]]()
+    split = () if reading.form in LABELLED else ("unpaired",)
+    for use in [use for use in uses if use not in ("prompt", *split)] or uses:
+        with suppress(UserError):
+            found.append(read(Cells(row, reading), use))
+    return [drafts for drafts in found if drafts]
+
+
+def _is_content(column: str, value: Any) -> bool:
+    """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
+    thoughts (`reasoning: "on"`), measured losses, and names of splits (`training: "train"`)."""
+    if column in ("train", "training", "loss") and not isinstance(value, list):
+        return str(value).strip().lower() in ("0", "0.0", "false")
+    if column in THOUGHTS and not isinstance(value, list | dict):
+        return str(value).strip().lower() not in ("", "on", "off", "yes", "no", "true", "false")
+    return leaves_out(value) if column in WEIGHTS else value not in ("", [], {})
+
+
+def is_label(value: Any) -> bool:
+    """Whether a value may call an answer, or each of its steps, good or bad."""
+    return isinstance(value, list) or str(value).strip().lower() in LABELS
+
+
+def lines_of(value: Any) -> Iterator[str]:
+    """The lines of all texts inside a value, without the white space around them; of a message its content alone."""
+    if isinstance(value, dict) and looks_like_messages(value):
+        value = value.get("content", value.get("value"))
+    if isinstance(value, str):
+        yield from (line.strip() for line in value.splitlines() if line.strip())
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from lines_of(inner)
+    elif value is not None:
+        yield json.dumps(value, default=str)
+
+
+def shown(draft: Draft, as_chat: bool = False) -> str:
+    """A draft for a message: the end of its prompt, and the start of its answers."""
+
+    def end(text: str) -> str:
+        return repr(text if len(text) <= 40 else f"...{text[-40:]}")
+
+    if isinstance(draft.prompt, list):
+        text = "; ".join(f"{turn['role']}: {end(turn['content'])}" for turn in draft.prompt[-2:])
+    else:
+        text = f"{'user:' if as_chat else 'prompt'} {end(draft.prompt)}" if draft.prompt else "text without a prompt"
+    return text + "".join(f", answer {words_of(answer)[:40]!r}" for answer in draft.answers)
+
+
+def words_of(answer: str | Message) -> str:
+    """The text of an answer."""
+    return answer if isinstance(answer, str) else answer["content"]

@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from form_fixtures import ASK, HALL, KTO, ROOF, TOOL, form_of, read
 
-from dschat_ppo.data import form_answer_lists
+from dschat_ppo.data import form_labels
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.form_answer_lists import group_by_prompt
+from dschat_ppo.data.form_labels import group_by_prompt
 from dschat_ppo.errors import UserError
 
 
@@ -92,7 +92,7 @@ def test_groups_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch):
     expected = group_by_prompt(rows, "prompt", "completion", "label")
     assert expected["_answers"][3] == [str(n) for n in range(40) if n % 7 == 3]
     assert expected["_labels"][3] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
-    monkeypatch.setattr(form_answer_lists, "_GROUPS", 2)
+    monkeypatch.setattr(form_labels, "_GROUPS", 2)
     again = group_by_prompt(rows, "prompt", "completion", "label")
     assert again.to_list() == expected.to_list()
     assert again._fingerprint == expected._fingerprint != rows._fingerprint

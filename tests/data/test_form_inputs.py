@@ -193,6 +193,26 @@ def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, v
     assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use, "row 22")
 
 
+@pytest.mark.parametrize("column", ["history", "input", "system", "tools", "images", "label", "rejected"])
+def test_a_column_that_only_later_rows_have_is_refused_too(column):
+    """Rows of a stream or of a form of one's own may have columns that the first rows lack."""
+    row = {"prompt": "Q: ", "response": "a"}
+    late = {**row, column: OTHERS.get(column, MARK)}
+    form = form_of([row] * 21)
+    assert form.read({**row, column: None}, "sft", "row 22") == form.read(row, "sft", "row 1")
+    with pytest.raises(UserError, match=f"row 22: '{column}' holds content, .*--ignore_columns {column}"):
+        form.read(late, "sft", "row 22")
+
+
+def test_faults_beside_unused_content_are_named_and_no_traceback():
+    row = {"messages": [ASK, assistant("In the hall.")], "label": True, "input": MARK}
+    with pytest.raises(UserError, match="its column 'input' holds content"):
+        form_of([row])
+    form = form_of([{"prompt": "Q: ", "response": "a", "history": [["b", "c"]]}])
+    with pytest.raises(UserError, match="row 2: 'history' is int .'7'.; expected pairs"):
+        form.read({"prompt": "Q: ", "response": "a", "history": 7}, "sft", "row 2")
+
+
 def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
     """Beside `messages`, the columns of their question and answer; the first rows have none."""
     row = {"messages": [user("Where?"), assistant("Here, in the hall.")], "question": None, "answer": None, "input": ""}
