@@ -44,7 +44,15 @@ setup(
         ]
     },
     packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),
-    package_data={"dschat_ppo": ["py.typed", "html_report/assets/*", "cpu_kernels/*.cpp", "cpu_kernels/*.h"]},
+    package_data={
+        "dschat_ppo": [
+            "py.typed",
+            "html_report/assets/*",
+            "cpu_kernels/*.cpp",
+            "cpu_kernels/*.h",
+            "data/named_templates/*.jinja",
+        ]  # fmt: skip
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.8.0,<2.14",

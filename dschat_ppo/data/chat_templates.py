@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,105 +28,14 @@ FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _BAKED = r"\{{%- set {} = [^\n]* %\}}\n"  # a line of `with_variables`
 
-# Of the named templates. `start` and `end_of_turn` are set above this text, see `named_template`.
-_CHECKS = """\
-{%- for message in messages %}
-{%- if message.role not in ['system', 'user', 'assistant'] %}
-{{- raise_exception("the template NAME has no form for the role '" ~ message.role ~ "'") }}
-{%- endif %}
-{%- if message.tool_calls or tools %}
-{{- raise_exception('the template NAME has no form for tools') }}
-{%- endif %}
-{%- endfor %}
-{{- start }}
-"""
-
-
-@dataclass(frozen=True)
-class NamedTemplate:
-    """A template that `--chat_template` knows by name: `text` is its Jinja text after `_CHECKS`, `end` the token that
-    ends a turn (None for the tokenizer's EOS), `tokens` further tokens that it writes."""
-
-    end: str | None
-    tokens: tuple[str, ...]
-    text: str
-
-
-# DeepSpeed-Chat's data sets give " Human: QUESTION Assistant:" and " ANSWER", without line breaks.
-NAMED = {
-    "chatml": NamedTemplate(
-        "<|im_end|>",
-        ("<|im_start|>",),
-        """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{- message.content + end_of_turn }}{%- endgeneration %}
-{%- else %}
-{{- message.content + end_of_turn }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-""",
-    ),
-    "llama-3": NamedTemplate(
-        "<|eot_id|>",
-        ("<|start_header_id|>", "<|end_header_id|>"),
-        """\
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{- message.content | trim + end_of_turn }}{%- endgeneration %}
-{%- else %}
-{{- message.content | trim + end_of_turn }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-""",
-    ),
-    "zephyr": NamedTemplate(
-        None,
-        (),
-        """\
-{%- for message in messages %}
-{{- '<|' + message.role + '|>\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{- message.content + end_of_turn }}{%- endgeneration %}
-{%- else %}
-{{- message.content + end_of_turn }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|assistant|>\\n' }}
-{%- endif %}
-""",
-    ),
-    "human-assistant": NamedTemplate(
-        None,
-        (),
-        """\
-{%- for message in messages %}
-{%- if message.role == 'system' %}
-{{- ' System: ' + message.content }}
-{%- elif message.role == 'user' %}
-{{- ' Human: ' + message.content }}
-{%- else %}
-{{- ' Assistant:' }}
-{%- generation %}{{- ' ' + message.content + end_of_turn }}{%- endgeneration %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- ' Assistant:' }}
-{%- endif %}
-""",
-    ),
+# name -> (the token that ends a turn, None for the tokenizer's EOS; further tokens that the template writes)
+NAMED: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "chatml": ("<|im_end|>", ("<|im_start|>",)),
+    "llama-3": ("<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>")),
+    "zephyr": (None, ()),
+    "human-assistant": (None, ()),  # the text of DeepSpeed-Chat's data sets: no line breaks
 }
+_TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 
 
 class _GenerationTag(Extension):
@@ -142,23 +49,6 @@ class _GenerationTag(Extension):
 
 
 _JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-
-
-UNBOUNDED = "computes a power (**) or a product of two variables, which can take forever; remove it"
-
-
-@cache
-def has_unbounded_numbers(template: str) -> bool:
-    """Whether the Jinja text computes powers or products of two variables; False if it has a syntax error. Repeated
-    squaring gives numbers of millions of digits, and nothing interrupts a single operation on them. Raises
-    `RecursionError` for a text that is nested too deeply."""
-    try:
-        tree = _JINJA.parse(template)
-    except jinja2.TemplateSyntaxError:  # rendering reports it
-        return False
-    factors = [(product.left, product.right) for product in tree.find_all(nodes.Mul)]
-    products = [pair for pair in factors if not any(isinstance(factor, nodes.Const) for factor in pair)]
-    return bool(products) or tree.find(nodes.Pow) is not None
 
 
 def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
@@ -184,33 +74,31 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The Jinja text of a named template for `tokenizer`. Turns end with the template's own token if the tokenizer has
     it, otherwise with EOS. The text starts with BOS if the tokenizer writes BOS before plain text."""
-    named, known = NAMED[name], tokenizer.get_vocab()
-    has_end = named.end in known
+    (end, others), known = NAMED[name], tokenizer.get_vocab()
+    has_end = end in known
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     head = f"{{%- set start = {'bos_token' if begins else _literal('')} %}}\n"
-    head += f"{{%- set end_of_turn = {_literal(named.end) if has_end else 'eos_token'} %}}\n"
-    end = named.end if has_end else tokenizer.eos_token
-    note = "" if has_end or named.end is None else f", because the tokenizer has no token {named.end}"
-    logger().info(f"chat template: {name}; turns end with {end}{note}")
-    missing = [token for token in named.tokens if token not in known]
+    head += f"{{%- set end_of_turn = {_literal(end) if has_end else 'eos_token'} %}}\n"
+    note = "" if has_end or end is None else f", because the tokenizer has no token {end}"
+    logger().info(f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}{note}")
+    missing = [token for token in others if token not in known]
     if missing:
         logger().warning(
             f"{FLAG} {name}: the tokenizer has no token {' or '.join(missing)}, so it becomes several tokens of "
             "plain text"
         )
-    return head + _CHECKS.replace("NAME", name) + named.text
+    checks, text = (_TEXTS.joinpath(f"{part}.jinja").read_text(encoding="utf-8") for part in ("checks", name))
+    return head + checks.replace("NAME", name) + text
 
 
 def template_of_file(name: str) -> str:
-    """The text of a Jinja file, checked: syntax, depth, no numbers of unbounded size, and that it uses `messages`."""
+    """The text of a Jinja file, checked: syntax, depth, and that it uses `messages`."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
     with reading(f"{FLAG} {name}: cannot be read as UTF-8 text"):
         text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     with reading(f"{FLAG} {name}: cannot be parsed"):  # Python's parser and Jinja's limit the nesting
-        if has_unbounded_numbers(text):
-            raise UserError(f"{FLAG} {name}: {UNBOUNDED}")
         try:
             _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:

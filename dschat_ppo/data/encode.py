@@ -1,29 +1,35 @@
-"""Examples to token ids, many at a time."""
+"""Texts to token ids, in one way for all steps.
+
+A text prompt is encoded unchanged, and an answer to it ends with EOS. Chat messages are rendered by the chat template
+(`templates.py`), and an answer to them ends with the template's end-of-turn token. Prompt and answer are separate
+lists, because in step 3 the prompt ends there.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.messages import Message
-from dschat_ppo.data.template_limits import GROUP_BYTES, check_size, in_groups
 from dschat_ppo.data.templates import (
-    encode_answer,
-    finished,
-    ids_of,
+    Messages,
+    Tools,
     render_answer,
     render_prompt,
-    starts_with_bos,
-    text_anchor,
     text_answer,
-    without_eos,
-)
-from dschat_ppo.data.turns import Span, token_spans, token_spans_by_prefix, turn_spans
+    turn_end,
+    without_final,
+)  # fmt: skip
+from dschat_ppo.data.turns import Span, turn_spans
 from dschat_ppo.errors import UserError, reading
+
+MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
+GROUP_BYTES = 2**22  # of texts that are encoded together
 
 
 @dataclass(frozen=True)
@@ -36,81 +42,36 @@ class EncodedExample:
     prompt_spans: list[tuple[int, int]]
 
 
-class _Texts:
-    """Texts to encode with the same settings, each once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, with_offsets: bool = False):
-        self._tokenizer = tokenizer
-        self._add_special_tokens = add_special_tokens
-        self._with_offsets = with_offsets
-        self._slots: dict[str, int] = {}
-        self.size = 0  # bytes of all texts
-        self._ids: list[list[int] | UserError] = []
-        self._offsets: list[list[Span]] = []
-
-    def add(self, text: str) -> None:
-        """To be encoded by `encode`; `UserError` if it is too long."""
-        if text not in self._slots:
-            self.size += check_size(text)
-            self._slots[text] = len(self._slots)
-
-    def encode(self) -> None:
-        """Encode all texts, in few calls. If the tokenizer rejects one, one by one."""
-        for texts in in_groups(self._slots):
-            try:
-                with reading("the tokenizer rejects this text"):
-                    found = self._tokenizer(
-                        texts, add_special_tokens=self._add_special_tokens, return_attention_mask=False,
-                        return_token_type_ids=False, return_offsets_mapping=self._with_offsets, verbose=False,
-                    )  # fmt: skip
-            except UserError:
-                self._ids, self._offsets = [self._encode_one(text) for text in self._slots], []
-                return
-            self._ids += found["input_ids"]
-            if self._with_offsets:
-                self._offsets += found["offset_mapping"]
-
-    def _encode_one(self, text: str) -> list[int] | UserError:
-        try:
-            return ids_of(self._tokenizer, text, self._add_special_tokens)
-        except UserError as problem:
-            return problem
-
-    def ids(self, text: str) -> list[int]:
-        """Ids of an added text, shared by all who ask for them; `UserError` if the tokenizer rejects it."""
-        found = self._ids[self._slots[text]]
-        if isinstance(found, UserError):
-            raise found
-        return found
-
-    def token_spans(self, text: str, spans: list[Span]) -> list[Span]:
-        """Ranges of tokens for ranges of characters of an added text."""
-        if self._offsets:
-            return token_spans(self._offsets[self._slots[text]], spans)
-        return token_spans_by_prefix(self._tokenizer, text, self.ids(text), spans)
-
-
 @dataclass(frozen=True)
-class _Rendered:
-    """The texts of an example with chat messages.
+class _Texts:
+    """What is encoded of an example.
 
     Attributes:
-        opening: prompt, with the opening of the assistant's turn.
-        tail: end of `opening` from its last special token; it is encoded again with each answer.
-        turns: text after `opening` and id of the final token, of each answer.
-        spans: characters of `opening` that are earlier answers.
+        prompt: text, with the opening of the assistant's turn if it is a chat.
+        kind: of the prompt: "special" if the tokenizer adds its own tokens, such as BOS; "traced" if the characters of
+            each token are needed, for `spans`; otherwise "plain", as answers are.
+        before: texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these
+            are removed: some tokenizers put a space before every text.
+        answers: text and id of the final token of each.
+        spans: characters of `prompt` that are earlier answers.
     """
 
-    opening: str
-    tail: str
-    turns: list[tuple[str, int]]
+    prompt: str
+    is_chat: bool
+    kind: Literal["special", "traced", "plain"]
+    before: tuple[str, ...]
+    answers: list[tuple[str, int]]
     spans: list[Span]
+
+    def after(self) -> list[str]:
+        """The texts from which the ids of the answers are taken first."""
+        return [self.before[0], *(self.before[0] + text for text, _ in self.answers)] if self.answers else []
 
 
 def encode_examples(
     tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example], all_turns: bool
 ) -> Iterator[EncodedExample | UserError]:
-    """Encode examples in few calls of the tokenizer. The ids equal those of `encode_prompt` and `encode_answer`.
+    """Encode examples in few calls of the tokenizer.
 
     With `all_turns` the earlier answers in prompts of chat messages are found too; otherwise `prompt_spans` is empty.
 
@@ -119,87 +80,93 @@ def encode_examples(
         texts share their lists. Texts of `GROUP_BYTES` are encoded together, so use or drop the ids before you ask for
         more: a batch of long rows needs gigabytes.
     """
-    special = _special_tokens(tokenizer)
-    group = _Group(tokenizer, all_turns, special)
+    group, size = list[_Texts | UserError](), 0
     for example in examples:
-        group.add(example)
-        if group.size > GROUP_BYTES:
-            yield from group.encoded()
-            group = _Group(tokenizer, all_turns, special)
-    yield from group.encoded()
-
-
-class _Group:
-    """Examples that are encoded together; see `encode_examples`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, all_turns: bool, special: re.Pattern[str] | None):
-        self._tokenizer, self._all_turns, self._special = tokenizer, all_turns, special
-        # text prompts, by whether BOS is added
-        self._prompts = {added: _Texts(tokenizer, added) for added in (True, False)}
-        self._plain = self._prompts[False]  # and answers
-        self._traced = _Texts(tokenizer, False, with_offsets=tokenizer.is_fast)
-        self._rendered: list[tuple[Example, _Rendered | UserError | None]] = []
-
-    @property
-    def size(self) -> int:
-        """Bytes of all texts."""
-        return self._prompts[True].size + self._plain.size + self._traced.size
-
-    def add(self, example: Example) -> None:
-        """Render an example."""
         try:
-            self._rendered.append((example, self._add_texts(example)))
+            texts = _texts_of(tokenizer, example, all_turns)
+            size += sum(map(check_size, {texts.prompt, *texts.after()}))
+            group.append(texts)
         except UserError as problem:
-            self._rendered.append((example, problem))
-
-    def _add_texts(self, example: Example) -> _Rendered | None:
-        """Add the texts of an example; None if its prompt is text."""
-        if isinstance(example.prompt, str):
-            self._prompts[not starts_with_bos(self._tokenizer, example.prompt)].add(example.prompt)
-            anchor = text_anchor(self._tokenizer, example.prompt)
-            for text in (anchor, *(anchor + text_answer(self._tokenizer, answer)[0] for answer in example.answers)):
-                self._plain.add(text)
-            return None
-        texts = _render(self._tokenizer, example, self._all_turns, self._special)
-        (self._traced if texts.spans else self._plain).add(texts.opening)
-        for turn, _ in texts.turns:
-            self._plain.add(texts.tail + turn)
-        return texts
-
-    def encoded(self) -> Iterator[EncodedExample | UserError]:
-        """The ids of each example, or its problem."""
-        for texts in (*self._prompts.values(), self._traced):
-            texts.encode()
-        for example, rendered in self._rendered:
-            try:
-                yield rendered if isinstance(rendered, UserError) else self._ids(example, rendered)
-            except UserError as problem:
-                yield problem
-
-    def _ids(self, example: Example, rendered: _Rendered | None) -> EncodedExample:
-        tokenizer, plain = self._tokenizer, self._plain
-        if rendered is not None:
-            return _assemble(tokenizer, example, rendered, self._traced if rendered.spans else plain, plain)
-        assert isinstance(example.prompt, str)
-        prompt = self._prompts[not starts_with_bos(tokenizer, example.prompt)].ids(example.prompt)
-        answers = [self._text_answer_ids(example.prompt, answer) for answer in example.answers]
-        prompt = without_eos(tokenizer, prompt)
-        if prompt == [tokenizer.bos_token_id]:  # plain text, which may bring its own BOS
-            answers = [answer[1:] if answer[:1] == prompt else answer for answer in answers]
-        return EncodedExample(prompt, answers, [])
-
-    def _text_answer_ids(self, prompt: str, answer: str | Message) -> list[int]:
-        anchor = text_anchor(self._tokenizer, prompt)
-        text, final = text_answer(self._tokenizer, answer)
-        known, ids = self._plain.ids(anchor), self._plain.ids(anchor + text)
-        if ids[: len(known)] != known:
-            return encode_answer(self._tokenizer, prompt, answer)
-        return finished(ids[len(known) :], final)
+            group.append(problem)
+        if size > GROUP_BYTES:
+            yield from _encoded(tokenizer, group)
+            group, size = [], 0
+    yield from _encoded(tokenizer, group)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
+    """Token ids of one prompt; `UserError`, without the name of the row, if it cannot be encoded."""
+    (found,) = encode_examples(tokenizer, [Example(prompt, [], tools=tools)], False)
+    if isinstance(found, UserError):
+        raise found
+    return found.prompt
+
+
+def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
+    template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
+    turn, eos = turn_end(tokenizer).token, int(tokenizer.eos_token_id)
+    names = tuple(map(str, tokenizer.convert_ids_to_tokens([turn, eos])))
+    end = turn if names[0] in text else eos
+    ids = list(encode_prompt(tokenizer, without_final(text, names)))
+    while ids and ids[-1] == end:
+        ids.pop()
+    return [*ids, end]
+
+
+def check_size(text: str) -> int:
+    """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII. `UserError` above
+    `MOST_BYTES`."""
+    size = len(text) if text.isascii() else 4 * len(text)
+    if size > MOST_BYTES and len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        raise UserError(
+            f"a text of {len(text):,} characters is too long for the tokenizer, which takes {MOST_BYTES >> 20} MiB at "
+            "once; split it"
+        )
+    return size
+
+
+def in_groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in the same order, in lists to encode together."""
+    group, size = list[str](), 0
+    for text in texts:
+        group.append(text)
+        size += check_size(text)
+        if size > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _texts_of(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool) -> _Texts:
+    """Render an example."""
+    prompt = example.prompt
+    if isinstance(prompt, str):
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        answers = [text_answer(tokenizer, answer) for answer in example.answers]
+        # Without a text before it, the answer " The" after "Answer:" would be "Answer:  The". A token may span the end
+        # of the line break.
+        before = ("\n", ":", "") if prompt and _puts_a_space_before(tokenizer) else ("",)
+        return _Texts(prompt, False, "plain" if has_bos else "special", before, answers, [])
+    opening = render_prompt(tokenizer, prompt, example.tools)
+    spans: list[Span] = []
+    if all_turns:
+        said = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
+        found = zip(said, turn_spans(tokenizer, prompt, opening, example.tools), strict=True)
+        spans = [span for turn, span in found if turn not in example.context]
+    answers = [render_answer(tokenizer, prompt, opening, answer, example.tools) for answer in example.answers]
+    # The end from the last special token on is short; a token may span the end of the prompt.
+    last, special = 0, _special_tokens(tokenizer, len(tokenizer))
+    for place in special.finditer(opening) if special else ():
+        last = place.start()
+    return _Texts(opening, True, "traced" if spans else "plain", (opening[last:], opening, ""), answers, spans)
+
+
+@lru_cache(maxsize=16)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern[str] | None:
     """Finds the added tokens that split a text into parts which are encoded independently; None if there are none. Slow
-    tokenizers treat the parts of a text differently, so their texts are encoded whole."""
+    tokenizers treat the parts of a text differently. `size`: of the vocabulary."""
     if not tokenizer.is_fast:
         return None
     tokens = [
@@ -210,44 +177,105 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool, special: re.Pattern[str] | None
-) -> _Rendered:
-    assert not isinstance(example.prompt, str)
-    opening = render_prompt(tokenizer, example.prompt, example.tools)
-    spans = turn_spans(tokenizer, example.prompt, opening, example.tools) if all_turns else []
-    said = [number for number, message in enumerate(example.prompt) if message["role"] == "assistant"]
-    spans = [span for turn, span in zip(said, spans, strict=False) if turn not in example.context]
-    turns = [render_answer(tokenizer, example.prompt, opening, answer, example.tools) for answer in example.answers]
-    last = 0
-    for found in special.finditer(opening) if special else ():
-        last = found.start()
-    return _Rendered(opening, opening[last:], turns, spans)
+@lru_cache(maxsize=16)
+def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts a space before every text, as those of Llama 2 do."""
+    found = _Encoder(tokenizer)
+    try:
+        anchor, text, both = (found.ids(part) for part in ("\n", "x", "\nx"))
+    except UserError:  # a vocabulary without these characters and without an unknown token
+        return False
+    return both[: len(anchor)] == anchor and both[len(anchor) :] != text
 
 
-def _assemble(
-    tokenizer: PreTrainedTokenizerBase, example: Example, texts: _Rendered, openings: _Texts, plain: _Texts
-) -> EncodedExample:
-    prompt = openings.ids(texts.opening)
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, group: list[_Texts | UserError]
+) -> Iterator[EncodedExample | UserError]:
+    """The ids of each example, or its problem."""
+    encoders = {kind: _Encoder(tokenizer, kind) for kind in ("special", "traced", "plain")}
+    known = [texts for texts in group if isinstance(texts, _Texts)]
+    for kind, encoder in encoders.items():
+        prompts = [texts.prompt for texts in known if texts.kind == kind]
+        encoder.add(prompts + [text for texts in known for text in texts.after()] * (kind == "plain"))
+    for texts in group:
+        try:
+            yield texts if isinstance(texts, UserError) else _ids_of(tokenizer, texts, encoders)
+        except UserError as problem:
+            yield problem
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase, texts: _Texts, encoders: dict[str, _Encoder]) -> EncodedExample:
+    prompt, plain = encoders[texts.kind].ids(texts.prompt), encoders["plain"]
+    if not texts.is_chat and len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id:
+        prompt = prompt[:-1]  # some tokenizers append EOS to every text
     answers = []
-    for (turn, final), answer in zip(texts.turns, example.answers, strict=True):
-        ids = plain.ids(texts.tail + turn)
-        known = _known_length(prompt, ids, is_whole=texts.tail == texts.opening)
-        if known is None:  # a token spans the end of the prompt, or the parts are not independent
-            answers.append(encode_answer(tokenizer, example.prompt, answer, example.tools))
-        else:
-            answers.append(finished(ids[known:], final))
-    return EncodedExample(prompt, answers, openings.token_spans(texts.opening, texts.spans) if texts.spans else [])
+    for text, final in texts.answers:
+        for before in texts.before:
+            known, ids = plain.ids(before) if before else [], plain.ids(before + text)
+            is_end = not texts.is_chat or prompt[len(prompt) - len(known) :] == known
+            if ids[: len(known)] == known and is_end:
+                break
+        ids = ids[len(known) :]
+        answers.append(ids if ids[-1:] == [final] else [*ids, final])
+    if not texts.is_chat and prompt == [tokenizer.bos_token_id]:  # plain text, which may bring its own BOS
+        answers = [answer[1:] if answer[:1] == prompt else answer for answer in answers]
+    return EncodedExample(prompt, answers, encoders[texts.kind].token_spans(texts.prompt, texts.spans))
 
 
-def _known_length(prompt: list[int], ids: list[int], is_whole: bool) -> int | None:
-    """How many of the first `ids` are the last ones of `prompt`, from its last token equal to `ids[0]` on; None if they
-    differ.
+class _Encoder:
+    """Encodes each text once, those that `add` names in few calls of the tokenizer. `kind`: see `_Texts`."""
 
-    Args:
-        ids: of an answer, after the end of the prompt's text from its last special token.
-        is_whole: the answer was encoded after the whole text of the prompt.
-    """
-    start = 0 if is_whole else next((i for i in reversed(range(len(prompt))) if prompt[i] == ids[0]), len(prompt))
-    known = len(prompt) - start
-    return known if prompt[start:] == ids[:known] and (known or is_whole) else None
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str = "plain"):
+        self._tokenizer, self._kind = tokenizer, kind
+        self._ids: dict[str, list[int] | UserError] = {}
+        self._offsets: dict[str, list[Span]] = {}  # first and last + 1 character of each token
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Encode texts together; one by one if the tokenizer rejects one of them."""
+        for group in in_groups(dict.fromkeys(texts)):
+            try:
+                self._encode(group)
+            except UserError as problem:
+                self._ids[group[0]] = problem
+                for text in group if len(group) > 1 else ():
+                    self.add([text])
+
+    def _encode(self, texts: list[str]) -> None:
+        has_offsets = self._kind == "traced" and self._tokenizer.is_fast
+        with reading("the tokenizer rejects this text"):
+            found = self._tokenizer(
+                texts, add_special_tokens=self._kind == "special", return_attention_mask=False,
+                return_token_type_ids=False, return_offsets_mapping=has_offsets, verbose=False,
+            )  # fmt: skip
+        self._ids |= zip(texts, found["input_ids"], strict=True)
+        self._offsets |= zip(texts, found["offset_mapping"] if has_offsets else (), strict=False)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text, shared by all who ask for them; `UserError` if the tokenizer rejects it."""
+        if text not in self._ids:
+            self.add([text])
+        found = self._ids[text]
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def token_spans(self, text: str, spans: list[Span]) -> list[Span]:
+        """Ranges of tokens for ranges of characters of a text, in order and disjoint. A token on a boundary belongs to
+        the range."""
+        if text not in self._offsets:
+            return [(self._tokens_before(text, start), self._tokens_before(text, stop)) for start, stop in spans]
+        offsets, found, token = self._offsets[text], list[Span](), 0
+        for start, stop in spans:
+            while token < len(offsets) and offsets[token][1] <= start:
+                token += 1
+            first = token
+            while token < len(offsets) and offsets[token][0] < stop:
+                token += 1
+            found.append((first, token))
+        return found
+
+    def _tokens_before(self, text: str, character: int) -> int:
+        """How many of the first tokens of a text are those of its start, for tokenizers that do not tell offsets."""
+        start, whole = self.ids(text[:character]), self.ids(text)
+        differ = (place for place, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b)
+        return next(differ, min(len(start), len(whole)))

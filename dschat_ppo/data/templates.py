@@ -1,21 +1,16 @@
-"""Tokenise prompts and answers, given as text or as chat messages. All three steps use these functions.
-
-A text prompt is encoded unchanged. Chat messages are rendered with the tokenizer's chat template, followed by the
-opening of the assistant's turn. An answer to chat messages ends with the end-of-turn token of the template; an answer
-to a text prompt ends with the tokenizer's EOS. Generation stops at both (`answer_ends`).
-"""
+"""Chat messages to text by the tokenizer's chat template: prompts with the opening of the assistant's turn, answers,
+and the tokens at which an answer ends."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.messages import THOUGHTS
-from dschat_ppo.data.template_limits import check_size, rendered_within_limits
 from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
 
@@ -40,26 +35,6 @@ def is_messages(value: Any) -> bool:
             for turn in value
         )
     )
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
-    """Token ids of a prompt. A BOS comes from the tokenizer (text) or the chat template (messages), never from both.
-    `UserError`, without the name of the row, if there is no template, or if it or the tokenizer rejects the prompt or
-    leaves a part of it out."""
-    if isinstance(prompt, str):
-        ids = ids_of(tokenizer, prompt, add_special_tokens=not starts_with_bos(tokenizer, prompt))
-        return without_eos(tokenizer, ids)
-    return ids_of(tokenizer, render_prompt(tokenizer, prompt, tools), add_special_tokens=False)
-
-
-def starts_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether `text` brings its own BOS, so that the tokenizer must not add one."""
-    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-
-
-def without_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Ids of a prompt without a final EOS: some tokenizers append EOS to every text."""
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 @dataclass(frozen=True)
@@ -134,66 +109,6 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys((int(tokenizer.eos_token_id), end.token, *earlier)))
 
 
-def encode_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Messages,
-    answer: str | Message,
-    tools: Tools | None = None,
-) -> list[int]:
-    """Token ids of an answer to `prompt`, with exactly one final token. After a text prompt the final token is the one
-    of `answer_ends` that the text ends with, or else EOS. After chat messages the ids are those that the chat template
-    renders, up to and including its end-of-turn token."""
-    if isinstance(prompt, str):
-        text, final = text_answer(tokenizer, answer)
-        for anchor in (text_anchor(tokenizer, prompt), ":"):  # a token may span the end of an anchor
-            known = ids_of(tokenizer, anchor, add_special_tokens=False) if anchor else []
-            ids = ids_of(tokenizer, anchor + text, add_special_tokens=False)
-            if ids[: len(known)] == known:
-                return finished(ids[len(known) :], final)
-        return finished(ids_of(tokenizer, text, add_special_tokens=False), final)
-    opening = render_prompt(tokenizer, prompt, tools)
-    turn, final = render_answer(tokenizer, prompt, opening, answer, tools)
-    # Encoded together with the prompt, because some tokenizers put a space before every text.
-    prompt_ids = ids_of(tokenizer, opening, add_special_tokens=False)
-    ids = ids_of(tokenizer, opening + turn, add_special_tokens=False)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        return finished(ids[len(prompt_ids) :], final)
-    return finished(ids_of(tokenizer, turn, add_special_tokens=False), final)  # a token would span the prompt's end
-
-
-def text_anchor(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Text before which an answer to a text prompt is encoded, and whose ids are then removed. A line break if the
-    tokenizer puts a space before every text, as those of Llama 2 do: without the anchor, the answer " The" after
-    "Answer:" would be "Answer:  The". Otherwise, and after an empty prompt, ""."""
-    return "\n" if prompt and _puts_a_space_before(tokenizer) else ""
-
-
-@lru_cache(maxsize=16)
-def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        anchor, text, both = (ids_of(tokenizer, part, add_special_tokens=False) for part in ("\n", "x", "\nx"))
-    except UserError:  # a vocabulary without these characters and without an unknown token
-        return False
-    return both[: len(anchor)] == anchor and both[len(anchor) :] != text
-
-
-def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
-    template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
-    turn = turn_end(tokenizer).token
-    names = tuple(map(str, tokenizer.convert_ids_to_tokens([turn, int(tokenizer.eos_token_id)])))
-    end = turn if names[0] in text else int(tokenizer.eos_token_id)
-    ids = encode_prompt(tokenizer, _without_final(text, names))
-    while ids and ids[-1] == end:
-        ids.pop()
-    return [*ids, end]
-
-
-def finished(ids: list[int], final: int) -> list[int]:
-    """`ids` with `final` as their last one."""
-    return ids if ids[-1:] == [final] else [*ids, final]
-
-
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
     """(text of an answer to a text prompt, id of its final token). A text that is rendered already ends with the
     end-of-turn token; that one is its final token, and white space after it is dropped. Tool calls are refused."""
@@ -228,7 +143,7 @@ def render_answer(
     end = turn_end(tokenizer)
     final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-    content = _without_final(message.get("content") or "", final)
+    content = without_final(message.get("content") or "", final)
     message = {**message, "content": content} if message.get("content") is not None else message
     whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
     is_text = not any(message.get(key) for key in _BESIDES_CONTENT)
@@ -266,7 +181,8 @@ def _without_opening(content: str, opening: str) -> str:
     return content[len(begun) :]
 
 
-def _without_final(answer: str, final: tuple[str, ...]) -> str:
+def without_final(answer: str, final: tuple[str, ...]) -> str:
+    """A text without the tokens `final` at its end."""
     while (bare := answer.rstrip()).endswith(final):
         answer = bare
         for token in final:
@@ -319,14 +235,7 @@ def _is_rendered_without_system(
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
     # Templates print None as text. transformers removes these keys itself from 5.21 on.
     plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
-    apply = partial(tokenizer.apply_chat_template, plain, tools=tools or None, tokenize=False)
     with reading("the chat template rejects these messages"):
-        rendered = partial(apply, add_generation_prompt=open_answer)
-        return rendered_within_limits(tokenizer.chat_template, rendered, (plain, tools))
-
-
-def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. `UserError` if the tokenizer rejects it, or it is too long to be encoded at once."""
-    check_size(text)
-    with reading("the tokenizer rejects this text"):
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return str(
+            tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=open_answer)
+        )

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dschat_ppo.data.template_limits import rendered_within_limits
-from dschat_ppo.data.templates import Messages, Tools, TurnEnd, ids_of, render, turn_end
+from dschat_ppo.data.templates import Messages, Tools, TurnEnd, render, turn_end
 from dschat_ppo.data.tool_calls import check_rendered, has_calls
 from dschat_ppo.errors import UserError, reading
 
@@ -53,34 +52,6 @@ def turn_spans(
     return spans
 
 
-def token_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
-    """Ranges of tokens for ranges of characters (in order, disjoint); a token on a boundary belongs to the range.
-    `offsets` are the first and last + 1 character of each token."""
-    found, token = [], 0
-    for start, stop in spans:
-        while token < len(offsets) and offsets[token][1] <= start:
-            token += 1
-        first = token
-        while token < len(offsets) and offsets[token][0] < stop:
-            token += 1
-        found.append((first, token))
-    return found
-
-
-def token_spans_by_prefix(
-    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], spans: list[Span]
-) -> list[Span]:
-    """As `token_spans`, for tokenizers that do not tell the characters of a token: by encoding what comes before."""
-
-    def tokens_before(position: int) -> int:
-        before = ids_of(tokenizer, text[:position], add_special_tokens=False)
-        return next(
-            (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
-        )
-
-    return [(tokens_before(start), tokens_before(stop)) for start, stop in spans]
-
-
 def _marked_spans(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None
 ) -> list[Span]:
@@ -90,10 +61,7 @@ def _marked_spans(
         return []
     plain = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     tokens: dict[str, Any] = tokenizer.special_tokens_map
-    texts: list[str] = []
-    marks: list[list[Span]] = []
-
-    def render_marked() -> str:
+    with reading("the chat template rejects these messages"):
         found: Any = render_jinja_template(
             conversations=[plain],
             tools=tools or None,
@@ -102,12 +70,8 @@ def _marked_spans(
             add_generation_prompt=True,
             **tokens,
         )
-        texts[:], marks[:] = found
-        return texts[0]
-
-    with reading("the chat template rejects these messages"):
-        rendered_within_limits(template, render_marked, (plain, tools))
-    return [(start, stop) for start, stop in marks[0] if start < stop] if texts[0] == opening else []
+    (text,), (marks,) = found
+    return [(start, stop) for start, stop in marks if start < stop] if text == opening else []
 
 
 def _probed_spans(

@@ -14,9 +14,9 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.encode import in_groups
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import ORIGIN, load_splits
-from dschat_ppo.data.template_limits import in_groups
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop

@@ -137,7 +137,7 @@ def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
 def serve(models: Sequence[ChatModel], settings: SamplingSettings, system: str, listening: socket.socket) -> None:
     """Serve the page until SIGINT or SIGTERM."""
     for model in models:
-        model.prompt_ids(conversation(system, [], "Hello"))  # chat templates have limits in the main thread only
+        model.prompt_ids(conversation(system, [], "Hello"))  # a template that refuses messages is told at the start
     host, port = listening.getsockname()[:2]
     app = page(models, settings, system)
     print_line(f"open http://{host}:{port}/ in a browser on this machine; Ctrl-C ends")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
-from dschat_ppo.data.templates import encode_finished, turn_end
+from dschat_ppo.data.encode import encode_finished
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -30,7 +30,6 @@ class TextScorer:
                 "scores whole texts; give it to --reward_model_name_or_path of step 3, with --process_reward"
             )
         self.tokenizer = load_tokenizer(folder, "--model")
-        turn_end(self.tokenizer)  # renders the chat template once, here in the main thread, where its limits hold
         check_vocabulary(self.tokenizer, config, "--model", folder)
         self.max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.max_batch_tokens = max_batch_tokens

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import tiny_config
-from tiny_tokenizers import KINDS, tokenizer_of
+from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.chat_templates import NAMED, template_of_file, with_template_flags
-from dschat_ppo.data.templates import answer_ends, encode_answer, encode_prompt, turn_end
+from dschat_ppo.data.encode import encode_prompt
+from dschat_ppo.data.templates import answer_ends, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -143,6 +144,8 @@ def test_a_file(tmp_path, said):
         (b"{% set messages = [] %}{{ messages }}", "never uses `messages`"),
         (b"", "never uses `messages`"),
         (b"{{ messages }} caf\xe9", "cannot be read as UTF-8"),
+        (b"{{ " + b"[" * 100_000, "cannot be parsed: "),
+        (b"{{ " + b"(" * 150 + b"messages" + b")" * 150 + b" }}", "cannot be parsed: "),
     ],
 )
 def test_a_file_that_is_no_template(tmp_path, content, reason):

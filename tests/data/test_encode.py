@@ -4,20 +4,20 @@ import random
 from itertools import pairwise
 
 import pytest
-from tiny_tokenizers import KINDS, tokenizer_of
+from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
 
-from dschat_ppo.data import encode, template_limits
+from dschat_ppo.data import encode
 from dschat_ppo.data.chat_templates import NAMED, named_template
-from dschat_ppo.data.encode import EncodedExample, encode_examples
-from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import (
-    encode_answer,
+from dschat_ppo.data.encode import (
+    EncodedExample,
+    check_size,
+    encode_examples,
     encode_finished,
     encode_prompt,
-    render_prompt,
-    text_anchor,
-    turn_end,
+    in_groups,
 )
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.templates import render_prompt, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import addition
 
@@ -55,24 +55,6 @@ def random_chat(rng: random.Random) -> list[dict]:
         (["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"] * 2 + ["user"])
     )
     return [{"role": role, "content": random_text(rng)} for role in roles]
-
-
-def examples(seed: int, count: int = 24) -> list[Example]:
-    rng = random.Random(seed)
-    with_bos = Example("<s>Where is it?", ["lamp"])
-    return [with_bos] + [
-        Example(rng.choice((random_chat, random_text))(rng), [random_text(rng) for _ in range(rng.randint(0, 2))])
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_batch_equals_single_rows(kind, name):
-    tokenizer = chat_tokenizer(kind, name)
-    given = examples(len(kind) + len(name))
-    for example, found in zip(given, encode_examples(tokenizer, given, False), strict=True):
-        answers = [encode_answer(tokenizer, example.prompt, answer) for answer in example.answers]
-        assert found == EncodedExample(encode_prompt(tokenizer, example.prompt), answers, [])
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -148,7 +130,7 @@ class Counting:
 def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     tokenizer = chat_tokenizer("bytes", "chatml")
     turn_end(tokenizer)
-    text_anchor(tokenizer, "a prompt")
+    encode_prompt(tokenizer, "a prompt")
     counting = Counting(tokenizer, monkeypatch)
     chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
     list(encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False))
@@ -168,8 +150,7 @@ def test_long_rows_are_encoded_a_few_at_a_time(monkeypatch, all_turns):
     given[4] = Example("half a pair: \ud83d", ["lamp"])
     whole = list(encode_examples(tokenizer, given, all_turns))
     assert sum(isinstance(each, UserError) for each in whole) == 1
-    for module in (encode, template_limits):
-        monkeypatch.setattr(module, "GROUP_BYTES", 10_000)
+    monkeypatch.setattr(encode, "GROUP_BYTES", 10_000)
     asked, lengths, call = list[int](), list[int](), tokenizer._encode_plus
 
     def spy(text, *words, **settings):
@@ -236,3 +217,20 @@ def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer
     text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
     whole = tokenizer.decode(tokenizer.encode("Where is it? Answer:" + answer), skip_special_tokens=True)
     assert text == whole
+
+
+def test_texts_are_grouped_by_their_bytes(monkeypatch):
+    monkeypatch.setattr(encode, "GROUP_BYTES", 10)
+    assert list(in_groups([])) == []
+    assert list(in_groups(["", "abcdefghij", "k", "lm"])) == [["", "abcdefghij", "k"], ["lm"]]
+    assert list(in_groups(["é" * 3, "é" * 3])) == [["ééé"], ["ééé"]]  # up to four bytes each
+
+
+def test_a_text_of_more_than_16_mib_is_refused():
+    assert check_size("a" * 2**24) == 2**24
+    assert check_size("é" * 2**23) == 2**25  # an estimate; it has 2**24 bytes
+    for text in ("a" * (2**24 + 1), "é" * 2**23 + "a"):
+        with pytest.raises(UserError, match=f"^a text of {len(text):,} characters is too long for the tokenizer"):
+            check_size(text)
+    with pytest.raises(UserError, match="too long for the tokenizer"):
+        encode_prompt(tokenizer_of("bytes"), "a" * (2**24 + 1))

@@ -5,9 +5,8 @@ import pytest
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.data.chat_templates import named_template
-from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.data.encode import EncodedExample, encode_prompt
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths, fit_row, fixed_ends
-from dschat_ppo.data.templates import encode_prompt
 
 P = Fitted.PROMPT_CUT
 A = Fitted.ANSWER_CUT

@@ -3,15 +3,14 @@
 import pytest
 from test_prepare import flags_for, write_jsonl
 from test_turn_end import SHAPES, tokenizer_of
-from tiny_tokenizers import KINDS
+from tiny_tokenizers import KINDS, encode_answer
 from tiny_tokenizers import tokenizer_of as any_tokenizer
 
-from dschat_ppo.data import templates
 from dschat_ppo.data.chunk_reader import ChunkReader
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_examples, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.templates import answer_ends, encode_answer, encode_finished, encode_prompt
+from dschat_ppo.data.templates import answer_ends
 
 # As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose theirs.
 OPENS_THINK = (
@@ -80,7 +79,7 @@ def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use, rows, te
 @pytest.mark.parametrize("answer", ["lamp", "s:\nlamp", "<think>", "think>\nlamp"])
 def test_an_answer_that_begins_as_the_opening_ends_keeps_its_start(answer):
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}Answers:\n", "</s>", MARKERS)
-    assert tokenizer.decode(templates.encode_answer(tokenizer, [ASK], answer)) == f"{answer}<|im_end|>"
+    assert tokenizer.decode(encode_answer(tokenizer, [ASK], answer)) == f"{answer}<|im_end|>"
 
 
 TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN, {"role": "assistant", "content": "red."}, ASK]
@@ -111,12 +110,12 @@ def test_four_times_the_turns_are_four_times_the_rendered_characters(template, m
     tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
     rendered = []
 
-    def counted(*arguments):
-        rendered.append(whole(*arguments))
+    def counted(*arguments, **settings):
+        rendered.append(whole(*arguments, **settings))
         return rendered[-1]
 
-    whole = templates.rendered_within_limits
-    monkeypatch.setattr(templates, "rendered_within_limits", counted)
+    whole = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
     counts = []
     for turns in (50, 200):
         rendered.clear()
@@ -140,7 +139,6 @@ def test_a_text_that_brings_its_own_bos_has_one(kind):
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
     assert ids[1:-1] == tokenizer.encode("<s>In the hall.", add_special_tokens=False)[1:]
     assert with_bos.prompt == without.prompt
-    assert with_bos.answers == [encode_answer(tokenizer, "", "<s>In the hall.")[len(with_bos.prompt) :]]
 
 
 @pytest.mark.parametrize("after", ["", "\n", " \n\n"])

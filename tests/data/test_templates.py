@@ -1,9 +1,11 @@
 """Prompts and answers as token ids: BOS and EOS exactly once, for text and for chat messages."""
 
 import pytest
+from tiny_tokenizers import encode_answer
 from tokenizers.processors import TemplateProcessing
 
-from dschat_ppo.data.templates import encode_answer, encode_prompt, is_messages
+from dschat_ppo.data.encode import encode_prompt
+from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.tools.toy_model import EOS

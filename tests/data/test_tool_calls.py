@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from tiny_tokenizers import tokenizer_of
+from tiny_tokenizers import encode_answer, tokenizer_of
 
-from dschat_ppo.data.encode import encode_examples
-from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import encode_answer, encode_prompt, is_messages
+from dschat_ppo.data.encode import encode_prompt
+from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 
 FIND = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp ☕"}}}
@@ -64,16 +63,6 @@ def test_tool_calls_need_no_content(content):
     assert is_messages(talk)
     assert not is_messages([*ASK, {**message, "content": None, "tool_calls": []}])
     assert "None" not in tokenizer.decode(encode_prompt(tokenizer, talk))
-
-
-def test_a_batch_equals_single_rows():
-    tokenizer = templated(HERMES)
-    talk = [*ASK, CALL, {"role": "tool", "content": "hall"}]
-    examples = [Example(ASK, [CALL], tools=TOOLS), Example(talk, ["Here.", CALL], tools=TOOLS), Example(talk, [])]
-    for example, found in zip(examples, encode_examples(tokenizer, examples, True), strict=True):
-        assert found.prompt == encode_prompt(tokenizer, example.prompt, example.tools)
-        answers = [encode_answer(tokenizer, example.prompt, each, example.tools) for each in example.answers]
-        assert found.answers == answers
 
 
 def test_tool_calls_may_end_with_another_token():
@@ -158,5 +147,3 @@ OPENS = (
 def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expected):
     tokenizer = templated(OPENS.replace("OPENED", opened))
     assert tokenizer.decode(encode_answer(tokenizer, ASK, answer)) == f"{expected}<|im_end|>"
-    (found,) = encode_examples(tokenizer, [Example(ASK, [answer])], False)
-    assert tokenizer.decode(found.answers[0]) == f"{expected}<|im_end|>"

@@ -4,8 +4,8 @@ import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from test_prepare import TOKENIZER, flags_for, write_jsonl
 
-from dschat_ppo.data import template_limits, unsupervised
-from dschat_ppo.data.template_limits import in_groups
+from dschat_ppo.data import encode, unsupervised
+from dschat_ppo.data.encode import in_groups
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.errors import UserError
 
@@ -28,7 +28,7 @@ def test_texts_are_joined_by_eos_and_cut_into_blocks(tmp_path):
 def test_long_texts_are_encoded_a_few_at_a_time(tmp_path, monkeypatch):
     rows = [{"text": f"{number} a b " * 100} for number in range(5)]
     whole = read_blocks(tmp_path, rows, 64)[:]
-    monkeypatch.setattr(template_limits, "GROUP_BYTES", 500)
+    monkeypatch.setattr(encode, "GROUP_BYTES", 500)
     given = []
     monkeypatch.setattr(unsupervised, "in_groups", lambda texts: (given.append(g) or g for g in in_groups(texts)))
     (tmp_path / "again").mkdir()

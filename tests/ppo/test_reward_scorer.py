@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from tiny_tokenizers import KINDS, tokenizer_of
 
-from dschat_ppo.data.templates import encode_prompt
+from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.ppo.score import RewardScorer
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_mixture import RewardMixture

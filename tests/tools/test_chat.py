@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from dschat_ppo.data import template_limits
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import PORT, main, read_arguments
 from dschat_ppo.tools.chat_model import Token, conversation
@@ -50,15 +49,6 @@ def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert main(["--model", "./nothing", "--web"]) == 2
     assert capsys.readouterr().err == 'error: --web needs the package gradio: pip install -e ".[chat]"\n'
-
-
-def test_a_page_with_an_endless_chat_template_does_not_start(assets, tmp_path, monkeypatch, capsys):
-    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
-    (tmp_path / "endless.jinja").write_text(template)
-    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
-    words = ["--model", str(assets / "lm"), "--dtype", "fp32", "--web", "--port", "0"]
-    assert main([*words, "--chat_template", str(tmp_path / "endless.jinja")]) == 2
-    assert "the chat template needs more than 0.5 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--model", "reward"], ["--model", "lm", "--compare", "reward"]])
