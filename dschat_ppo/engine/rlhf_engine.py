@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from dschat_ppo.common.dist import device, world_size
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.schedule_flags import ModelSchedule, ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
@@ -12,20 +14,35 @@ from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
-from dschat_ppo.engine.role_models import ModelFolders, RoleModels
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
-from dschat_ppo.models.adapters import merged
+from dschat_ppo.models.adapters import AdapterSettings, adapter_settings, merged
 from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.long_sequences import apply_memory_flags
+from dschat_ppo.models.model_folders import is_adapter_folder
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.types import Engine
+
+
+@dataclass(frozen=True)
+class ModelFolders:
+    """Local folders of the models; None for a role that the run does not use."""
+
+    actor: str
+    critic: str | None
+    reward: str | None
+    reference: str | None = None  # if it is not the actor's folder
 
 
 class RLHFEngine:
     """Builds and holds the engines of actor, reference, critic and reward model.
 
     Actor and reference start from the SFT model, unless the reference has a folder, and critic and reward model from
-    the reward model. Under ZeRO-3 each model is partitioned while its layers are built. Engines may share the
-    parameters of a frozen base (`RoleModels`). What the run does not use is None.
+    the reward model. Under ZeRO-3 each model is partitioned while its layers are built. If only the actor's adapter
+    trains and the reference has no folder, the reference consists of modules over the actor's frozen weights; with
+    `--share_base` critic and reward model do too. What the run does not use is None.
 
     Attributes:
         actor, critic: train.
@@ -40,23 +57,42 @@ class RLHFEngine:
         # if other weights train with an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         ppo, own, lora = config.ppo, config.ppo_schedule, config.lora
+        dtype, resize = config.run.dtype, config.run.resize_vocabulary
         schedules = ppo_schedules(ppo, own, config.algorithm.has_critic)
+
         quantised_frozen = config.ppo_memory.enable_mixed_precision_lora
         ds_config = _training(config, ppo.actor_zero_stage, ppo.max_grad_norm, quantised_frozen)
-        models = RoleModels(config, folders, ds_config)
-
+        lm = load_causal_lm(folders.actor, dtype, ds_config, ppo.actor_dropout or 0.0, resize, actor_adapter(config))
+        actor = PolicyModel(lm)
+        # Made here because an engine adds hooks, which a copy of the modules would have too.
+        continues = is_adapter_folder(folders.actor)
+        over_actor = config.algorithm.has_reference and folders.reference is None and config.actor_base_is_frozen
+        reference_lm = model_over_base(lm, copies_adapter=continues) if over_actor else None
+        base = model_over_base(lm) if lora.share_base else None
         if ppo.actor_gradient_checkpointing:
-            models.actor.gradient_checkpointing_enable()
-        apply_memory_flags(models.actor, config.memory)
+            actor.gradient_checkpointing_enable()
+        apply_memory_flags(actor, config.memory)
         rate = lora.actor_lora_learning_rate
         optimizer = _adamw(config, schedules[0], ppo.actor_weight_decay, plan.actor_updates, rate)
-        self.actor = train_engine(models.actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters)
+        self.actor = train_engine(actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters)
         select_kernels(self.actor)
-        self.actor_average = MovingAverage(models.actor.lm, ppo.ema_decay) if ppo.enable_ema else None
-
+        self.actor_average = MovingAverage(lm, ppo.ema_decay) if ppo.enable_ema else None
         # of the engines that may be over the actor's weights; --deepspeed_config may set another than the flag
         actor_stage: int = ds_config["zero_optimization"]["stage"]
-        self.reference = self._build_reference(config, folders, models, actor_stage)
+
+        self.reference: Engine | None = None
+        if config.algorithm.has_reference:
+            stage = actor_stage if over_actor else ppo.actor_zero_stage
+            ds_config = eval_config(stage, dtype, ppo.offload_reference_model, world_size())
+            if reference_lm is not None:
+                adapter = "a frozen copy of its first adapter" if continues else "no adapter"
+                logger().info(f"reference: the actor's frozen weights with {adapter}; no reference model is held")
+            else:
+                reference_lm = load_causal_lm(folders.reference or folders.actor, dtype, ds_config, resize=resize)
+            # The same model with the actor's kernels: both give the same bits before any update.
+            same = folders.reference is None
+            reference = PolicyModel(reference_lm, actor.layout) if same else PolicyModel(reference_lm)
+            self.reference = self._evaluating(reference, ds_config, config, selects=not same)
         self.reference_sync: ReferenceSync | None = None
         if self.reference is not None and own.ref_sync_interval > 0:
             self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
@@ -64,8 +100,16 @@ class RLHFEngine:
         self.critic: Engine | None = None
         if folders.critic:
             clip = ppo.max_grad_norm if own.critic_max_grad_norm is None else own.critic_max_grad_norm
-            ds_config = _training(config, ppo.critic_zero_stage, clip)
-            critic = models.critic(folders.critic, ds_config)
+            ds_config, settings = _training(config, ppo.critic_zero_stage, clip), critic_adapter(config)
+            if base is not None:
+                logger().info("critic: an adapter and a head over the actor's frozen weights (--share_base)")
+                classifier = classifier_over_base(base, folders.critic, settings)
+            else:
+                new_head, dropout = config.critic_may_have_new_head, ppo.critic_dropout or 0.0
+                classifier = load_sequence_classifier(
+                    folders.critic, dtype, ds_config, new_head, dropout, resize, settings
+                )
+            critic = ScalarModel(classifier)
             if ppo.critic_gradient_checkpointing:
                 critic.gradient_checkpointing_enable()
             apply_memory_flags(critic, config.memory)
@@ -75,39 +119,30 @@ class RLHFEngine:
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
 
-        self.reward = self._build_reward_model(config, folders, models, actor_stage)
+        self.reward: Engine | None = None
+        if folders.reward:
+            stage = actor_stage if lora.share_base else ppo.critic_zero_stage
+            ds_config = eval_config(stage, dtype, ppo.offload_reward_model, world_size())
+            if base is not None:
+                logger().info("reward model: its adapter and head over the actor's frozen weights (--share_base)")
+                classifier = classifier_over_base(base, folders.reward)
+            else:
+                classifier = load_sequence_classifier(folders.reward, dtype, ds_config, new_head=False, resize=resize)
+            same = self.critic is not None and folders.reward == folders.critic
+            self.reward = self._evaluating(ScalarModel(classifier), ds_config, config, selects=not same)
+            if self.critic is not None and same:
+                self.reward.module.layout = self.critic.module.layout  # the same model, already tested
+
         self.hybrid = self._build_hybrid(config, actor_stage)
 
-    def _build_reference(
-        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, actor_stage: int
-    ) -> Engine | None:
-        if not config.algorithm.has_reference:
-            return None
-        over_actor = folders.reference is None and config.actor_base_is_frozen
-        stage = actor_stage if over_actor else config.ppo.actor_zero_stage
-        ds_config = eval_config(stage, config.run.dtype, config.ppo.offload_reference_model, world_size())
-        reference = models.reference(ds_config)
-        apply_memory_flags(reference, config.memory)
-        share_gathering(reference, self.actor)
-        engine = eval_engine(reference, ds_config)
-        if folders.reference is not None:  # else it has the actor's kernels
-            select_kernels(engine)
-        return engine
-
-    def _build_reward_model(
-        self, config: PPOConfig, folders: ModelFolders, models: RoleModels, actor_stage: int
-    ) -> Engine | None:
-        if not folders.reward:
-            return None
-        stage = actor_stage if config.lora.share_base else config.ppo.critic_zero_stage
-        ds_config = eval_config(stage, config.run.dtype, config.ppo.offload_reward_model, world_size())
-        reward = models.reward(folders.reward, ds_config)
-        apply_memory_flags(reward, config.memory)
-        share_gathering(reward, self.actor)
-        engine = eval_engine(reward, ds_config)
-        if self.critic is not None and folders.reward == folders.critic:
-            reward.layout = self.critic.module.layout  # the same model, already tested
-        else:
+    def _evaluating(
+        self, model: PolicyModel | ScalarModel, ds_config: Config, config: PPOConfig, selects: bool
+    ) -> Engine:
+        """An engine that only runs forward; `selects` the kernels of the model, which has no others yet."""
+        apply_memory_flags(model, config.memory)
+        share_gathering(model, self.actor)
+        engine = eval_engine(model, ds_config)
+        if selects:
             select_kernels(engine)
         return engine
 
@@ -162,3 +197,15 @@ def _adamw(
         model.peak, weight_decay, model.kind, warmup, updates, (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
         lora_learning_rate, config.schedule.min_lr_ratio,
     )  # fmt: skip
+
+
+def actor_adapter(config: PPOConfig) -> AdapterSettings | None:
+    """The adapter that the flags ask for the actor."""
+    lora, flag = config.lora, "--actor_lora_module_name"
+    return adapter_settings(lora.actor_lora_dim, lora.actor_lora_module_name, config.adapters, flag)
+
+
+def critic_adapter(config: PPOConfig) -> AdapterSettings | None:
+    """The adapter that the flags ask for the critic."""
+    lora, flag = config.lora, "--critic_lora_module_name"
+    return adapter_settings(lora.critic_lora_dim, lora.critic_lora_module_name, config.adapters, flag)

@@ -24,7 +24,7 @@ from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
-from dschat_ppo.engine.role_models import ModelFolders
+from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer

@@ -12,7 +12,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.role_models import ModelFolders, actor_adapter, critic_adapter
+from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import (
