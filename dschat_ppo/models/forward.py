@@ -73,16 +73,10 @@ def response_values(engine: Model, rows: Rollout) -> Tensor:
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     before = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True) - 1) & (slots < lengths.unsqueeze(1) - 1)
-    values = scores_at(engine, input_ids, lengths, before)
+    values = engine(input_ids, lengths, wanted=before)  # (N,)
     return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)
 
 
 def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
     """The reward model's score at each row's last real token, (B,) fp32; ids (B, T) right-padded, lengths above 0."""
     return engine(input_ids, lengths, last_only=True)
-
-
-def scores_at(engine: Model, input_ids: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
-    """The scores at the N tokens where `wanted` (B, T) bool is True, row after row, (N,) fp32. Packed rows need no
-    memory for padding. Other arguments as for `last_token_scores`."""
-    return engine(input_ids, lengths, wanted=wanted)

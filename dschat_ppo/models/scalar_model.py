@@ -53,36 +53,33 @@ class ScalarModel(nn.Module):
         `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens where
         it is True, row after row. Packed rows then need no memory for padding."""
         with activations_on_host(self.layout.offload_activations):
-            return self._values(input_ids, lengths, last_only, wanted)
-
-    def _values(self, input_ids: Tensor, lengths: Tensor, last_only: bool, wanted: Tensor | None) -> Tensor:
-        if self.layout.divided:
-            rows = DividedRows.of(input_ids, lengths, self.layout.packed)
-            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
-            values = rows.values(self._head(states))  # (B, T)
+            if self.layout.divided:
+                rows = DividedRows.of(input_ids, lengths, self.layout.packed)
+                states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
+                values = rows.values(self._head(states))  # (B, T)
+                if wanted is not None:
+                    return values[wanted]
+                return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
+            packed, width = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares), input_ids.shape[1]
+            if packed is not None:
+                places = packed.places
+            else:
+                places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
             if wanted is not None:
-                return values[wanted]
-            return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
-        packed, width = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares), input_ids.shape[1]
-        if packed is not None:
-            places = packed.places
-        else:
-            places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
-        if wanted is not None:
-            places = places[wanted]
-        elif last_only:
-            places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
-        few = self.layout.reads_few and (wanted is not None or last_only)
-        if packed is not None:
-            with read_tokens_only(self.backbone, few, packed.each_once(places) if few else places):
-                states = packed_states(self.backbone, input_ids, lengths, packed, self.layout.attention)
-        else:
-            with (
-                padded_attention(self.backbone, self.layout.attention, self.layout.packed),
-                read_tokens_only(self.backbone, few, places % width, places // width),
-            ):
-                states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
-        return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
+                places = places[wanted]
+            elif last_only:
+                places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+            few = self.layout.reads_few and (wanted is not None or last_only)
+            if packed is not None:
+                with read_tokens_only(self.backbone, few, packed.each_once(places) if few else places):
+                    states = packed_states(self.backbone, input_ids, lengths, packed, self.layout.attention)
+            else:
+                with (
+                    padded_attention(self.backbone, self.layout.attention, self.layout.packed),
+                    read_tokens_only(self.backbone, few, places % width, places // width),
+                ):
+                    states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
+            return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
 
     def _head(self, states: Tensor) -> Tensor:
         """(..., H) -> (...) fp32."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -65,8 +65,13 @@ class AdvantageComputation:
         return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
-        """Advantages and weights of N rows; then adapts the KL coefficient for the next step. The rewards, and what a
-        group compares, include the KL penalty."""
+        """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL coefficient for the
+        next step.
+
+        The rewards include the KL penalty, and so does what a group compares. The tokens of the covariance losses are
+        chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the choice depends
+        neither on micro-batches nor on ranks.
+        """
         flags, mask = self.flags, rows.response_mask
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
@@ -77,14 +82,32 @@ class AdvantageComputation:
             advantages, returns = self.estimate(inputs)  # (N, R) each
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
-        experience = Experience(
-            **_fields(rows), advantages=advantages, returns=returns, loss_weights=self._loss_weights(rows),
-            selected=None,
-        )  # fmt: skip
+        weights = mask.float()  # (N, R)
+        if flags.importance_correction != "none":
+            assert rows.old_logprobs is not None
+            weights = weights * importance_weights(
+                rows.old_logprobs, rows.rollout_logprobs, mask, flags.importance_correction, flags.importance_mode,
+                flags.importance_cap,
+            )  # fmt: skip
+        if flags.high_entropy_share < 1:
+            assert rows.entropies is not None
+            weights = weights * high_entropy_tokens(rows.entropies, rows.loss_mask, flags.high_entropy_share)
+        selected = None  # (N, R) bool
+        if flags.selects_tokens:
+            assert rows.old_logprobs is not None
+            covariances = token_covariances(advantages, rows.old_logprobs, rows.loss_mask)
+            if flags.policy_loss == "kl_cov":
+                selected = kl_cov_tokens(covariances, rows.loss_mask, flags.covariance_share)
+            else:
+                generator = shared_generator(self.seed, step, 0, SELECTION)
+                share = flags.covariance_share
+                selected = clip_cov_tokens(covariances, rows.loss_mask, share, *CLIP_COV_BOUNDS, generator)
         if step > self.warmup_rollouts and rows.ref_logprobs is not None:
             mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
-        return replace(experience, selected=self._selected(experience, step))
+        return Experience(
+            **_fields(rows), advantages=advantages, returns=returns, loss_weights=weights, selected=selected
+        )
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""
@@ -106,34 +129,6 @@ class AdvantageComputation:
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores after scaling, (N,) fp32."""
         return self.running.scale(scores) if self.flags.normalize_rewards == "running" else scores
-
-    def _loss_weights(self, rows: RewardedRollout) -> Tensor:
-        """Factors of the token losses, (N, R) fp32."""
-        flags = self.flags
-        weights = rows.response_mask.float()
-        if flags.importance_correction != "none":
-            assert rows.old_logprobs is not None
-            weights = weights * importance_weights(
-                rows.old_logprobs, rows.rollout_logprobs, rows.response_mask, flags.importance_correction,
-                flags.importance_mode, flags.importance_cap,
-            )  # fmt: skip
-        if flags.high_entropy_share < 1:
-            assert rows.entropies is not None
-            weights = weights * high_entropy_tokens(rows.entropies, rows.loss_mask, flags.high_entropy_share)
-        return weights
-
-    def _selected(self, rows: Experience, step: int) -> Tensor | None:
-        """Tokens for the covariance losses, (N, R) bool: among all tokens of the PPO step, by the log-probs of the
-        policy that sampled them, so the choice depends neither on micro-batches nor on ranks."""
-        flags = self.flags
-        if not flags.selects_tokens:
-            return None
-        assert rows.old_logprobs is not None
-        covariances = token_covariances(rows.advantages, rows.old_logprobs, rows.loss_mask)
-        if flags.policy_loss == "kl_cov":
-            return kl_cov_tokens(covariances, rows.loss_mask, flags.covariance_share)
-        generator = shared_generator(self.seed, step, 0, SELECTION)
-        return clip_cov_tokens(covariances, rows.loss_mask, flags.covariance_share, *CLIP_COV_BOUNDS, generator)
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted KL coefficient and the running scale."""

@@ -117,8 +117,14 @@ class ExperienceCollection:
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
 
     def generate(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
-        """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
-        rollout = self._timed_rollout(prompts, step)
+        """Sample the answers to each prompt. Collective.
+
+        Raises:
+            RolloutCancelled: a stop was requested.
+        """
+        with self.clock.phase("rollout"):
+            rollout = self.generator.generate(prompts.rows, step, self._round)
+            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
@@ -127,7 +133,9 @@ class ExperienceCollection:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
         scorer, baselines = self.reward_scorer, None
         if self.greedy_baseline:
-            greedy = self._timed_rollout(prompts, step, greedy=True)
+            with self.clock.phase("rollout"):
+                greedy = self.generator.generate(prompts.rows, step, greedy=True)
+                self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
                 greedy_scores = scorer(scorer.request(greedy, prompts.rows, step - 1), greedy).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
@@ -160,39 +168,27 @@ class ExperienceCollection:
             self.pool.add(rows)
 
     def take_rows(self, step: int) -> ScoredRollout:
-        """The rows of the PPO step, of all ranks. Collective."""
+        """The rows of the PPO step, of all ranks; prints their answers if asked to. Collective."""
         self.metrics = {"reward/function_faults": float(self._faults)}
         self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
         if self.pool is None:
             assert self._rows is not None
             rows, self._rows = self._rows, None
-            self._print_answers(rows, step)
-            return rows
-        self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
-        self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
-        rows, filled = self.pool.take()
-        rows = to_device(rows, dist.device())  # for the advantage computation
-        self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
-        if filled:
-            logger().warning(
-                f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; {filled} "
-                "rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
-            )
-        self._print_answers(rows, step)
-        return rows
-
-    def _timed_rollout(self, prompts: Prompts, step: int, greedy: bool = False) -> Rollout:
-        with self.clock.phase("rollout"):
-            rollout = self.generator.generate(prompts.rows, step, 0 if greedy else self._round, greedy)
-            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
-        return rollout
-
-    def _print_answers(self, rows: ScoredRollout, step: int) -> None:
-        """Print the answers of all ranks, which rank 0 holds, as one record: no other line comes between."""
-        scorer = self.reward_scorer
+        else:
+            self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
+            self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
+            rows, filled = self.pool.take()
+            rows = to_device(rows, dist.device())  # for the advantage computation
+            self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
+            if filled:
+                logger().warning(
+                    f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; "
+                    f"{filled} rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
+                )
         if dist.is_main() and self.print_interval and step % self.print_interval == 0:
-            lines = sample_lines(to_device(rows, "cpu"), scorer.tokenizer, scorer.mixture.names)
-            logger().info(printed_answers(step, lines))
+            lines = sample_lines(to_device(rows, "cpu"), self.reward_scorer.tokenizer, self.reward_scorer.mixture.names)
+            logger().info(printed_answers(step, lines))  # as one record: no other line comes between
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and the rows kept for the next step; the same on every rank, between two steps."""

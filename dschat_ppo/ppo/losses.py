@@ -10,7 +10,6 @@ from dschat_ppo.algorithms.actor_critic_losses import (
     POLICY_LOSSES,
     PolicyLossSettings,
     PolicyTerms,
-    TokenLosses,
     value_losses,
 )
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
@@ -107,7 +106,16 @@ class ActorLoss:
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
         weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
-        _measure(rows, scores, old_logprobs, policy, sums)
+        log_ratio = (scores.logprobs - old_logprobs).detach()  # (b, R)
+        sums.add_mean("policy/entropy", scores.entropy.detach(), rows.response_mask)
+        sums.add_mean("policy/ratio_mean", policy.ratio, mask)
+        sums.add_max("policy/ratio_max", policy.ratio, mask)
+        sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
+        sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
+        sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
+        sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
+        sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, scores.logprobs.detach()), mask)
+        sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
         if self.counts_ratios:
             sums.add_counts(RATIO, bucket_counts(policy.ratio, mask, RATIO_EDGES))
         if entropy_coef > 0:
@@ -130,22 +138,6 @@ class ActorLoss:
                 self.reference, rows, self.temperature, distributions=True, late_ends=self.late_ends
             )
         return exact_kl(rows, scores, reference)
-
-
-def _measure(
-    rows: Experience, scores: ResponseScores, old_logprobs: Tensor, policy: TokenLosses, sums: MetricSums
-) -> None:
-    mask = rows.loss_mask
-    sums.add_mean("policy/entropy", scores.entropy.detach(), rows.response_mask)
-    sums.add_mean("policy/ratio_mean", policy.ratio, mask)
-    sums.add_max("policy/ratio_max", policy.ratio, mask)
-    sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
-    log_ratio = (scores.logprobs - old_logprobs).detach()
-    sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
-    sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
-    sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
-    sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, scores.logprobs.detach()), mask)
-    sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
 
 
 def critic_loss(

@@ -80,8 +80,11 @@ class MiniDataset:
                 yield self._minibatch(select_rows(rows, chosen))
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
-        """This rank's share of the rows of one optimizer step. Every rank computes the shares of all ranks, so ranks
-        with fewer micro-batches add empty ones without a collective."""
+        """This rank's share of the rows of one optimizer step.
+
+        Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
+        collective: the shortest row with an empty response, which adds nothing to a loss.
+        """
         lengths = row_lengths(rows)
         prompts = prompts_of(rows) if self._shares_prompts else None
         shares = deal(lengths, dist.data_ranks(), prompts)
@@ -92,7 +95,10 @@ class MiniDataset:
         ]
         micro_batches = [select_rows(rows, part) for part in splits[dist.data_rank()]]
         most = max(len(parts) for parts in splits)
-        micro_batches += (most - len(micro_batches)) * [_empty_micro_batch(rows)]
+        shortest = select_rows(rows, lengths.argmin().unsqueeze(0))
+        nothing = torch.zeros_like(shortest.response_mask)
+        empty = replace(shortest, response_mask=nothing, loss_mask=nothing)
+        micro_batches += (most - len(micro_batches)) * [empty]
         counted = rows.loss_mask.sum(dim=1)  # (rows,) tokens in the policy loss
         numbers = torch.stack([counted.sum(), (counted > 0).sum(), rows.response_mask.sum()]).tolist()
         tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
@@ -100,13 +106,6 @@ class MiniDataset:
         if self.device is not None:
             micro_batches = [to_device(part, self.device) for part in micro_batches]
         return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
-
-
-def _empty_micro_batch(rows: Rewarded) -> Rewarded:
-    """The shortest row with an empty response: it takes part in collectives and adds nothing to a loss."""
-    shortest = select_rows(rows, row_lengths(rows).argmin().unsqueeze(0))
-    nothing = torch.zeros_like(shortest.response_mask)
-    return replace(shortest, response_mask=nothing, loss_mask=nothing)
 
 
 def prompts_of(rows: ScoredRollout) -> RowPrompts:

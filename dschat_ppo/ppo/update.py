@@ -81,17 +81,21 @@ class PPOUpdate:
         sums = MetricSums()
         recorded = RecordedTokens() if minibatch.micro_batches[0].old_logprobs is None else None
 
-        with self.clock.phase("train"):
-            policy_loss, router = with_router_term(
-                self.router, "policy/router_loss", minibatch.micro_batches,
-                lambda rows, sums: self.actor_loss(rows, minibatch, entropy_coef, sums, recorded),
-                lambda rows: rows.response_mask.any(dim=1), sums,
-            )  # fmt: skip
+        def policy_loss(rows: Experience, sums: MetricSums) -> Tensor:
+            return self.actor_loss(rows, minibatch, entropy_coef, sums, recorded)
+
+        with_router, router = None, dict[str, Any]()
+        if self.router is not None:
+            with self.clock.phase("train"):
+                with_router, router = with_router_term(
+                    self.router, "policy/router_loss", minibatch.micro_batches, policy_loss,
+                    lambda rows: rows.response_mask.any(dim=1), sums,
+                )  # fmt: skip
 
         def loss(rows: Experience | SFTBatch) -> Tensor:
             if isinstance(rows, SFTBatch):
                 return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
-            return policy_loss(rows)
+            return policy_loss(rows, sums) if with_router is None else with_router(rows)
 
         constants = {**_constants(minibatch), "entropy_coef": entropy_coef, **router}
         constants["text_tokens"] = float(text_tokens) if texts else 1.0
@@ -126,24 +130,31 @@ class PPOUpdate:
         """Forward, backward and one update of each engine; the actor's objective, if there is one, is the first.
         Collective.
 
-        An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well. With
-        `--align_overflow`, the gradients of both engines are computed before either update. Otherwise gradients that
-        wait are applied first, so that those of one engine alone are in memory. `NonFiniteError` if a loss or gradient
-        is not finite, and the run is to stop.
+        An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well;
+        `--target_kl` makes an update the PPO step's last one. Both compare the policy in the update's forward pass with
+        the one that scored the answers, over the tokens of all ranks that the policy loss counts, so every rank makes
+        the same decision. With `--align_overflow`, the gradients of both engines are computed before either update.
+        Otherwise gradients that wait are applied first, so that those of one engine alone are in memory.
+
+        Args:
+            objectives: the actor's first, if it is trained.
+            step: PPO step.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
         """
-        outcome = Outcome({}, [])
+        outcome, flags = Outcome({}, []), self.config.algorithm
         logprobs: RecordedTokens | None = None
         waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
             for objective in sorted(objectives, key=lambda objective: objective.gradients is None):
                 with block(f"train {objective.role}"):
                     gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
-                is_actor = objective.role == "actor"
-                if is_actor and gradients.fault is None:
-                    logprobs = objective.recorded
-                if is_actor and gradients.fault is None and self._exceeds_max_log_ratio(objective.sums):
-                    apply(gradients, refused=True)
-                    return Outcome({}, [], ends_step=True)
+                if objective.role == "actor" and gradients.fault is None:
+                    logprobs, refused = objective.recorded, "--max_log_ratio: the update is not applied"
+                    if _is_above(flags.max_log_ratio, LARGEST_LOG_RATIO, objective.sums, refused):
+                        apply(gradients, refused=True)
+                        return Outcome({}, [], ends_step=True)
                 if self.config.aligns_overflow:
                     waiting.append((objective, gradients))
                 else:
@@ -154,7 +165,9 @@ class PPOUpdate:
                 results = apply_together([gradients for _, gradients in waiting])
             for (objective, _), result in zip(waiting, results, strict=True):
                 self._record_result(objective, result, step, outcome)
-            ends = "actor" in outcome.grad_norms and self._exceeds_target_kl(objectives[0].sums)
+            ends = "actor" in outcome.grad_norms and _is_above(
+                flags.target_kl, KL_OF_UPDATE, objectives[0].sums, "--target_kl: it was the PPO step's last update"
+            )
         return Outcome(outcome.grad_norms, outcome.sums, ends, logprobs)
 
     def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
@@ -169,22 +182,9 @@ class PPOUpdate:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)
 
-    def _exceeds_max_log_ratio(self, sums: MetricSums) -> bool:
-        """Whether a token's log-ratio is above `--max_log_ratio`. Collective if that is set. Like `--target_kl`, it
-        compares the policy in the update's forward pass with the one that scored the answers, over the tokens of all
-        ranks that the policy loss counts. So every rank makes the same decision."""
-        limit = self.config.algorithm.max_log_ratio
-        return _is_above(limit, LARGEST_LOG_RATIO, sums, "--max_log_ratio: the update is not applied")
-
-    def _exceeds_target_kl(self, sums: MetricSums) -> bool:
-        """Whether the update's mean KL (k3) is above `--target_kl`, which makes it the last one. Collective if set."""
-        return _is_above(
-            self.config.algorithm.target_kl, KL_OF_UPDATE, sums, "--target_kl: it was the PPO step's last update"
-        )
-
 
 def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str) -> bool:
-    """Whether the metric `name` is above a limit, if one is set; logs it."""
+    """Whether the metric `name` is above a limit, if one is set; logs it. Collective with a limit."""
     if limit is None:
         return False
     measured = sums.only(name).reduce()[name]

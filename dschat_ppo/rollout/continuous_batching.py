@@ -23,7 +23,7 @@ from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.memory import LOGITS_BYTES, warn_of_memory
 from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
-from dschat_ppo.rollout.scheduler import Prefill, Scheduler
+from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
@@ -78,26 +78,23 @@ class ContinuousBatching:
         sequences start again from their prompts, with half the rows."""
         try:
             with installed(self.model, self.attention):
-                self._run()
+                while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
+                    try:
+                        self._step()
+                        continue
+                    except RuntimeError as problem:
+                        if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
+                            raise
+                    # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
+                    before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
+                    self.attention.begin([])
+                    if self.memory is not None:
+                        self.memory.forget_graphs()
+                    self.buffers.reset(self.scheduler.preempt(after))
+                    warn_of_memory(before, after)
+                self.attention.begin([])
         finally:
             self.graphed = None  # it refers to this object and the cache: the cycle would keep the memory for a while
-
-    def _run(self) -> None:
-        while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
-            try:
-                self._step()
-                continue
-            except RuntimeError as problem:
-                if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
-                    raise
-            # Outside the handler nothing refers to the tensors of the failed step, so their memory is free again.
-            before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
-            self.attention.begin([])
-            if self.memory is not None:
-                self.memory.forget_graphs()
-            self.buffers.reset(self.scheduler.preempt(after))
-            warn_of_memory(before, after)
-        self.attention.begin([])
 
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
@@ -105,10 +102,16 @@ class ContinuousBatching:
         decode_step()
         prefills = self.scheduler.admit()
         for number in range(self.max_over_ranks(len(prefills))):
-            if number < len(prefills):
-                self._prefill(prefills[number])
-            else:
+            if number >= len(prefills):
                 self._idle_pass()
+                continue
+            prefill = prefills[number]
+            sequences, rows, source = (
+                torch.from_numpy(part).to(self.device) for part in (prefill.sequences, prefill.rows, prefill.source)
+            )
+            self.attention.begin(PrefillMetadata(prefill.cache, rows, source))
+            columns = torch.arange(prefill.tokens, device=self.device).expand(len(sequences), -1)
+            self._forward(self.buffers.token_ids[sequences, : prefill.tokens], columns)
         if not self.scheduler.num_running:
             self._idle_pass()
             return
@@ -156,13 +159,6 @@ class ContinuousBatching:
     def _rewind(self, rows: PooledRows) -> None:
         counts = rows.positions + 1 - self.scheduler.prompt_lengths[rows.sequences]
         self.buffers.reset(rows.sequences.tolist(), counts.tolist())
-
-    def _prefill(self, prefill: Prefill) -> None:
-        sequences = torch.from_numpy(prefill.sequences).to(self.device)
-        rows, source = (torch.from_numpy(part).to(self.device) for part in (prefill.rows, prefill.source))
-        self.attention.begin(PrefillMetadata(prefill.cache, rows, source))
-        columns = torch.arange(prefill.tokens, device=self.device)
-        self._forward(self.buffers.token_ids[sequences, : prefill.tokens], columns.expand(len(sequences), -1))
 
     def _idle_pass(self) -> None:
         """Take part in a collective forward pass of other ranks; nothing to do if ranks are not synchronised."""

@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.process_loss import step_losses
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.label_collators import StepBatch, collate_steps
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.models.forward import last_token_scores, scores_at
+from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
 from dschat_ppo.supervised.objective import Objective, score_rows
@@ -22,7 +22,7 @@ from dschat_ppo.types import Model, to_device
 
 def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: MetricSums) -> Tensor:
     """Sum of the binary cross-entropy over the labelled steps, divided by `num_steps` of the whole optimizer step."""
-    scores = scores_at(model, batch.input_ids, batch.lengths, batch.label_mask)  # (N,)
+    scores = model(batch.input_ids, batch.lengths, wanted=batch.label_mask)  # (N,)
     labels = batch.labels[batch.label_mask]  # (N,)
     losses = step_losses(scores, labels)
     good = labels >= 0.5

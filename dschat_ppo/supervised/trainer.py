@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
@@ -196,8 +198,13 @@ class SupervisedTrainer(Generic[Batch]):
         self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
         console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
-        """Train from the current state to the end. `kept` also saves the models of some steps, and the best one;
-        `trace` records one step. `StopRequested` and `UnhealthyRun` come from the checkpointer."""
+        """Train from the current state to the end; evaluate at the end of each epoch and of the run, and every
+        `--eval_interval` steps. `kept` also saves the models of some steps, and the best one; `trace` records one step.
+
+        Raises:
+            StopRequested, UnhealthyRun: from the checkpointer.
+            UserError: the evaluation does not have the metric that decides which model is the best.
+        """
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
@@ -215,11 +222,17 @@ class SupervisedTrainer(Generic[Batch]):
                 self.steps = step
                 progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
                 show_step(supervised_columns(self.objective.headline, rates), metrics | rates, progress, console)
-                if self._evaluation_is_due():
+                interval, ends = self.fit.eval_interval, step == self.plan.total_steps
+                if ends or step % self.plan.steps_per_epoch == 0 or (interval and step % interval == 0):
                     self.after = self.evaluate()
                     metrics |= self.after
                     self.best.consider(self.after, step)
-                self._keep(kept)
+                if kept is not None and kept.keeps_best and self.is_best:
+                    kept.save_best()
+                if kept is not None and kept.is_due(step):
+                    kept.save_step(step)
+                if ends:
+                    self.describe()  # here already, so that the last checkpoint holds it
                 metrics |= {**rates, "epoch": step / self.plan.steps_per_epoch}
                 seconds, _, peak = self.clock.take()
                 metrics |= {f"time/{name}": value for name, value in seconds.items()}
@@ -261,10 +274,14 @@ class SupervisedTrainer(Generic[Batch]):
         total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
         sums = MetricSums(self.rows.sources)
-        loss_of, router = with_router_term(
-            self.router, "router_loss", batches,
-            lambda batch, sums: objective.loss(self.engine, batch, total, sums), objective.real_rows, sums,
-        )  # fmt: skip
+
+        def loss(batch: Batch, sums: MetricSums) -> Tensor:
+            return objective.loss(self.engine, batch, total, sums)
+
+        loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
+        router: dict[str, Any] = {}
+        if self.router is not None:
+            loss_of, router = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
         result = optimizer_step(self.engine, batches, loss_of)
 
         def context() -> FailureContext:
@@ -276,11 +293,6 @@ class SupervisedTrainer(Generic[Batch]):
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
         metrics |= {"samples": float(samples), "tokens": float(tokens)}
         return metrics | self.nonfinite.metrics("model")
-
-    def _evaluation_is_due(self) -> bool:
-        """At the end of each epoch and of the run, and every `--eval_interval` steps."""
-        interval, ends = self.fit.eval_interval, self.steps == self.plan.total_steps
-        return ends or self.steps % self.plan.steps_per_epoch == 0 or bool(interval and self.steps % interval == 0)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -309,15 +321,6 @@ class SupervisedTrainer(Generic[Batch]):
         alike = "  (both answers score alike, as they do at the start of DPO)"
         logger().info(f"evaluation: {line}{alike if found.get('accuracy') == found.get('margin') == 0 else ''}")
         return {f"eval_{name}": value for name, value in found.items()}
-
-    def _keep(self, kept: KeptModels | None) -> None:
-        """Save the model where this step is to be kept, or is the best so far. Collective."""
-        if kept is not None and kept.keeps_best and self.is_best:
-            kept.save_best()
-        if kept is not None and kept.is_due(self.steps):
-            kept.save_step(self.steps)
-        if self.steps == self.plan.total_steps:
-            self.describe()  # here already, so that the last checkpoint holds it
 
     def describe(self) -> dict[str, float | str]:
         """Measurements of the model as it is now, for its config; made once for each step. Collective."""

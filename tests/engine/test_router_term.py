@@ -79,14 +79,5 @@ def test_dropout_is_the_same_in_both_passes():
     assert not torch.equal(torch.get_rng_state(), state), "there is dropout"
 
 
-def test_without_settings_the_loss_runs_once_and_unchanged():
-    calls = []
-
-    def loss(batch, sums):
-        calls.append(batch)
-        return torch.tensor(2.0)
-
-    loss_of, constants = with_router_term(None, "router_loss", [1, 2], loss, real_rows, MetricSums())
-    assert (calls, constants) == ([], {})
-    assert float(loss_of(1)) == 2.0 and calls == [1]
+def test_without_the_flag_there_are_no_settings():
     assert router_settings(0.0, None) is None
