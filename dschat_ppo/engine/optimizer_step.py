@@ -123,13 +123,9 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault:
     return gradient_fault(torch.stack(largest), gradients.random_state)
 
 
-def learning_rate(engine: Engine) -> float:
-    """Learning rate of the next optimizer step; of weights that are not LoRA, if there are any."""
-    return float(engine.get_lr()[0])
-
-
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next optimizer step, and `lora_lr` if weights with LoRA's own rate are trained as well as others."""
+    """`lr` of the next optimizer step, of weights that are not LoRA, if there are any; and `lora_lr` if weights with
+    LoRA's own rate are trained as well as others."""
     peaks = [group["initial_lr"] for group in engine.optimizer.param_groups]
     own = {"lora_lr": float(engine.get_lr()[-1])} if peaks[0] != peaks[-1] else {}
-    return {"lr": learning_rate(engine)} | own
+    return {"lr": float(engine.get_lr()[0])} | own

@@ -25,8 +25,8 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generate import RolloutGenerator
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores, ScoringSettings
-from dschat_ppo.rewards.reward_mixture import NumberMeans
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer, ScoringSettings
+from dschat_ppo.rewards.reward_mixture import NumberMeans, Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 
@@ -137,14 +137,15 @@ class ExperienceCollection:
                 greedy = self.generator.generate(prompts.rows, step, greedy=True)
                 self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
-                greedy_scores = scorer(scorer.request(greedy, prompts.rows, step - 1), greedy).total  # (count,)
+                request = scorer.request(greedy, prompts.rows, step - 1)
+                greedy_scores = scorer.mixture(request, greedy).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
             report_phase(0, len(rollout.response_ids), "answers")
-            scores = scorer(scorer.request(rollout, prompts.rows, step - 1), rollout)
+            scores = scorer.mixture(scorer.request(rollout, prompts.rows, step - 1), rollout)
             self._faults += scorer.count_failed_rows()
             self._numbers.add(scores.numbers)
-        return Scores(scores.total, scores.by_source, baselines)
+        return replace(scores, baselines=baselines)
 
     def score(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
         """Add log-probs, KL and values, all models in eval mode; on-policy, the reference's alone. Collective."""

@@ -22,7 +22,8 @@ from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.generate import RolloutGenerator, greedily
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer, Scores
+from dschat_ppo.ppo.score import ModelScorer, RewardScorer
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.rewards.rules import last_boxed
 from dschat_ppo.session.kept_models import BEST
 from dschat_ppo.types import FinishReason, Rollout
@@ -43,7 +44,7 @@ class Answered:
     ended: list[str]  # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
     scores_by_source: dict[str, list[float]] = field(default_factory=dict)  # NaN where the source does not score
-    numbers: dict[str, list[float]] = field(default_factory=dict)  # see `MixedScores`; NaN where an answer has none
+    numbers: dict[str, list[float]] = field(default_factory=dict)  # see `Scores`; NaN where an answer has none
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
 
 
@@ -231,7 +232,7 @@ class Evaluation:
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
         rollout = self.generator.answer(prompts, indices, self.config, first, *path)
         request = self.reward_scorer.request(rollout, indices, step)
-        scores = self.reward_scorer(request, rollout)
+        scores = self.reward_scorer.mixture(request, rollout)
         kl = None
         if self.model_scorer is not None:
             groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(samples)

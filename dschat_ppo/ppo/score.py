@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dschat_ppo.data.sample_text import readable_text
 from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_mixture import RewardMixture, Scores
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import (
     FinishReason,
@@ -35,16 +35,6 @@ from dschat_ppo.types import (
 )
 
 _CONTEXT = 16  # tokens of a prompt before which its answer is decoded
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of B answers, on the device of the rollout."""
-
-    total: Tensor  # (B,) fp32, the weighted sum of the sources
-    by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the answer
-    baselines: Tensor | None = None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
-    numbers: dict[str, Tensor] = field(default_factory=dict)  # see `MixedScores`; on the CPU
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool) -> list[str]:
@@ -71,7 +61,13 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
 
 
 class RewardScorer:
-    """Scores a rollout with the reward sources. `prompts` are token rows, with the data row of each as JSON."""
+    """What the reward sources score: answers as text, with the data rows of their prompts. `mixture` scores them.
+
+    Args:
+        mixture: the sources with their weights.
+        prompts: token rows of the prompts, with the data row of each as JSON.
+        tokenizer: of the actor.
+    """
 
     def __init__(self, mixture: RewardMixture, prompts: Dataset, tokenizer: PreTrainedTokenizerBase):
         self.mixture = mixture
@@ -104,12 +100,6 @@ class RewardScorer:
         each = slice(None, None, len(rollout.prompt_ids) // count)
         rows = zip(rollout.prompt_ids[each].cpu(), rollout.prompt_mask[each].cpu(), strict=True)
         return [readable_text(self.tokenizer, ids[real].tolist()) for ids, real in rows]
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Scores:
-        """Score the answers of a rollout, from which `request` was made. Collective."""
-        found = self.mixture(request, rollout)
-        device = rollout.response_ids.device
-        return Scores(found.scores.to(device), found.by_source.to(device), numbers=found.numbers)
 
     def count_failed_rows(self) -> int:
         """Answers of all ranks that got the default score since the last count. Collective.
@@ -155,35 +145,31 @@ class ModelScorer:
         shares = share_prompts(self.actor, self.reference, self.critic) and self.scoring.kl_estimator != "full"
         prompts = prompts_of(shared) if shares else None
         parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens, prompts)
-        scored = []
-        for number, part in enumerate(parts, start=1):
-            scored.append(self._score_micro_batch(select_rows(shared, part)))
+        temperature, estimator = self.scoring.temperature, self.scoring.kl_estimator
+        late_ends, full, scored = self.scoring.late_ends, estimator == "full" and self.reference is not None, []
+        for number, part in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
+            heartbeat()
+            rows = select_rows(shared, part)
+            mask = rows.response_mask
+            if self.scoring.old_logprobs == "recompute":
+                actor = response_scores(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
+                rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
+            elif self.scoring.old_logprobs == "rollout":
+                rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
+            if self.reference is not None:
+                reference = response_scores(self.reference, rows, temperature, distributions=full, late_ends=late_ends)
+                if full:
+                    kl = exact_kl(rows, actor, reference)
+                else:
+                    kl = KL_ESTIMATORS[estimator](rows.policy_logprobs, reference.logprobs)
+                rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
+            if self.critic is not None:
+                rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))
+            scored.append(rows)
             report_phase(number, len(parts), "batches")
         scored = scored[:own]
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
         return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
-
-    def _score_micro_batch(self, rows: ScoredRollout) -> ScoredRollout:
-        """One forward pass of each model; every tensor is (b, R)."""
-        heartbeat()
-        mask, temperature, estimator = rows.response_mask, self.scoring.temperature, self.scoring.kl_estimator
-        late_ends = self.scoring.late_ends
-        full = estimator == "full" and self.reference is not None
-        if self.scoring.old_logprobs == "recompute":
-            actor = response_scores(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
-            rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
-        elif self.scoring.old_logprobs == "rollout":
-            rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
-        if self.reference is not None:
-            reference = response_scores(self.reference, rows, temperature, distributions=full, late_ends=late_ends)
-            if full:
-                kl = exact_kl(rows, actor, reference)
-            else:
-                kl = KL_ESTIMATORS[estimator](rows.policy_logprobs, reference.logprobs)
-            rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
-        if self.critic is not None:
-            rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))
-        return rows
 
 
 def exact_kl(rows: Rollout, actor: ResponseScores, reference: ResponseScores) -> Tensor:

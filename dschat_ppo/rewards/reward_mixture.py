@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -34,7 +34,7 @@ class HasWorkers(Protocol):
 
     NaN in its scores means that it does not score the response. From any other source NaN is a numerical fault.
 
-    `spec` is the source as the user named it; `numbers` are other numbers of its last call, see `MixedScores`.
+    `spec` is the source as the user named it; `numbers` are other numbers of its last call, see `Scores`.
     """
 
     spec: object
@@ -48,23 +48,22 @@ class HasWorkers(Protocol):
 
 
 @dataclass(frozen=True)
-class MixedScores:
-    """Scores of B responses.
+class Scores:
+    """Scores of B responses, on the device of the rollout."""
 
-    Attributes:
-        scores: (B,) fp32, the weighted sum.
-        by_source: (B, K) fp32, the unweighted score of each source; NaN where it does not score the response.
-        numbers: "SOURCE/NAME" -> (B,) fp64, other numbers that functions returned; NaN where they returned none.
-    """
-
-    scores: Tensor
-    by_source: Tensor
-    numbers: dict[str, Tensor]
+    total: Tensor  # (B,) fp32, the weighted sum of the sources
+    by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the response
+    baselines: Tensor | None = None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
+    # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they returned none
+    numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
-    weight). A source of weight 0 is called and reported, but never enters the sum."""
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
+
+    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the sum. `names`: of the
+    sources, in order; the second source of a name is `name_2`.
+    """
 
     def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
         if not sources:
@@ -72,17 +71,12 @@ class RewardMixture:
         self.sources = list(sources)
         self.default = default
         self.unscored = CallCounts()  # responses since the last count, and those that no source scored
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the sources, in order; the second source of a name is `name_2`."""
-        seen, names = Counter[str](), list[str]()
+        self.names, seen = list[str](), Counter[str]()
         for source, _ in self.sources:
             seen[source.name] += 1
-            names.append(source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}")
-        return names
+            self.names.append(source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}")
 
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> MixedScores:
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Scores:
         """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every source. Collective.
         All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
         they may be collective; then every rank raises `RewardServiceError`."""
@@ -111,12 +105,7 @@ class RewardMixture:
         scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
         counted = [own for (_, weight), own in zip(self.sources, present, strict=True) if weight != 0 or not weighted]
         scored = torch.stack(counted).any(dim=0)  # (B,) bool
-        self._count_unscored(request, scored.tolist())
-        return MixedScores(scores.where(scored, self.default), torch.stack(columns, dim=1), numbers)
-
-    def _count_unscored(self, request: RewardRequest, scored: list[bool]) -> None:
-        """Count and report the responses that no source scored."""
-        rows = [row for row, is_scored in zip(request.rows, scored, strict=True) if not is_scored]
+        rows = [row for row, is_scored in zip(request.rows, scored.tolist(), strict=True) if not is_scored]
         before, cause = self.unscored, self.unscored.cause
         if rows:
             where = ", ".join(sorted({repr(row.get("data_source")) for row in rows})[:MOST_NAMES])
@@ -126,6 +115,8 @@ class RewardMixture:
                 f"(data_source {where}); their score is {self.default:g} (--reward_default)"
             )
         self.unscored = CallCounts(before.rows + len(request), before.failed + len(rows), cause)
+        total, by_source = scores.where(scored, self.default), torch.stack(columns, dim=1)
+        return Scores(total, by_source, numbers=numbers)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
         """Responses of all ranks that got the default score since the last count, because a function failed or no

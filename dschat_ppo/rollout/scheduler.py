@@ -74,7 +74,21 @@ class Scheduler:
         if free >= self.samples:
             free -= free % self.samples
         wave, self.waiting = self.waiting[:free], self.waiting[free:]
-        return [prefill for part in self._by_length(wave) for prefill in self._start_batch(part)]
+        prefills = list[Prefill]()
+        for sequences in self._by_length(wave):  # a decode batch each
+            _, leaders, source = np.unique(self.prompts[sequences], return_index=True, return_inverse=True)
+            lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)  # the first decode step feeds the last token
+            longest, positions = int(lengths.max()), self.prompt_lengths[sequences] - 1
+            if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):  # one prefix for several
+                prefix, cache = KVCache(len(leaders), longest), KVCache(len(sequences), rounded_up(1))
+                batch = DecodeBatch(cache, sequences.copy(), positions, lengths, source, prefix=prefix)
+                prefills += self._prefills(prefix, sequences[leaders], np.arange(len(leaders)))
+            else:
+                cache, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
+                batch = DecodeBatch(cache, sequences.copy(), positions, zeros, zeros.copy())
+                prefills += self._prefills(cache, sequences[leaders], source)
+            self.batches.append(batch)
+        return prefills
 
     def _by_length(self, wave: np.ndarray) -> Iterator[np.ndarray]:
         """Split a wave (longest prompt first) into parts of similar prompt lengths, none of them small."""
@@ -86,24 +100,6 @@ class Scheduler:
             elif end - start >= SMALL_BATCH <= left and self.prompt_lengths[wave[end]] < MIN_LENGTH_RATIO * lengths[0]:
                 yield wave[start:end]
                 start = end
-
-    def _start_batch(self, sequences: np.ndarray) -> Iterator[Prefill]:
-        """Add a decode batch of these sequences; returns its prefills."""
-        _, leaders, source = np.unique(self.prompts[sequences], return_index=True, return_inverse=True)
-        lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)  # the first decode step feeds the last token
-        longest = int(lengths.max())
-        if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):  # one prefix for several sequences
-            prefix, cache = KVCache(len(leaders), longest), KVCache(len(sequences), rounded_up(1))
-            batch = DecodeBatch(
-                cache, sequences.copy(), self.prompt_lengths[sequences] - 1, lengths, source, prefix=prefix
-            )
-            prefills = self._prefills(prefix, sequences[leaders], np.arange(len(leaders)))
-        else:
-            cache, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
-            batch = DecodeBatch(cache, sequences.copy(), self.prompt_lengths[sequences] - 1, zeros, zeros.copy())
-            prefills = self._prefills(cache, sequences[leaders], source)
-        self.batches.append(batch)
-        return prefills
 
     def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray) -> Iterator[Prefill]:
         """Forward passes over the prompts of `leaders`; row r of `cache` gets that of `leaders[source[r]]`."""

@@ -265,7 +265,7 @@ def _answer(
         batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), dist.device())
         rollout = generate(model, batch, seeds.to(dist.device()), config)
         request = scorer.request(rollout, indices, 0)
-        scores = scorer(request, rollout)
+        scores = scorer.mixture(request, rollout)
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
         shown = scorer.shown_prompts(rollout, len(indices))
         rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)

@@ -24,7 +24,7 @@ from dschat_ppo.engine.build_engine import (
     train_engine,
 )
 from dschat_ppo.engine.ds_config import eval_config, train_config
-from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.models.adapters import AdapterSettings, add_adapter
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
@@ -157,7 +157,7 @@ def test_a_training_engine_is_in_training_mode_and_warms_up():
     assert engine.module.training
     rates = []
     for _ in range(6):
-        rates.append(learning_rate(engine))
+        rates.append(learning_rates(engine)["lr"])
         engine.backward(engine(torch.ones(1, 3, device=dist.device())).sum(), scale_wrt_gas=False)
         engine.step()
     assert rates == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125])

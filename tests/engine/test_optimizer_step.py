@@ -11,7 +11,7 @@ from torch import nn
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rate, optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates, optimizer_step
 from dschat_ppo.models.loading import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -89,7 +89,7 @@ def test_the_first_step_is_adam_by_hand():
     before = weights(engine)
     result = optimizer_step(engine, batches(0), good(engine))
     moved = (weights(engine) - before).abs()
-    assert result.grad_norm > 0 and learning_rate(engine) == pytest.approx(0.01 * 19 / 20)
+    assert result.grad_norm > 0 and learning_rates(engine)["lr"] == pytest.approx(0.01 * 19 / 20)
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
 
 
@@ -105,11 +105,11 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
     start = [weight.detach().clone() for weight in engine.module[0].parameters()]
     for step in range(4):
         if step == 2:
-            before, rate, skipped = weights(engine), learning_rate(engine), engine.skipped_steps
+            before, rate, skipped = weights(engine), learning_rates(engine)["lr"], engine.skipped_steps
             result = optimizer_step(engine, batches(9), bad_in(engine, 1, bad))
             assert (result.applied, result.overflow, result.grad_norm) == (False, False, math.inf)
             assert (result.fault.kind, result.fault.rank, result.fault.micro_batch) == (kind, 0, 1)
-            assert torch.equal(weights(engine), before) and learning_rate(engine) == rate
+            assert torch.equal(weights(engine), before) and learning_rates(engine)["lr"] == rate
             assert engine.skipped_steps > skipped
         results = []
         for one in (engine, spared):

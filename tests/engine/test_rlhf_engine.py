@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.engine.optimizer_step import learning_rate
+from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
@@ -42,7 +42,7 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
     kinds = [type(e.module) for e in (engines.actor, engines.reference, engines.critic, engines.reward)]
     assert kinds == [PolicyModel, PolicyModel, ScalarModel, ScalarModel]
     assert engines.trained == {"actor": engines.actor, "critic": engines.critic}
-    assert [learning_rate(engine) for engine in engines.trained.values()] == [0.25, 0.5]
+    assert [learning_rates(engine)["lr"] for engine in engines.trained.values()] == [0.25, 0.5]
     assert torch.equal(logprobs(engines.actor), logprobs(engines.reference)), "to the last bit"
     frozen = [*engines.reference.module.parameters(), *engines.reward.module.parameters()]
     assert not any(parameter.requires_grad for parameter in frozen)

@@ -15,7 +15,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import RolloutCancelled, StopRequested
 from dschat_ppo.ppo.collect import ExperienceCollection
-from dschat_ppo.ppo.score import Scores
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
 from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import Rollout
@@ -47,11 +47,11 @@ class Generator:
 class RewardScorer:
     """The score is the token; two answers fail in each rollout."""
 
-    mixture = SimpleNamespace(names=["first", "second"])
+    names = ["first", "second"]
     tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
 
     def __init__(self):
-        self.failure = None
+        self.failure, self.mixture = None, self
 
     def request(self, rollout, indices, steps_done):
         return SimpleNamespace(indices=indices, step=steps_done)

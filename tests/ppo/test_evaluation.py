@@ -13,7 +13,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary, summary_by_source
-from dschat_ppo.ppo.score import Scores
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters
@@ -124,8 +124,10 @@ class RewardScorer:
 
     def __init__(self, prompts=3, scores=None, faults=0):
         self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
-        self.mixture = SimpleNamespace(close=lambda: setattr(self, "closed", True), names=["number"])
-        self.closed = False
+        self.mixture, self.names, self.closed = self, ["number"], False
+
+    def close(self):
+        self.closed = True
 
     def request(self, rollout, indices, steps_done):
         self.step = steps_done

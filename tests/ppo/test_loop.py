@@ -341,7 +341,7 @@ def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
 
     def alike_in_the_first_round(request, rollout):
         found = score(request, rollout)
-        found.scores[:] = torch.arange(4) * next(rounds)
+        found.total[:] = torch.arange(4) * next(rounds)
         return found
 
     run.ppo.collection.reward_scorer.mixture = alike_in_the_first_round

@@ -37,7 +37,7 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     source = Remembering()
     rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
     scorer = RewardScorer(RewardMixture([(source, 1.0)]), rows, tokenizer)
-    scorer(scorer.request(rollout, [2, 0], 0), rollout)
+    scorer.mixture(scorer.request(rollout, [2, 0], 0), rollout)
     assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
     assert source.request.responses == ["hall", "hall"]
     assert source.request.rows == [{"answer": 2}, {"answer": 0}] and source.request.step == 0
@@ -99,7 +99,7 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     rollout = Rollout(prompts, torch.ones_like(prompts).bool(), answers, mask, mask.float(), reasons)
     function = FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, -1.0)
     scorer = RewardScorer(RewardMixture([(function, 2.0)]), rows, tokenizer)
-    scores = scorer(scorer.request(rollout, [0, 1], 3), rollout)
+    scores = scorer.mixture(scorer.request(rollout, [0, 1], 3), rollout)
     function.close()
     assert function.take_counts().cause is None
     assert scores.total.tolist() == [2 * (3000 + sum(hall)), 2 * (3000 + sum(lamp))]

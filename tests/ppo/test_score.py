@@ -20,7 +20,8 @@ from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings
+from dschat_ppo.ppo.score import ModelScorer, ScoringSettings
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
 
 VOCABULARY = 32

@@ -18,7 +18,8 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import RATIO_EDGES, bucket_counts
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.score import ModelScorer, Scores, ScoringSettings, texts_of
+from dschat_ppo.ppo.score import ModelScorer, ScoringSettings, texts_of
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)

@@ -41,7 +41,7 @@ def flags(**changes) -> RewardSourceFlags:
 
 def test_the_model_alone_is_the_default():
     mixture = build_sources(RewardSourceFlags(), Model())
-    assert (mixture.names, mixture(REQUEST, ROLLOUT).scores.tolist()) == (["model"], [10, 20])
+    assert (mixture.names, mixture(REQUEST, ROLLOUT).total.tolist()) == (["model"], [10, 20])
     check_sources(RewardSourceFlags())
 
 
@@ -67,7 +67,7 @@ def test_functions_without_a_learned_reward():
     mixed = mixture(REQUEST, ROLLOUT)
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a number: the default
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
-    assert mixed.scores.tolist() == [2, 0.5]
+    assert mixed.total.tolist() == [2, 0.5]
     assert mixture.count_failed_rows(refuse_all=False) == 2
     mixture.close()
 
@@ -229,10 +229,10 @@ def test_routed_functions_and_their_default():
     rows = [{"data_source": "math", "ground_truth": "four"}, {"data_source": "code"}]
     mixed = mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT)
     # 0.5 (3 + 4) + 0.25 x 3, and 2 x 2 + 0.25 x 2
-    assert mixed.scores.tolist() == [4.25, 4.5]
+    assert mixed.total.tolist() == [4.25, 4.5]
     mixture.close()
     mixture = build_sources(flags(reward_function=["math=length"], reward_default=4.0), None)
-    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).scores.tolist() == [3, 4]
+    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, 4]
     mixture.close()
 
 
@@ -241,7 +241,7 @@ def test_a_data_source_that_is_a_number_has_the_name_that_it_is_written_with():
     check_routes(wanted, [], rows_of(7, 8))
     mixture = build_sources(wanted, None)
     rows = [{"data_source": 7}, {"data_source": 8}]
-    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).scores.tolist() == [3, -1]
+    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, -1]
     mixture.close()
 
 
@@ -263,12 +263,12 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     nan = float("nan")
     assert mixed.by_source[:, 0].tolist() == pytest.approx([1, nan, 3, nan], nan_ok=True)
     assert mixed.by_source[:, 1].tolist() == pytest.approx([nan, 7, 7, nan], nan_ok=True)
-    assert mixed.scores.tolist() == [0.5, 7, 1.5 + 7, -1]
+    assert mixed.total.tolist() == [0.5, 7, 1.5 + 7, -1]
     assert asked == [["pb", "pc"]] and mixture.names == ["model", "remote"]
     assert mixture.count_failed_rows(refuse_all=True) == 1
     # a fault of the model in a row of its own stays one; in other rows it does not matter
     Fourfold.scores = [nan, nan, 3.0, nan]
-    assert mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT).scores.isnan().tolist() == [
+    assert mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT).total.isnan().tolist() == [
         True,
         *[False] * 3,
     ]

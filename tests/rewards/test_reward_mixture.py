@@ -38,17 +38,17 @@ def test_scores_are_the_weighted_sum():
     calls = []
     mixture = RewardMixture([(Fixed("a", [1, 2, 3], calls), 0.5), (Fixed("b", [10, 0, -4], calls), -2)])
     mixed = mixture(REQUEST, ROLLOUT)
-    assert mixed.scores.tolist() == [0.5 - 20, 1, 1.5 + 8]
+    assert mixed.total.tolist() == [0.5 - 20, 1, 1.5 + 8]
     assert mixed.by_source.tolist() == [[1, 10], [2, 0], [3, -4]]
-    assert mixed.scores.dtype == mixed.by_source.dtype == torch.float32
+    assert mixed.total.dtype == mixed.by_source.dtype == torch.float32
     assert calls == ["a", "b"]
 
 
 def test_a_source_of_weight_zero_is_reported_but_not_added():
     mixed = RewardMixture([(Fixed("a", [1, 2, 3]), 1.0), (Fixed("b", [float("nan")] * 3), 0.0)])(REQUEST, ROLLOUT)
-    assert mixed.scores.tolist() == [1, 2, 3]
+    assert mixed.total.tolist() == [1, 2, 3]
     assert mixed.by_source[:, 1].isnan().all()
-    assert RewardMixture([(Fixed("a", [1, 2, 3]), 0.0)])(REQUEST, ROLLOUT).scores.tolist() == [0, 0, 0]
+    assert RewardMixture([(Fixed("a", [1, 2, 3]), 0.0)])(REQUEST, ROLLOUT).total.tolist() == [0, 0, 0]
 
 
 def test_sources_of_one_name_are_numbered():
@@ -70,7 +70,7 @@ def test_failed_calls_are_counted_and_close_ends_the_workers():
     spec = parse_function("exact_match:2")
     sources = [(FunctionReward(spec, 1, 5.0, 0.25), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
     mixture = RewardMixture(sources)
-    assert mixture(REQUEST, ROLLOUT).scores.tolist() == [3, 2, 3.5]  # the last row has no answer: the default
+    assert mixture(REQUEST, ROLLOUT).total.tolist() == [3, 2, 3.5]  # the last row has no answer: the default
     assert mixture.count_failed_rows(refuse_all=True) == 1
     assert mixture.count_failed_rows(refuse_all=True) == 0, "no rows are no failure"
     mixture.close()
@@ -168,7 +168,7 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
     """Response 0: 0.5 x 1 + 2 x 10; response 1: 2 x 20; response 2: no source, so the default."""
     sources = [(Partial("a", [1, NAN, NAN]), 0.5), (Partial("b", [10, 20, NAN]), 2), (Partial("c", [NAN, 5, 6]), 0)]
     mixed = RewardMixture(sources, default=-3.0)(REQUEST, ROLLOUT)
-    assert mixed.scores.tolist() == [20.5, 40, -3]
+    assert mixed.total.tolist() == [20.5, 40, -3]
     assert mixed.by_source.isnan().tolist() == [[False, False, True], [True, False, False], [True, True, False]]
     warning = "warning: rank 0: no reward source scored 1 of 3 responses (data_source None); their score is -3"
     assert warning in capsys.readouterr().out
@@ -176,14 +176,14 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
 
 def test_without_any_weight_a_score_of_weight_0_is_a_score():
     mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(3, 0, None, 1)), 0)], default=7.0)
-    assert mixture(REQUEST, ROLLOUT).scores.tolist() == [0, 7, 0]
+    assert mixture(REQUEST, ROLLOUT).total.tolist() == [0, 7, 0]
     assert mixture.count_failed_rows(refuse_all=True) == 1
 
 
 def test_a_nan_of_another_source_is_no_absence_but_a_fault():
     """The finite check must find it."""
     mixed = RewardMixture([(Fixed("model", [NAN, 2, 3]), 1.0), (Partial("b", [10, NAN, 1]), 1)], 5.0)(REQUEST, ROLLOUT)
-    assert mixed.scores.isnan().tolist() == [True, False, False] and mixed.scores[1:].tolist() == [2, 4]
+    assert mixed.total.isnan().tolist() == [True, False, False] and mixed.total[1:].tolist() == [2, 4]
 
 
 def test_other_numbers_carry_the_name_of_their_source():

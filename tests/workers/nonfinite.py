@@ -31,8 +31,8 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.resumable_ppo import ResumablePPO
-from dschat_ppo.ppo.score import Scores
 from dschat_ppo.ppo.train_ppo import save_models
+from dschat_ppo.rewards.reward_mixture import Scores
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
@@ -257,7 +257,7 @@ def run_case(assets: Path, out: Path) -> dict:
     score = ppo.collection.reward_scorer
 
     def reward(rollout, prompts, step):
-        scores = score(score.request(rollout, prompts.rows, step - 1), rollout)
+        scores = score.mixture(score.request(rollout, prompts.rows, step - 1), rollout)
         bad = (numbers == 9) & (step == 2)
         return Scores(torch.where(bad, math.nan, scores.total), scores.by_source)
 
