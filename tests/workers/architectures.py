@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,9 +55,13 @@ def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
     engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
     batch = SFTBatch(torch.tensor([ids]), torch.tensor([[False] + [True] * (len(ids) - 1)]))
     total, sums, settings = torch.tensor(dist.world_size() * (len(ids) - 1)), MetricSums(), router_settings(coef, model)
-    loss_of, _ = with_router_term(
-        settings, "router_loss", [batch], lambda rows, sums: sft.sft_loss(engine, rows, total, sums), real_rows, sums
-    )
+
+    def loss(rows: SFTBatch, sums: MetricSums) -> torch.Tensor:
+        return sft.sft_loss(engine, rows, total, sums)
+
+    loss_of = partial(loss, sums=sums)
+    if settings is not None:
+        loss_of, _ = with_router_term(settings, "router_loss", [batch], loss, real_rows, sums)
     optimizer_step(engine, [batch], loss_of)
     weights = gather_state(engine.module.lm)
     if dist.is_main():
