@@ -79,18 +79,11 @@ def with_router_term(
     settings: RouterSettings, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
     rows_of: Callable[[Batch], Tensor], sums: MetricSums,
 ) -> tuple[Callable[[Batch], Tensor], dict[str, Any]]:  # fmt: skip
-    """`loss_of` for the micro-batches of an optimizer step, with the term. Collective.
+    """`loss_of` for this rank's micro-batches of an optimizer step, with the term, and what `replayed_term` needs.
+    Collective.
 
-    Args:
-        settings: of the loss.
-        metric: name of the load-balancing loss among the metrics.
-        batches: this rank's micro-batches.
-        loss_of: (micro-batch, metrics to add to) -> its loss, by one forward pass.
-        rows_of: rows of a micro-batch that count, (B,) bool.
-        sums: receives the metrics of the training passes.
-
-    Returns:
-        The loss of a micro-batch, and what `replayed_term` needs.
+    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool.
+    `sums` receives the metrics of the training passes, the load-balancing loss under the name `metric`.
     """
     unused = MetricSums(sums.sources)
     term = router_term(settings, batches, lambda batch: loss_of(batch, unused), rows_of)

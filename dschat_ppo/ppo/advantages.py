@@ -66,12 +66,9 @@ class AdvantageComputation:
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
         """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL coefficient for the
-        next step.
-
-        The rewards include the KL penalty, and so does what a group compares. The tokens of the covariance losses are
-        chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the choice depends
-        neither on micro-batches nor on ranks.
-        """
+        next step. The rewards, and what a group compares, include the KL penalty. The tokens of the covariance losses
+        are chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the choice
+        depends neither on micro-batches nor on ranks."""
         flags, mask = self.flags, rows.response_mask
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(

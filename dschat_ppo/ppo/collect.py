@@ -117,11 +117,7 @@ class ExperienceCollection:
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
 
     def generate(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
-        """Sample the answers to each prompt. Collective.
-
-        Raises:
-            RolloutCancelled: a stop was requested.
-        """
+        """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
         with self.clock.phase("rollout"):
             rollout = self.generator.generate(prompts.rows, step, self._round)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))

@@ -80,11 +80,8 @@ class MiniDataset:
                 yield self._minibatch(select_rows(rows, chosen))
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
-        """This rank's share of the rows of one optimizer step.
-
-        Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
-        collective: the shortest row with an empty response, which adds nothing to a loss.
-        """
+        """This rank's share of the rows of one optimizer step. Every rank computes the shares of all ranks, so ranks
+        with fewer micro-batches add empty ones without a collective: the shortest row with an empty response."""
         lengths = row_lengths(rows)
         prompts = prompts_of(rows) if self._shares_prompts else None
         shares = deal(lengths, dist.data_ranks(), prompts)

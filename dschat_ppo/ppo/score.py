@@ -62,12 +62,7 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
 
 class RewardScorer:
     """What the reward sources score: answers as text, with the data rows of their prompts. `mixture` scores them.
-
-    Args:
-        mixture: the sources with their weights.
-        prompts: token rows of the prompts, with the data row of each as JSON.
-        tokenizer: of the actor.
-    """
+    `prompts` are token rows, with the data row of each as JSON."""
 
     def __init__(self, mixture: RewardMixture, prompts: Dataset, tokenizer: PreTrainedTokenizerBase):
         self.mixture = mixture

@@ -128,20 +128,13 @@ class PPOUpdate:
 
     def minimise(self, objectives: Sequence[Objective], step: int) -> Outcome:
         """Forward, backward and one update of each engine; the actor's objective, if there is one, is the first.
-        Collective.
+        `NonFiniteError` if a loss or gradient is not finite, and the run is to stop. Collective.
 
         An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well;
         `--target_kl` makes an update the PPO step's last one. Both compare the policy in the update's forward pass with
         the one that scored the answers, over the tokens of all ranks that the policy loss counts, so every rank makes
         the same decision. With `--align_overflow`, the gradients of both engines are computed before either update.
         Otherwise gradients that wait are applied first, so that those of one engine alone are in memory.
-
-        Args:
-            objectives: the actor's first, if it is trained.
-            step: PPO step.
-
-        Raises:
-            NonFiniteError: a loss or gradient is not finite, and the run is to stop.
         """
         outcome, flags = Outcome({}, []), self.config.algorithm
         logprobs: RecordedTokens | None = None

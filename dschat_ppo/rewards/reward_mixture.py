@@ -59,11 +59,9 @@ class Scores:
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
-
-    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the sum. `names`: of the
-    sources, in order; the second source of a name is `name_2`.
-    """
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
+    weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
+    `name_2`."""
 
     def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
         if not sources:

@@ -200,11 +200,7 @@ class SupervisedTrainer(Generic[Batch]):
     ) -> None:  # fmt: skip
         """Train from the current state to the end; evaluate at the end of each epoch and of the run, and every
         `--eval_interval` steps. `kept` also saves the models of some steps, and the best one; `trace` records one step.
-
-        Raises:
-            StopRequested, UnhealthyRun: from the checkpointer.
-            UserError: the evaluation does not have the metric that decides which model is the best.
-        """
+        `StopRequested` and `UnhealthyRun` come from the checkpointer."""
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
