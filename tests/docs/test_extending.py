@@ -16,7 +16,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.forms import detect_form
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.engine.role_models import ModelFolders
+from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.begin_ppo import inputs_of
 from dschat_ppo.ppo.own_algorithms import check_own_functions, made_up_rows, own_metrics
