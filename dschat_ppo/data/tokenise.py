@@ -114,10 +114,10 @@ def tokenise_batch(
     for index, row in enumerate(raw_rows):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
         try:
-            found = settings.form.read(row, settings.use, origins[index])
+            read = settings.form.read(row, settings.use, origins[index])
             if settings.use == "steps":
-                found = [joined_steps(example, settings.step_separator) for example in found]
-            examples += [(index, example) for example in found]
+                read = [joined_steps(example, settings.step_separator) for example in read]
+            examples += [(index, example) for example in read]
         except UserError as problem:
             note(index, problem)
 
@@ -128,80 +128,68 @@ def tokenise_batch(
         try:
             if isinstance(ids, UserError):
                 raise ids
-            is_cut_into_blocks = example.prompt == "" and settings.truncation not in ("drop", "error")
-            blocks = text_blocks(ids, settings.limit) if is_cut_into_blocks else []
-            fitted = fitted_example(example, ids, settings)
+            found = _token_rows(raw_rows[index], example, ids, settings)
         except UserError as problem:
             note(index, problem, example.suffix)
             continue
-        if fitted.outcome == Fitted.DROPPED and settings.truncation == "error":
+        if found[0]["fitted"] == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             note(index, too_long, example.suffix, is_too_long=True)
             continue
-        for number, part in enumerate([FittedExample(block, block, Fitted.BLOCK, {}) for block in blocks] or [fitted]):
-            columns["index"].append(index)
-            values = columns_of(raw_rows[index], example, part, settings)
-            if blocks:  # equal blocks of one text are no duplicates
-                values["key"] = _hash(_bytes_of(ids) + str(number).encode())
-            for name, value in values.items():
+        for values in found:
+            for name, value in {"index": index, **values}.items():
                 columns[name].append(value)
     return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
 
 
-@dataclass(frozen=True)
-class FittedExample:
-    """An example at the length limit: its ids before (`whole`) and within it, and the columns of labels, if the use has
-    any; of steps those that the limit leaves."""
-
-    whole: EncodedExample
-    ids: EncodedExample
-    outcome: Fitted
-    labels: dict[str, Any]
-
-
-def fitted_example(example: Example, ids: EncodedExample, settings: TokeniseSettings) -> FittedExample:
-    """Fit an encoded example to the length limit. An empty prompt or answer is refused."""
+def _token_rows(
+    row: dict[str, Any], example: Example, ids: EncodedExample, settings: TokeniseSettings
+) -> list[dict[str, Any]]:
+    """The token rows of one example of the raw row `row`, as columns of `tokenise_batch` without `index`: one, or the
+    blocks of a long plain text. `UserError` for an empty prompt or answer, and for steps that cannot be found."""
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
+    can_cut = settings.truncation not in ("drop", "error")
+    if example.prompt == "" and can_cut and (blocks := text_blocks(ids, settings.limit)):
+        found = [_values(row, example, block, block, Fitted.BLOCK, {}, settings) for block in blocks]
+        # equal blocks of one text are no duplicates
+        return [{**values, "key": _hash(_bytes_of(ids) + str(n).encode())} for n, values in enumerate(found)]
     if not ids.prompt:  # plain text: nothing before its first token predicts it
         ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
     fitted, outcome = fit_row(ids, settings.limit, settings.truncation)
     if outcome in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
-        is_chat = not isinstance(example.prompt, str)
-        fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat)
+        fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
         fitted, outcome = fit_row(ids, settings.limit, settings.truncation, *fixed)
     labels: dict[str, Any] = {}
     if settings.use == "unpaired":
         labels = {"label": example.labels[0]}
     elif settings.use == "steps":
-        answer, left = ids.answers[0], len(fitted.answers[0])
-        ends, values = labelled_ends(settings.tokenizer, answer, example.labels, settings.step_separator)
-        kept = [place for place, end in enumerate(ends) if end < left]
-        labels = {"step_ends": [ends[place] for place in kept], "step_labels": [values[place] for place in kept]}
+        ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, settings.step_separator)
+        kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
+        labels = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
         outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
-    return FittedExample(ids, fitted, outcome, labels)
+    return [_values(row, example, ids, fitted, outcome, labels, settings)]
 
 
-def columns_of(
-    row: dict[str, Any], example: Example, fitted: FittedExample, settings: TokeniseSettings
-) -> dict[str, Any]:
-    """The token row of an example of the raw row `row`: column of `tokenise_batch` -> value, without `index`."""
-    whole, ids, labels = fitted.whole, fitted.ids, fitted.labels
+def _values(
+    row: dict[str, Any], example: Example, whole: EncodedExample, ids: EncodedExample, outcome: Fitted,
+    labels: dict[str, Any], settings: TokeniseSettings,
+) -> dict[str, Any]:  # fmt: skip
+    """A token row: `whole` are the ids before the length limit, `ids` those within it."""
     is_prompt = settings.use == "prompt" and example.truth is not None
     asked = json.dumps(example.truth, default=str).encode() if is_prompt else b""  # equal prompts, other answers
     values: dict[str, Any] = {
-        "prompt_ids": ids.prompt, "answers": ids.answers, "margin": example.margin, "fitted": int(fitted.outcome),
+        "prompt_ids": ids.prompt, "answers": ids.answers, "margin": example.margin, "fitted": int(outcome),
         "prompt_tokens": len(whole.prompt), "answer_tokens": max(map(len, whole.answers), default=0),
-        "key": _hash(_bytes_of(whole) + asked + str(example.labels).encode() * bool(example.labels)),
+        "key": _hash(_bytes_of(whole) + asked + str(example.labels).encode() * bool(example.labels)), **labels,
     }  # fmt: skip
     content = [_bytes_of(ids), str(example.margin).encode()]
     if settings.use == "sft":
         values["prompt_spans"] = [list(span) for span in ids.prompt_spans]
         content.append(str(values["prompt_spans"]).encode())
     if labels:
-        values |= labels
         content.append(str(labels).encode())
     if settings.use == "prompt":
         values["row"] = row_text(row, example, settings)

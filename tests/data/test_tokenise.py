@@ -68,18 +68,6 @@ def test_bad_rows_are_returned_by_rising_index_with_their_first_characters():
     assert shown == json.dumps(rows[3])[:200] + "..." and "\n" not in bad[2].message
 
 
-def test_a_template_that_adds_megabytes_makes_its_rows_bad(monkeypatch):
-    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages[0].content }}" + "x" * 3_000_000)
-
-    def as_chat(row, use, where):
-        return [Example([{"role": "user", "content": row["prompt"]}], ["yes"])]
-
-    columns, bad = batch(raw_rows(2), form=replace(FORM, read=as_chat))
-    assert columns["index"] == [] and [problem.index for problem in bad] == [0, 1]
-    assert bad[1].message.startswith("f, row 2: the chat template, which starts with '{{ messages[0].content }}xxx")
-    assert "renders 3,000,002 characters" in bad[1].message and "\n" not in bad[1].message
-
-
 def test_a_row_with_one_bad_example_gives_no_token_row():
     rows = [{"prompt": "p", "answers": ["a", "b" * 100]}, {"prompt": "q", "answers": ["c"]}]
     columns, bad = batch(rows, limit=20, truncation="error")
