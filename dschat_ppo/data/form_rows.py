@@ -265,7 +265,9 @@ def _all_drafts(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row:
 
 def _is_content(column: str, value: Any) -> bool:
     """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
-    thoughts (`reasoning: "on"`), measured losses, and names of splits (`training: "train"`)."""
+    thoughts (`reasoning: "on"`), measured losses, names of splits (`training: "train"`), and labels of classes."""
+    if column in ("label", "labels"):
+        return is_label(value)
     if column in ("train", "training", "loss") and not isinstance(value, list):
         return str(value).strip().lower() in ("0", "0.0", "false")
     if column in THOUGHTS and not isinstance(value, list | dict):

@@ -220,15 +220,17 @@ def _reading(
     by_choice = set(by_flag) & set(_CONTENT) or flags.data_format != "auto"
     known = _ALWAYS_CONTENT if by_choice else _ALWAYS_CONTENT | _MAY_BE_CONTENT
     known = known - (_OF_REWARDS if set(chosen.drafts) == {"prompt"} else set())
-    labels = [name for name in ("label", "labels") if not all(is_label(row.get(name)) for row in rows)]
-    known -= {"label", "labels"} if kind.name == "text" else set(labels)  # classes of texts call no answer good
-    return replace(reading, watched=tuple(sorted(known - _used(reading, flags) - set(flags.ignore_columns))))
+    for name in ("label", "labels"):
+        if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
+            known = known - {name}  # a class, which calls no answer good
+    used = _used(columns, reading, flags)
+    return replace(reading, watched=tuple(sorted(known - used - set(flags.ignore_columns))))
 
 
-def _used(reading: Reading, flags: DataFlags) -> set[str]:
+def _used(columns: list[str], reading: Reading, flags: DataFlags) -> set[str]:
     """The columns that a reading uses, with those of which flags or the log say that they are left out."""
     paths = [*reading.columns.values(), reading.system, reading.truth]
-    used = {path.split(".")[0] for path in paths if path} | {"tools"}
+    used = {path.split(".")[0] for path in paths if path} | {"tools"} & set(columns)
     used |= {"margin"} if "rejected" in reading.columns else set()
     return used | (set(SYSTEM_COLUMNS) if flags.system_column is not None else set())
 
@@ -260,7 +262,7 @@ def _description(
     columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, reading: Reading, about: str, note: str
 ) -> str:
     """What was understood of a data set, for the log."""
-    used = _used(reading, flags)
+    used = _used(columns, reading, flags)
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     texts = chosen.columns.get("messages")
     parts = [
