@@ -174,7 +174,7 @@ class SafetyFlags:
     )
     resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
     collective_timeout: float = flag(
-        "seconds after which the run ends if no rank makes progress (every rank then prints its stack)",
+        "seconds after which the run ends if no rank makes progress (the logs then have the stacks)",
         1800.0,
     )
     on_nonfinite: Literal["stop", "skip"] = flag(

@@ -98,17 +98,6 @@ class FirstFailureRecord:
                 latest = max(latest, path.stat().st_mtime)
         return time.time() - latest
 
-    def mark_stacks_written(self) -> None:
-        """Note that this rank has written its stacks."""
-        if self.folder is not None:
-            with suppress(OSError):
-                (self.folder / f"stacks_{ranks.rank()}").touch()
-
-    def ranks_without_stacks(self) -> list[int]:
-        """Running ranks of this machine that have not written their stacks."""
-        written = {path.name.removeprefix("stacks_") for path in self._files("stacks_*")}
-        return sorted(rank for rank, runs in self._is_running().items() if runs and str(rank) not in written)
-
     def leave(self) -> None:
         """Remove this rank, which ends in order. The last one removes the folder."""
         if self.folder is not None:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread of each rank that ends a hanging run and writes the stacks of all ranks.
+"""The watchdog: a thread of each rank that ends a hanging run and logs the stacks of all ranks.
 
 It checks three things: whether this rank makes progress (`heartbeat`), whether another rank has failed
 (`FirstFailureRecord`), and whether the process of another rank of this machine has ended. It passes stop requests on to
@@ -26,13 +26,11 @@ from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME, RANK_LOST
 from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord
-from dschat_ppo.runtime.rank_log import write_to_log
+from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
 POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 2.0  # this thread has not run for so long: the process was stopped
-_TURN_SECONDS = 0.25  # for each rank to write its stacks
-_AFTER_TURNS_SECONDS = 5.0  # after the last turn
-_LEAST_SECONDS = 1.0  # to write the stacks, however late this rank is
+_STACKS_SECONDS = 5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
 _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
 _REARM_SECONDS = 1.0
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
@@ -153,29 +151,20 @@ class _Watchdog:
         self.record.leave()
         os._exit(code)
 
-    def _end_with_stacks(self, first: FirstFailure) -> None:
-        """Write the stacks of this rank in its turn, and end."""
-        idle, turns = heartbeat.idle_seconds(), ranks.local_world_size()
-        first_turn = first.when + POLL_SECONDS + 0.1  # by then every rank has seen the failure
-        end = first_turn + turns * _TURN_SECONDS + _AFTER_TURNS_SECONDS
-        stacks = _stacks()
-        # a rank that could not poll until now (a signal of the launcher wakes it) still writes where it hangs
-        timer = threading.Timer(max(_LEAST_SECONDS, end - time.time()), self._leave, [RANK_LOST])
+    def _end_with_stacks(self, first: FirstFailure) -> NoReturn:
+        """Write the stacks of this rank to its log, on the rank that noticed first also to stderr, and end."""
+        text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}\n{_stacks()}"
+        # before anything is written: the disk that holds the log may be the one that hangs
+        timer = threading.Timer(_STACKS_SECONDS, self._leave, [RANK_LOST])
         timer.daemon = True
-        timer.start()  # before anything is written: the disk that holds the log may be the one that hangs
-        reason = f"has made no progress for {idle:.0f} s"
-        if first.rank != ranks.rank() and self.limit is not None and idle < self.limit / 2:
-            reason = f"ends because rank {first.rank} makes no progress"
-        text = f"rank {ranks.rank()} {reason}: {where()}\n{stacks}"
-        time.sleep(max(0.0, first_turn + ranks.local_rank() * _TURN_SECONDS - time.time()))
-        _write_to_stderr(text)
-        faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
-        self.record.mark_stacks_written()
+        timer.start()
+        if first.rank == ranks.rank():
+            logs = log_path()
+            _write_to_stderr(text + (f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""))
         write_to_log(text)
-        time.sleep(max(0.0, end - 0.5 - time.time()))
-        for silent in self.record.ranks_without_stacks() if first.rank == ranks.rank() else ():
-            _write_to_stderr(f"rank {silent} does not answer: it runs C code that holds Python's lock, or is stopped\n")
+        faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
         timer.join()
+        self._leave(RANK_LOST)
 
 
 _WATCHDOGS: list[_Watchdog] = []  # one at most
@@ -189,7 +178,8 @@ def watch_ranks(record: FirstFailureRecord) -> None:
 
 def start(seconds: float) -> None:
     """End the run when a rank sends no `heartbeat` for this long outside `watchdog_paused`, with exit code 5. Every
-    rank of this machine then writes its phase, its step and the stacks of all its threads to stderr and to its log."""
+    rank of this machine then writes its phase, its step and the stacks of all its threads to its log, the first one
+    also to stderr."""
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord(None))
     _WATCHDOGS[-1].set_limit(seconds)

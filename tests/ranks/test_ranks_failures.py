@@ -175,28 +175,21 @@ def test_a_killed_rank_ends_the_run(ended):
 def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     run = ended["rank 1 hangs"]
     assert run.code == 5
-    first, second = run.told()
-    assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", first)
-    assert re.fullmatch(r"rank 1 has made no progress for [3-8] s: phase 'update', step 5", second)
-    of_rank_0, of_rank_1 = run.err[run.err.index(first) :].split(second)
-    assert "in all_reduce" in of_rank_0 and "in hang" not in of_rank_0
-    assert "in hang" in of_rank_1 and "in all_reduce" not in of_rank_1
+    (told,) = run.told()
+    assert re.fullmatch(r"rank [01] has made no progress for [3-8] s: phase 'update', step 5", told)
     assert "in hang" in run.log(1) and "in all_reduce" in run.log(0)
+    assert ("in hang" if told.startswith("rank 1") else "in all_reduce") in run.err
     assert "Traceback" not in run.err
 
 
 def test_a_slow_disk_is_not_a_hang_and_does_not_hide_one(ended):
     run = ended["rank 1 hangs while rank 0 writes"]
     assert run.code == 5
-    idle = [
-        int(re.fullmatch(r"rank \d has made no progress for (\d+) s: phase 'update', step 5", line)[1])
-        for line in run.told()
-    ]
-    assert idle[0] in range(3, 2 * 3), "counted from the end of the awaited write, not of concurrent ones"
-    assert idle[1] >= 9
-    first, second = run.told()
-    of_rank_0, of_rank_1 = run.err[run.err.index(first) :].split(second)
-    assert "in all_reduce" in of_rank_0 and "in hang" in of_rank_1
+    said = "".join(run.log(rank) for rank in range(2))
+    found = dict(re.findall(r"rank (\d) has made no progress for (\d+) s: phase 'update', step 5", said))
+    assert int(found["0"]) in range(3, 2 * 3), "counted from the end of the awaited write, not of concurrent ones"
+    assert int(found["1"]) >= 9 and len(run.told()) == 1
+    assert "in all_reduce" in run.log(0) and "in hang" in run.log(1)
 
 
 def test_a_hang_in_c_code_ends_the_run(ended):
@@ -204,7 +197,6 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     assert run.code == 5
     told = run.told()
     assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
-    assert "rank 1 does not answer: it runs C code that holds Python's lock, or is stopped" in told
     assert "in hold_the_lock" in run.err
 
 
