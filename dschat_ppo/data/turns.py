@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.data.templates import Messages, Tools, TurnEnd, render, turn_end
-from dschat_ppo.data.tool_calls import check_rendered, has_calls
+from dschat_ppo.data.tool_calls import check_rendered
 from dschat_ppo.errors import UserError, reading
 
 Span = tuple[int, int]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "PROBE7f3aPROBE"  # stands for an answer's content
-_PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # the same, with the number of the message
+_PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # stand for the contents of answers; with the number of the message
 
 
 def turn_spans(
@@ -31,30 +29,28 @@ def turn_spans(
     tool without its call, they are what each message adds to the rendering, which takes time quadratic in the turns.
     """
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
-    if not turns:
-        return []
     end = turn_end(tokenizer)
-    marked = _marked_spans(tokenizer, prompt, opening, tools)
-    if len(marked) == len(turns):
-        marked = [(start, _to_end(opening, start, stop, end)) for start, stop in marked]
-        pairs = zip(turns, marked, strict=True)
-        if all(_holds(opening[slice(*span)], prompt[turn].get("content"), end) for turn, span in pairs):
-            return marked
-    if spans := _probed_spans(tokenizer, prompt, turns, opening, tools, end):
-        return spans
-    found = [_span_of_turn(tokenizer, prompt, turn, opening, tools, end) for turn in turns]
-    spans = [span for span in found if span is not None]
-    if len(spans) < len(turns) or any(first[1] > second[0] for first, second in pairwise(spans)):
+    for find in (_marked, _probed, _added) if turns else ():
+        spans = find(tokenizer, prompt, turns, opening, tools, end)
+        answers = [prompt[turn].get("content") for turn in turns]
+        if (
+            len(spans) == len(turns)
+            and all(first[1] <= second[0] for first, second in pairwise(spans))
+            and all(_holds(opening[slice(*span)], answer, end) for span, answer in zip(spans, answers, strict=True))
+        ):
+            return spans
+    if turns:
         raise UserError(
             "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
             "--train_on last trains the last answer only"
         )
-    return spans
+    return []
 
 
-def _marked_spans(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None
-) -> list[Span]:
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None,
+    end: TurnEnd,
+) -> list[Span]:  # fmt: skip
     """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
     template = tokenizer.get_chat_template(None, tools)
     if not _MARKED.search(template):
@@ -71,29 +67,27 @@ def _marked_spans(
             **tokens,
         )
     (text,), (marks,) = found
-    return [(start, stop) for start, stop in marks if start < stop] if text == opening else []
+    marks = marks if text == opening else []
+    return [(start, _to_end(opening, start, stop, end)) for start, stop in marks if start < stop]
 
 
-def _probed_spans(
+def _probed(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None,
     end: TurnEnd,
 ) -> list[Span]:  # fmt: skip
-    """The range of each of `turns`, from three renderings; [] if one is not certain."""
-    probes = {turn: f"PROBE7f3a{turn}PROBE" for turn in turns}
-    probed = [
-        {"role": "assistant", "content": probes[turn]} if turn in probes else message
-        for turn, message in enumerate(prompt)
-    ]
+    """The ranges that differ when other texts take the place of the answers, whose tool calls belong to them; [] if one
+    is not certain."""
+    probed = list(prompt)
+    for turn in turns:
+        probed[turn] = {"role": "assistant", "content": f"PROBE7f3a{turn}PROBE"}
     try:
-        parts = _PROBES.split(render(tokenizer, probed, open_answer=True, tools=tools))
+        first, *parts = _PROBES.split(render(tokenizer, probed, open_answer=True, tools=tools))
     except UserError:  # such as a tool's message without a call before it
         return []
-    if parts[1::2] != [str(turn) for turn in turns]:
+    if parts[::2] != [str(turn) for turn in turns] or not opening.startswith(first):
         return []
-    contents, begin = list[Span](), len(parts[0])
-    if not opening.startswith(parts[0]):
-        return []
-    for turn, after in zip(turns, parts[2::2], strict=True):
+    contents, begin = list[Span](), len(first)
+    for turn, after in zip(turns, parts[1::2], strict=True):
         content = prompt[turn].get("content") or ""
         stop = next(
             (begin + len(text) for text in (content, content.strip()) if opening.startswith(text + after, begin)),
@@ -120,34 +114,24 @@ def _probed_spans(
     ]
 
 
-def _span_of_turn(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turn: int, opening: str, tools: Tools | None, end: TurnEnd
-) -> Span | None:
-    """The range of message `turn` in `opening`; None if it is not certain."""
-    content = prompt[turn].get("content") or ""
-    if turn > 0:
+def _added(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None,
+    end: TurnEnd,
+) -> list[Span]:  # fmt: skip
+    """What each answer adds to the rendering of the messages before it; [] if they are rendered differently there."""
+    spans = []
+    for turn in turns:
+        if turn == 0:
+            return []
         before = render(tokenizer, prompt[:turn], open_answer=True, tools=tools)
         whole = render(tokenizer, prompt[: turn + 1], open_answer=False, tools=tools)
-        if whole.endswith(end.kept + end.dropped):
-            whole = whole[: len(whole) - len(end.dropped)]
-            if whole.startswith(before) and opening.startswith(whole) and _holds(whole[len(before) :], content, end):
-                return len(before), len(whole)
-    if not content.strip() and not has_calls([prompt[turn]]):
-        return None
-    other = {"role": "assistant"} if has_calls([prompt[turn]]) else prompt[turn]  # the calls belong to the answer
-    probed = [{**other, "content": _PROBE} if i == turn else message for i, message in enumerate(prompt)]
-    try:
-        before, probe, after = render(tokenizer, probed, open_answer=True, tools=tools).partition(_PROBE)
-    except UserError:  # such as a tool's message without a call before it
-        return None
-    stop = len(opening) - len(after)
-    is_certain = probe and _PROBE not in after and opening.startswith(before) and opening.endswith(after)
-    if not is_certain or stop <= len(before) or not _holds(opening[len(before) : stop], content, end):
-        return None
-    with suppress(UserError):
-        check_rendered(opening[len(before) : stop], [prompt[turn]], None)
-        return len(before), _to_end(opening, len(before), stop, end)
-    return None
+        if not whole.endswith(end.kept + end.dropped) or not whole.startswith(before):
+            return []
+        whole = whole[: len(whole) - len(end.dropped)]
+        if not opening.startswith(whole):
+            return []
+        spans.append((len(before), len(whole)))
+    return spans
 
 
 def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:

@@ -147,6 +147,30 @@ def test_tool_calls_of_a_template_that_opens_an_answer_with_empty_thinking(conte
         spans_of(templated("bytes", template.replace("CHECK", check)), talk)
 
 
+def test_marks_leave_out_what_the_template_writes_before_an_answer():
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[aside]{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert spans_of(templated("bytes", marked)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+    plain = re.sub(r"\{%-? *(end)?generation *%\}", "", marked)
+    assert spans_of(templated("bytes", plain)) == ["[aside]In the hall 😀<|im_end|>", "[aside] Café\n<|im_end|>"]
+
+
+def test_answers_are_found_by_what_they_add_where_a_tool_needs_its_call():
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
+    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "hall"}, *TALK[2:4]]
+    called = '<call>{"name": "find", "arguments": {"what": "lamp"}}</call><|im_end|>'
+    assert spans_of(templated("bytes", template), talk) == [called, "In the hall 😀<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     "template",
     [
