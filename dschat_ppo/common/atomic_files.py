@@ -64,17 +64,20 @@ def sync_file(number: int) -> None:
         os.fsync(number)
 
 
+def sync_entries(path: Path) -> None:
+    """Flush a file, or the names in a folder (new, renamed, removed), to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        sync_file(number)
+    finally:
+        os.close(number)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush `folder` and every file and folder below it to the disk."""
     for place, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(place) / name)
-        _sync(Path(place))
-
-
-def sync_entries(folder: Path) -> None:
-    """Flush the names in `folder` (new, renamed, removed) to the disk."""
-    _sync(folder)
+        for path in (*(Path(place) / name for name in names), Path(place)):
+            sync_entries(path)
 
 
 def make_folder(path: Path) -> None:
@@ -118,11 +121,3 @@ def remove_folder(folder: Path) -> None:
     if folder.exists():
         with watchdog_paused():
             shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        sync_file(number)
-    finally:
-        os.close(number)

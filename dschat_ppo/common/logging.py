@@ -25,13 +25,7 @@ _REPLACED = ("Setting accelerator to CPU", "LOAD REPORT")  # warnings in whose p
 
 class _BarSafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print_line(self.format(record))
-
-
-class _WarningsMarked(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        prefix = "warning: " if record.levelno == logging.WARNING else ""
-        return prefix + super().format(record)
+        print_line(("warning: " if record.levelno == logging.WARNING else "") + self.format(record))
 
 
 def print_line(line: str) -> None:
@@ -55,9 +49,7 @@ def logger() -> logging.Logger:
     receive everything from INFO on (`runtime/rank_log.py`)."""
     log = logging.getLogger("dschat_ppo")
     if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
-        handler = _BarSafeHandler(logging.INFO if is_main() else logging.ERROR)
-        handler.setFormatter(_WarningsMarked("%(message)s"))
-        log.addHandler(handler)
+        log.addHandler(_BarSafeHandler(logging.INFO if is_main() else logging.ERROR))
         log.propagate = False
         log.setLevel(logging.INFO)
     return log
@@ -71,9 +63,8 @@ class _WarningsOnce(logging.Filter):
         self.seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        passes = record.levelno >= (logging.WARNING if is_main() else logging.ERROR) and text not in self.seen
-        passes = passes and _is_new(record)
+        text, least = record.getMessage(), logging.WARNING if is_main() else logging.ERROR
+        passes = record.levelno >= least and text not in self.seen and _is_new(record)
         self.seen.add(text)
         return passes
 

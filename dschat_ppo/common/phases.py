@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_ppo.common.heartbeat import heartbeat
 
@@ -18,17 +18,7 @@ _STEP: list[int] = []
 _PEAKS: dict[str, float] = {}  # phase -> bytes of its largest peak
 
 
-class Marker(Protocol):
-    """Records a trace and marks blocks in it."""
-
-    def block(self, name: str) -> AbstractContextManager[None]:
-        """Mark a block under this name."""
-
-    def decode_step(self) -> None:
-        """Note that the current block generates one more token for each sequence of a batch."""
-
-
-_MARKERS: list[Marker] = []  # at most one: while a step is profiled
+_MARKERS: list[Any] = []  # while a step is profiled, what marks blocks in its trace (`monitor/step_trace.py`)
 
 
 def reset_phases() -> None:
@@ -38,8 +28,8 @@ def reset_phases() -> None:
 
 
 @contextmanager
-def blocks_marked_by(marker: Marker) -> Iterator[None]:
-    """Inside, each phase and each `block` is marked in a trace."""
+def blocks_marked_by(marker: Any) -> Iterator[None]:
+    """Inside, `marker.block` marks each phase and each `block` in a trace, and `marker.decode_step` counts."""
     _MARKERS.append(marker)
     try:
         yield
@@ -49,11 +39,12 @@ def blocks_marked_by(marker: Marker) -> Iterator[None]:
 
 def block(name: str) -> AbstractContextManager[None]:
     """Mark a part of a phase, or of the work between phases, in the trace of a profiled step; else do nothing."""
-    return _MARKERS[-1].block(name) if _MARKERS else nullcontext()
+    marked: AbstractContextManager[None] = _MARKERS[-1].block(name) if _MARKERS else nullcontext()
+    return marked
 
 
 def decode_step() -> None:
-    """Note one step of decoding in that trace."""
+    """Note in that trace that the current block generates one more token for each sequence of a batch."""
     if _MARKERS:
         _MARKERS[-1].decode_step()
 
@@ -140,19 +131,15 @@ def _reset_peak() -> None:
     if (gpu := _gpu()) is not None:
         gpu.reset_peak_memory_stats()
         return
-    try:
+    with suppress(OSError):  # not Linux, or not permitted: then the peak since the start of the process counts
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:  # not Linux, or not permitted: then the peak since the start of the process counts
-        return
 
 
 def _peak_bytes() -> float:
     """Peak memory since the last reset: of the GPU, or of the process if there is none."""
     if (gpu := _gpu()) is not None:
         return float(gpu.max_memory_allocated())
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
+    with suppress(OSError, StopIteration):  # not Linux
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return float(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -44,13 +44,9 @@ class _Phase:
 
     def text(self, now: float) -> str:
         """Such as "rollout 40/64 answers, 2,310 tokens/s, 0:04 left"."""
-        rate = self.tokens * world_size() / max(now - self.start, 1e-9)
-        left = self.seconds_left(now)
-        return (
-            f"{self.name} {self.done}/{self.total} {self.unit}"
-            + (f", {rate:,.0f} tokens/s" if self.tokens else "")
-            + (f", {duration(left)} left" if left is not None else "")
-        )
+        rate, left = self.tokens * world_size() / max(now - self.start, 1e-9), self.seconds_left(now)
+        text = f"{self.name} {self.done}/{self.total} {self.unit}" + (f", {rate:,.0f} tokens/s" if self.tokens else "")
+        return text + (f", {duration(left)} left" if left is not None else "")
 
 
 class Progress:
@@ -63,19 +59,20 @@ class Progress:
         self.title, self.total, self.done, self.unit, self.clock = title, total, done, unit, clock
         self.note = ""
         self.phase: _Phase | None = None
-        self._printed = now = clock()
-        self._ends: deque[tuple[float, float]] = deque([(now, 0.0)], maxlen=WINDOW + 1)  # (time, tokens) of steps
+        self._ends: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (time, tokens) of steps
         self._bar: Any = None
+        self.measure_from_here()
+        self.line_printed()
 
     def __enter__(self) -> Progress:
-        self._printed = self.clock()
         self.measure_from_here()
+        self.line_printed()
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
                 rows = shutil.get_terminal_size().lines  # of a terminal without a size, too, such as that of a CI
                 self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
-                self._redraw()
+                self._draw()
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -93,7 +90,7 @@ class Progress:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
         self.done, self.note, self.phase = self.done + 1, note, None
         self._ends.append((self.clock(), tokens))
-        self._draw(is_end=self.done == self.total)
+        self._draw_if_due()
 
     def line_printed(self) -> None:
         """Postpone the next plain line, because a line about this step was printed."""
@@ -107,7 +104,7 @@ class Progress:
         else:
             phase.done = done
             phase.tokens += tokens
-        self._draw()
+        self._draw_if_due()
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -140,19 +137,19 @@ class Progress:
             parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
         return " | ".join([*parts, self.note] if self.note else parts)
 
-    def _redraw(self) -> None:
-        self._bar.set_description_str(self.text()[: max(shutil.get_terminal_size().columns - 1, 1)])
-
-    def _draw(self, is_end: bool = False) -> None:
+    def _draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""
-        since, is_terminal = self.clock() - self._printed, self._bar is not None
-        is_due = since >= (REDRAW_SECONDS if is_terminal else PLAIN_SECONDS) or (is_end and is_terminal)
-        if is_due and _SHOWN and _SHOWN[-1] is self:
-            self._printed = self.clock()
-            if is_terminal:
-                self._redraw()
-            else:
-                print_line(self.text())
+        is_old = self.clock() - self._printed >= (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS)
+        is_end = self._bar is not None and self.done == self.total and self.phase is None
+        if (is_old or is_end) and _SHOWN and _SHOWN[-1] is self:
+            self._draw()
+
+    def _draw(self) -> None:
+        self.line_printed()
+        if self._bar is None:
+            print_line(self.text())
+        else:
+            self._bar.set_description_str(self.text()[: max(shutil.get_terminal_size().columns - 1, 1)])
 
 
 def report_phase(done: int, total: int, unit: str, tokens: float = 0.0, name: str | None = None) -> None:
@@ -164,9 +161,9 @@ def report_phase(done: int, total: int, unit: str, tokens: float = 0.0, name: st
 
 def duration(seconds: float) -> str:
     """ "0:04", "12:30", "1:02:03" or "2 d 03:04:05"."""
-    days, rest = divmod(round(seconds), 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, left = divmod(rest, 60)
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours:02}:{minutes:02}:{left:02}"
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
