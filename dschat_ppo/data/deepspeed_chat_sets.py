@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dschat_ppo.data.examples import Row, Use, text_at, value_at
-from dschat_ppo.data.form_rows import Cells, Draft
+from dschat_ppo.data.examples import Example, Row, Use, text_at, value_at
+from dschat_ppo.data.form_rows import Cells
 from dschat_ppo.errors import UserError
 
 Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
@@ -22,12 +22,12 @@ class DeepSpeedChatSet(NamedTuple):
     chosen: Text
     rejected: Text | None = None
 
-    def read(self, cells: Cells, use: Use) -> list[Draft]:
+    def read(self, cells: Cells, use: Use) -> list[Example]:
         """A row of the data set."""
         answers = {"prompt": (), "sft": (self.chosen,)}.get(use, (self.chosen, self.rejected))
         if None in answers:
             raise UserError(f"{cells.reading.form} has no worse answer")
-        return [Draft(_filled(self.prompt, cells.row), [_filled(text, cells.row) for text in answers if text])]
+        return [Example(_filled(self.prompt, cells.row), [_filled(text, cells.row) for text in answers if text])]
 
 
 def _filled(text: Text, row: Row) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dschat_ppo.data.messages import Message, Messages, kind_of
@@ -39,7 +39,7 @@ class Example:
     """
 
     prompt: str | Messages
-    answers: Sequence[str | Message]
+    answers: Sequence[str | Message] = field(default_factory=list)
     margin: float = 0.0
     truth: Any = None
     tools: list[Any] | None = None
@@ -56,19 +56,9 @@ def limit_flag(use: Use) -> str:
 def value_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`. `UserError` if
     there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3."""
-    value = _found_at(row, path)
-    if isinstance(value, float):
-        return None if math.isnan(value) else int(value) if value.is_integer() else value
-    return value
-
-
-def _found_at(row: Row, path: str) -> Any:
-    """The value as it is stored."""
-    if path in row:
-        return row[path]
     value: Any = row
     done: list[str] = []
-    for part in path.split("."):
+    for part in [path] if path in row else path.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -78,6 +68,8 @@ def _found_at(row: Row, path: str) -> Any:
         else:
             raise UserError(f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""))
         done.append(part)
+    if isinstance(value, float):
+        return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value
 
 

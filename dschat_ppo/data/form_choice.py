@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
-from dschat_ppo.data.examples import Row, Use, has_value, value_at
+from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import KINDS, Kind, kind_named
-from dschat_ppo.data.form_rows import Cells, Draft, Reading, Rendering, lines_of, shown, words_of
+from dschat_ppo.data.form_rows import Cells, Reading, Rendering, lines_of, shown, words_of
 from dschat_ppo.data.messages import from_json
 from dschat_ppo.errors import UserError
 
@@ -33,7 +33,7 @@ class Candidate:
     """A form with its columns (role -> column), and what it reads in the first rows.
 
     Attributes:
-        drafts: use -> for each row its drafts, or None where it cannot be read.
+        examples: use -> for each row its examples, or None where it cannot be read.
         is_chat: whether the form finds chat messages, not text.
         fits: whether it reads at least half of the rows.
         problem: with the first row that it cannot read, or "".
@@ -41,7 +41,7 @@ class Candidate:
 
     kind: Kind
     columns: dict[str, str]
-    drafts: dict[Use, list[list[Draft] | None]]
+    examples: dict[Use, list[list[Example] | None]]
     is_chat: bool
     fits: bool
     problem: str
@@ -126,9 +126,9 @@ def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     """Read the first rows in one form."""
     reading = Reading(kind.name, columns, "chat" if kind.rendering in ("chat", "content") else "text")
     uses = [use for use in kind.uses(columns) if use != "unpaired" and (kind.name, use) != ("kto", "preference")]
-    drafts: dict[Use, list[list[Draft] | None]] = {use: [] for use in uses}
+    examples: dict[Use, list[list[Example] | None]] = {use: [] for use in uses}
     problems = []
-    for use, found in drafts.items():
+    for use, found in examples.items():
         for row in rows:
             try:
                 found.append(kind.read(Cells(row, reading), use))
@@ -137,11 +137,11 @@ def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
                 problems.append(str(problem))
     is_chat = kind.rendering == "chat" or (
         kind.rendering == "as given"
-        and any(isinstance(d.prompt, list) for found in drafts.values() for some in found for d in some or [])
+        and any(isinstance(d.prompt, list) for found in examples.values() for some in found for d in some or [])
     )
     telling = [use for use in uses if use != "prompt" or kind.name in _WITHOUT_ANSWER]
-    fits = any(2 * sum(some is not None for some in drafts[use]) >= len(rows) for use in telling)
-    return Candidate(kind, columns, drafts, is_chat, fits, problems[0] if problems else "")
+    fits = any(2 * sum(some is not None for some in examples[use]) >= len(rows) for use in telling)
+    return Candidate(kind, columns, examples, is_chat, fits, problems[0] if problems else "")
 
 
 def _choose(name: str, found: list[Candidate]) -> Candidate:
@@ -165,20 +165,20 @@ def _choose(name: str, found: list[Candidate]) -> Candidate:
         )
     for first, second in combinations(fitting, 2):
         _require_same(name, first, second)
-    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.drafts)))
+    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.examples)))
     if chosen.kind.name == "preference":
         _require_prompt_outside(name, chosen)
     return chosen
 
 
 def _require_same(name: str, first: Candidate, second: Candidate) -> None:
-    for use in (use for use in first.drafts if use in second.drafts):
-        for one, other in zip(first.drafts[use], second.drafts[use], strict=True):
+    for use in (use for use in first.examples if use in second.examples):
+        for one, other in zip(first.examples[use], second.examples[use], strict=True):
             if one is None or other is None or (len(one) == len(other) and all(map(_says_the_same, one, other))):
                 continue
             ways = [
-                f"as {candidate.kind.name}, {shown(drafts[0]) if drafts else 'nothing'}"
-                for candidate, drafts in ((first, one), (second, other))
+                f"as {candidate.kind.name}, {shown(read[0]) if read else 'nothing'}"
+                for candidate, read in ((first, one), (second, other))
             ]
             raise UserError(
                 f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
@@ -187,7 +187,7 @@ def _require_same(name: str, first: Candidate, second: Candidate) -> None:
             )
 
 
-def _says_the_same(one: Draft, other: Draft) -> bool:
+def _says_the_same(one: Example, other: Example) -> bool:
     if one.prompt == "" or other.prompt == "":  # plain text, which may repeat what the other columns say
         plain, parts = (one, other) if one.prompt == "" else (other, one)
         asked = parts.prompt
@@ -206,11 +206,11 @@ def _says_the_same(one: Draft, other: Draft) -> bool:
 
 def _require_prompt_outside(name: str, chosen: Candidate) -> None:
     """Refuse text answers that repeat the prompt: either the prompt is read twice, or it belongs to the answers."""
-    pairs = [some[0] for some in chosen.drafts.get("preference", []) if some]
+    pairs = [some[0] for some in chosen.examples.get("preference", []) if some]
     repeated = [
-        draft for draft in pairs
-        if isinstance(draft.prompt, str) and draft.prompt
-        and all(isinstance(answer, str) and answer.startswith(draft.prompt) for answer in draft.answers)
+        pair for pair in pairs
+        if isinstance(pair.prompt, str) and pair.prompt
+        and all(isinstance(answer, str) and answer.startswith(pair.prompt) for answer in pair.answers)
     ]  # fmt: skip
     if 2 * len(repeated) > len(pairs):
         raise UserError(
@@ -291,7 +291,7 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
         without = ", without the chat template" if has_template and wanted is None else ""
         return Rendered("text", False, about + without)
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or asks or "steps" in chosen.drafts:
+    if not has_template or asks or "steps" in chosen.examples:
         chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
         way = f"{chat}--input_template puts text around a prompt"
         return Rendered("text", False, about, f"nothing separates prompt and answer: {text!r}; {way}")
@@ -302,18 +302,18 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
     )
 
 
-def _glued_row(chosen: Candidate) -> Draft | None:
+def _glued_row(chosen: Candidate) -> Example | None:
     """A row in which a word or sentence ends the text prompt, and a word starts the answer, without a space between
     them, if more than half of the first rows are such."""
-    read = chosen.drafts.get("sft") or chosen.drafts.get("steps") or []
-    drafts = [some[0] for some in read if some]
+    read = chosen.examples.get("sft") or chosen.examples.get("steps") or []
+    first = [some[0] for some in read if some]
     glued = [
-        draft for draft in drafts
-        if draft.answers and isinstance(draft.prompt, str) and isinstance(draft.answers[0], str)
-        and draft.prompt and (draft.prompt[-1].isalnum() or draft.prompt[-1] in _SENTENCE_ENDS)
-        and draft.answers[0][:1].isalnum()
+        one for one in first
+        if one.answers and isinstance(one.prompt, str) and isinstance(one.answers[0], str)
+        and one.prompt and (one.prompt[-1].isalnum() or one.prompt[-1] in _SENTENCE_ENDS)
+        and one.answers[0][:1].isalnum()
     ]  # fmt: skip
-    return glued[0] if 2 * len(glued) > len(drafts) else None
+    return glued[0] if 2 * len(glued) > len(first) else None
 
 
 # Columns

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dschat_ppo.data import form_labels, form_readers
 from dschat_ppo.data.deepspeed_chat_sets import SETS
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_rows import DraftReader
+from dschat_ppo.data.form_rows import Reader
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kind:
     name: str
     roles: dict[str, str]
     needs: dict[Use, str]
-    read: DraftReader
+    read: Reader
     by_flag: str = ""
     rendering: str = "as given"
     shadows: str = ""

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow
 from datasets import Dataset
 
-from dschat_ppo.data.examples import Use
+from dschat_ppo.data.examples import Example, Use
 from dschat_ppo.data.form_readers import prompt_value
-from dschat_ppo.data.form_rows import LABELS, Cells, Draft
+from dschat_ppo.data.form_rows import LABELS, Cells
 from dschat_ppo.data.messages import Message, Messages, from_json, kind_of, looks_like_messages, split_answer
 from dschat_ppo.errors import UserError
 
@@ -29,12 +29,12 @@ _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutra
 SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
 
 
-def read_ranked(cells: Cells, use: Use) -> list[Draft]:
+def read_ranked(cells: Cells, use: Use) -> list[Example]:
     """A list of answers with scores or ranks: the best one, every pair of different rank, or the best answer as a
     desirable and the worst one as an undesirable answer (of equal ones the first; nothing if all are equal)."""
     prompt = prompt_value(cells)
     if use == "prompt":
-        return [Draft(prompt)]
+        return [Example(prompt)]
     column, values = cells.column("response"), cells.listed("response")
     if not isinstance(values, list) or not values:
         raise UserError(f"'{column}' is {kind_of(values)}; expected a list of answers")
@@ -45,16 +45,16 @@ def read_ranked(cells: Cells, use: Use) -> list[Draft]:
             raise UserError(f"answer {number} of '{column}' is empty")
     order = sorted(range(len(texts)), key=lambda at: -worths[at])  # stable: equal ones in the order of the row
     if use == "sft":
-        return [Draft(prompt, [texts[order[0]]])]
+        return [Example(prompt, [texts[order[0]]])]
     if use == "unpaired":
         best, lowest = order[0], min(range(len(texts)), key=lambda at: worths[at])
         ends = ((best, 1.0), (lowest, 0.0)) if worths[best] > worths[lowest] else ()
-        return [Draft(prompt, [texts[at]], f", answer {at + 1}", (label,)) for at, label in ends]
+        return [Example(prompt, [texts[at]], suffix=f", answer {at + 1}", labels=(label,)) for at, label in ends]
     pairs = [(a, b) for at, a in enumerate(order) for b in order[at + 1 :] if worths[a] > worths[b]]
     for a, b in pairs:
         if texts[a] == texts[b]:
             raise UserError(f"answers {a + 1} and {b + 1} of '{column}' are equal, but their ranks differ")
-    return [Draft(prompt, [texts[a], texts[b]], f", answers {a + 1} and {b + 1}") for a, b in pairs]
+    return [Example(prompt, [texts[a], texts[b]], suffix=f", answers {a + 1} and {b + 1}") for a, b in pairs]
 
 
 def _text(value: Any, name: str) -> str:
@@ -92,7 +92,7 @@ def _worths(cells: Cells, values: list[Any]) -> list[float]:
     return worths
 
 
-def read_kto(cells: Cells, use: Use) -> list[Draft]:
+def read_kto(cells: Cells, use: Use) -> list[Example]:
     """An answer and whether it is good; or all answers to one prompt, after `group_by_prompt`. SFT takes the good
     answers, a preference is every good answer with every bad one. KTO takes each answer alone."""
     prompt: str | Messages
@@ -114,19 +114,20 @@ def read_kto(cells: Cells, use: Use) -> list[Draft]:
             labels = cells.row[GROUP_LABELS] if is_group else [cells.raw("label")]
             found = [(_completion(value, cells), _is_good(label)) for value, label in zip(values, labels, strict=True)]
     if use == "prompt":
-        return [Draft(prompt)]
+        return [Example(prompt)]
     numbered = [(number, answer, good) for number, (answer, good) in enumerate(found, start=1)]
     if use in ("sft", "unpaired"):
         suffix = ", answer {}" if is_group and (use == "unpaired" or len(found) > 1) else ""
         kept = [one for one in numbered if use == "unpaired" or one[2]]
+        labelled = use == "unpaired"
         return [
-            Draft(prompt, [answer], suffix.format(number), (float(good),) if use == "unpaired" else ())
+            Example(prompt, [answer], suffix=suffix.format(number), labels=(float(good),) if labelled else ())
             for number, answer, good in kept
         ]
     if not is_group:
         raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
     return [
-        Draft(prompt, [better, worse], f", answers {first} and {second}")
+        Example(prompt, [better, worse], suffix=f", answers {first} and {second}")
         for first, better, is_good in numbered
         for second, worse, is_better in numbered
         if is_good and not is_better
@@ -190,11 +191,11 @@ def _lists(values: pyarrow.ChunkedArray, lengths: list[int]) -> pyarrow.ChunkedA
 # between them (an estimated probability); NaN stands for a step without a label
 
 
-def read_stepwise(cells: Cells, use: Use) -> list[Draft]:
+def read_stepwise(cells: Cells, use: Use) -> list[Example]:
     """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision)."""
     prompt = prompt_value(cells)
     if use == "prompt":
-        return [Draft(prompt)]
+        return [Example(prompt)]
     columns = cells.reading.columns
     steps, labels = cells.listed("response"), cells.listed("label")
     for column, values in ((columns["response"], steps), (columns["label"], labels)):
@@ -205,7 +206,7 @@ def read_stepwise(cells: Cells, use: Use) -> list[Draft]:
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str):
             raise UserError(f"step {number} of '{columns['response']}' is {kind_of(step)}; expected text")
-    return [Draft(prompt, steps, labels=tuple(_step_label(value, columns["label"]) for value in labels))]
+    return [Example(prompt, steps, labels=tuple(_step_label(value, columns["label"]) for value in labels))]
 
 
 def _step_label(value: Any, column: str) -> float:
@@ -222,32 +223,33 @@ def _step_label(value: Any, column: str) -> float:
     return number
 
 
-def read_prm800k(cells: Cells, use: Use) -> list[Draft]:
+def read_prm800k(cells: Cells, use: Use) -> list[Example]:
     """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The chosen continuations
     make one answer. Each other rated continuation makes an answer that ends with it, in which only that last step has a
     label. A neutral step counts as right, as in the paper's scores."""
     prompt = prompt_value(cells)
     if use == "prompt":
-        return [Draft(prompt)]
+        return [Example(prompt)]
     column, steps = cells.column("response"), cells.raw("response")
     if not isinstance(steps, list):
         raise UserError(f"'{column}' is {kind_of(steps)}; expected a list of steps")
     path: list[str] = []
     labels: list[float] = []
-    drafts = []
+    others = []
     for number, step in enumerate(steps, start=1):
         options, chosen, human = _options(step, f"step {number} of '{column}'")
         for place, (text, label) in enumerate(options):
             if place != chosen and not math.isnan(label):
                 only_last = (*[math.nan] * len(path), label)
-                drafts.append(Draft(prompt, [*path, text], f", step {number}, completion {place + 1}", only_last))
+                suffix = f", step {number}, completion {place + 1}"
+                others.append(Example(prompt, [*path, text], suffix=suffix, labels=only_last))
         if chosen is None and human is None:
             break
         text, label = options[chosen] if chosen is not None else (str(human), 1.0)
         path.append(text)
         labels.append(label)
     rated = any(not math.isnan(label) for label in labels)
-    return [Draft(prompt, list(path), labels=tuple(labels)), *drafts] if rated else drafts
+    return [Example(prompt, list(path), labels=tuple(labels)), *others] if rated else others
 
 
 def _options(step: Any, where: str) -> tuple[list[tuple[str, float]], int | None, str | None]:
@@ -270,7 +272,7 @@ def _options(step: Any, where: str) -> tuple[list[tuple[str, float]], int | None
     return found, chosen, human["text"] if human else None
 
 
-def read_math_shepherd(cells: Cells, use: Use) -> list[Draft]:
+def read_math_shepherd(cells: Cells, use: Use) -> list[Example]:
     """A problem and its steps in one text, each step with a tag at its end; a second text has the labels in place of
     the tags, `+` or `-` (Wang et al. 2024)."""
     asked, text, marked = cells.column("prompt"), cells.text("prompt"), cells.text("label")
@@ -279,7 +281,7 @@ def read_math_shepherd(cells: Cells, use: Use) -> list[Draft]:
         raise UserError(f"'{asked}' has no 'Step 1:'")
     prompt = prompt.rstrip() + ("\n" if cells.reading.rendering == "text" else "")
     if use == "prompt":
-        return [Draft(prompt)]
+        return [Example(prompt)]
     steps = (found + rest).split(SHEPHERD_TAG)
     if len(steps) < 2 or steps[-1].strip():
         raise UserError(f"'{asked}' does not end each step with {SHEPHERD_TAG!r}")
@@ -291,4 +293,4 @@ def read_math_shepherd(cells: Cells, use: Use) -> list[Draft]:
         if place < 0 or sign not in ("+", "-"):
             raise UserError(f"'{cells.column('label')}' has no + or - after step {number} of '{asked}'")
         signs.append(_STEP_LABELS[sign])
-    return [Draft(prompt, [step.strip() for step in steps[:-1]], labels=tuple(signs))]
+    return [Example(prompt, [step.strip() for step in steps[:-1]], labels=tuple(signs))]

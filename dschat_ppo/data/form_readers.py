@@ -1,7 +1,7 @@
 """Readers of the forms with one answer or one pair per row: from the columns of a row to its prompt and answers.
 
-Each reader takes `(cells, use)` and returns drafts. The prompt of a row does not depend on `use`. For "prompt" nothing
-is read that only answers need. Errors do not name the row.
+Each reader takes `(cells, use)` and returns examples before the rendering. The prompt of a row does not depend on
+`use`. For "prompt" nothing is read that only answers need. Errors do not name the row.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_rows import Cells, Draft
+from dschat_ppo.data.examples import Example, Use
+from dschat_ppo.data.form_rows import Cells
 from dschat_ppo.data.messages import (
     Message,
     Messages,
@@ -29,12 +29,12 @@ _ALPACA = (
 _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
-def read_pair(cells: Cells, use: Use) -> list[Draft]:
+def read_pair(cells: Cells, use: Use) -> list[Example]:
     """A prompt and one answer, or a better and a worse one, each text or messages."""
     return _answered(prompt_value(cells), cells, use)
 
 
-def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Draft]:
+def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Example]:
     """The answers to a prompt, which messages of the (better) answer may repeat or continue."""
     trained = "response" if cells.has("response") else "chosen"
     better = "chosen" if cells.has("chosen") else "response"
@@ -46,16 +46,16 @@ def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Draft]:
     asked = cells.column("prompt" if cells.has("prompt") else "messages")
     whole = _closed(_joined(prompt, prefix, is_chat, cells, better), asked)
     if use == "prompt":
-        return [Draft(whole)]
+        return [Example(whole)]
     if use == "sft":
-        return [Draft(whole, [answer if trained == better else _answer(cells, trained, use)[1]])]
+        return [Example(whole, [answer if trained == better else _answer(cells, trained, use)[1]])]
     prefix, worse, is_chat = _answer(cells, "rejected", use)
     if is_chat and not _same(_joined(prompt, prefix, is_chat, cells, "rejected"), whole):
         raise UserError("chosen and rejected answer different prompts")
-    return [Draft(whole, [answer, worse])]
+    return [Example(whole, [answer, worse])]
 
 
-def read_conversation(cells: Cells, use: Use) -> list[Draft]:
+def read_conversation(cells: Cells, use: Use) -> list[Example]:
     """Messages whose last one is the answer, perhaps beside a rejected one; or messages up to the answer, which is in
     the columns chosen and rejected."""
     column = cells.column("messages")
@@ -63,7 +63,7 @@ def read_conversation(cells: Cells, use: Use) -> list[Draft]:
     if cells.has("chosen"):
         return _answered(messages, cells, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":
-        return [Draft(messages)]
+        return [Example(messages)]
     prompt, answer = split_answer(messages, column, use != "prompt")
     if not prompt:
         raise UserError(f"'{column}' has nothing before the assistant's answer")
@@ -76,7 +76,7 @@ def read_conversation(cells: Cells, use: Use) -> list[Draft]:
     return [_of_use(_closed(prompt, column), answers, use)]
 
 
-def read_implicit_preference(cells: Cells, use: Use) -> list[Draft]:
+def read_implicit_preference(cells: Cells, use: Use) -> list[Example]:
     """Two conversations or texts that start with the same prompt, which ends where they begin to differ."""
     if cells.has_messages("chosen") and cells.has_messages("rejected"):
         whole, other = cells.messages("chosen"), cells.messages("rejected")
@@ -103,7 +103,7 @@ def read_implicit_preference(cells: Cells, use: Use) -> list[Draft]:
     return [_of_use(texts[0][:cut], [text[cut:] for text in texts], use)]
 
 
-def read_transcript(cells: Cells, use: Use) -> list[Draft]:
+def read_transcript(cells: Cells, use: Use) -> list[Example]:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
     role = "messages" if cells.has("messages") else "chosen"
     prompt, answer = _split_transcript(cells, role)
@@ -134,7 +134,7 @@ def _split_transcript(cells: Cells, role: str) -> tuple[str, str]:
     return before + marker, answer
 
 
-def read_alpaca(cells: Cells, use: Use) -> list[Draft]:
+def read_alpaca(cells: Cells, use: Use) -> list[Example]:
     """An instruction with an optional input and earlier turns, and its answer (or the better and the worse one)."""
     question, reading = cells.text("prompt"), cells.reading
     extra = cells.value("input") if cells.has("input") else None
@@ -162,10 +162,10 @@ def read_alpaca(cells: Cells, use: Use) -> list[Draft]:
             raise UserError(f"'{cells.column('pair')}' is {kind_of(answers)}; expected a better and a worse answer")
         return [_of_use(prompt, answers, use)]
     roles = ["chosen", "rejected"] if use == "preference" else ["response" if cells.has("response") else "chosen"]
-    return [Draft(prompt, [] if use == "prompt" else [cells.text(role) for role in roles])]
+    return [Example(prompt, [] if use == "prompt" else [cells.text(role) for role in roles])]
 
 
-def read_better(cells: Cells, use: Use) -> list[Draft]:
+def read_better(cells: Cells, use: Use) -> list[Example]:
     """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
     texts = [cells.text(role) for role in ("first", "second")]
     names = [cells.column(role).lower() for role in ("first", "second")]
@@ -179,14 +179,14 @@ def read_better(cells: Cells, use: Use) -> list[Draft]:
     return [_of_use(_closed(prompt_value(cells), cells.column("prompt")), [texts[better], texts[1 - better]], use)]
 
 
-def read_question_answer(cells: Cells, use: Use) -> list[Draft]:
+def read_question_answer(cells: Cells, use: Use) -> list[Example]:
     """A question and its answer, which may end with the result after `####`."""
-    return [Draft(cells.text("prompt"), [] if use == "prompt" else [cells.text("response")])]
+    return [Example(cells.text("prompt"), [] if use == "prompt" else [cells.text("response")])]
 
 
-def read_text(cells: Cells, use: Use) -> list[Draft]:
+def read_text(cells: Cells, use: Use) -> list[Example]:
     """Plain text without a prompt, for SFT."""
-    return [Draft("", [cells.text("response")])]
+    return [Example("", [cells.text("response")])]
 
 
 def prompt_value(cells: Cells) -> str | Messages:
@@ -255,6 +255,6 @@ def _closed(prompt: str | Messages, column: str) -> str | Messages:
     return prompt
 
 
-def _of_use(prompt: str | Messages, answers: list[Any], use: Use) -> Draft:
+def _of_use(prompt: str | Messages, answers: list[Any], use: Use) -> Example:
     """[better, worse] answers cut to what a use takes."""
-    return Draft(prompt, answers[: {"sft": 1, "preference": 2, "prompt": 0}[use]])
+    return Example(prompt, answers[: {"sft": 1, "preference": 2, "prompt": 0}[use]])

@@ -40,17 +40,6 @@ _SYSTEM = ("system", "developer")  # roles of a system message
 
 
 @dataclass(frozen=True)
-class Draft:
-    """What a form finds in a row: a prompt and its answers, before the rendering. `suffix` and `labels` are those of
-    `Example`."""
-
-    prompt: str | Messages
-    answers: list[str | Message] = field(default_factory=list)
-    suffix: str = ""
-    labels: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Reading:
     """How the rows of one data set are read. Its `repr` identifies it.
 
@@ -124,24 +113,22 @@ class Cells:
         return self.has(role) and has_value(self.row, self.column(role)) and looks_like_messages(self.value(role))
 
 
-DraftReader = Callable[[Cells, Use], list[Draft]]
+Reader = Callable[[Cells, Use], list[Example]]
 
 
-def read_row(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row, use: Use) -> list[Example]:
+def read_row(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row, use: Use) -> list[Example]:
     """The examples of one row. An error says why the row is bad and does not name it."""
     splits = use == "unpaired" and reading.form not in LABELLED
-    drafts = read(Cells(row, reading), "preference" if splits else use)
+    found = read(Cells(row, reading), "preference" if splits else use)
     if any(has_value(row, column) and row[column] not in ("", [], {}) for column in reading.pictures):
-        drafts = [
-            replace(one, prompt=_without_marks(one.prompt), answers=_without_marks(one.answers)) for one in drafts
-        ]
-    for draft in drafts if use != "steps" else ():  # whose steps may be equal
-        check_answers(draft.answers)
+        found = [replace(one, prompt=_without_marks(one.prompt), answers=_without_marks(one.answers)) for one in found]
+    for one in found if use != "steps" else ():  # whose steps may be equal
+        check_answers(one.answers)
     if splits:
-        drafts = [
-            Draft(draft.prompt, [answer], f"{draft.suffix}, {name} answer", (label,))
-            for draft in drafts
-            for answer, name, label in zip(draft.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
+        found = [
+            replace(one, answers=[answer], suffix=f"{one.suffix}, {name} answer", labels=(label,))
+            for one in found
+            for answer, name, label in zip(one.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
         ]
     margin = margin_of(row) if "rejected" in reading.columns else 0.0
     truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
@@ -150,13 +137,13 @@ def read_row(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Ro
         name = reading.tools or "tools"
         raise UserError(f"'{name}' describes tools, which need the chat template; {_choose_chat(reading)}")
     examples = []
-    for draft in drafts:
-        prompt = _with_system(_rendered(draft.prompt, reading), row, reading)
+    for one in found:
+        prompt = _with_system(_rendered(one.prompt, reading), row, reading)
         context: tuple[int, ...] = ()
         if isinstance(prompt, list):
             context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
             prompt = without_context(prompt)
-        examples.append(Example(prompt, draft.answers, margin, truth, tools, draft.suffix, draft.labels, context))
+        examples.append(Example(prompt, one.answers, margin, truth, tools, one.suffix, one.labels, context))
     check_left_out(read, reading, uses, row)
     return examples
 
@@ -225,15 +212,15 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
 # What a form leaves out
 
 
-def check_left_out(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
+def check_left_out(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
     """Refuse a row in which a watched column holds content: no other form would tell. What a column holds is no loss if
     it stands in what is read (a conversation beside its prompt and answer), or if it holds all that is read (the same
     as one text). First rows and later ones, with columns that the first rows lack, are judged here alike."""
     held = [name for name in row if name in reading.watched and has_value(row, name) and _is_content(name, row[name])]
     if not held:
         return
-    drafts = _all_drafts(read, reading, uses, row)
-    by_use = [list(lines_of([[draft.prompt, *draft.answers] for draft in found])) for found in drafts]
+    all_read = _all_read(read, reading, uses, row)
+    by_use = [list(lines_of([[one.prompt, *one.answers] for one in found])) for found in all_read]
     everything = "\n".join(line for lines in by_use for line in lines)
     for column in held if by_use else ():
         value = from_json(row[column])
@@ -247,20 +234,20 @@ def check_left_out(read: DraftReader, reading: Reading, uses: tuple[Use, ...], r
             way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
         raise UserError(
             f"'{column}' holds content, {str(value)[:60]!r}, that the form {reading.form} does not use; it reads "
-            f"{shown(drafts[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose another "
+            f"{shown(all_read[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose another "
             "reading"
         )
 
 
-def _all_drafts(read: DraftReader, reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[Draft]]:
+def _all_read(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[Example]]:
     """What a form reads in a row for each use that trains on answers, or else for prompts; without uses that get
     nothing."""
-    found = list[list[Draft]]()
+    found = list[list[Example]]()
     split = () if reading.form in LABELLED else ("unpaired",)
     for use in [use for use in uses if use not in ("prompt", *split)] or uses:
         with suppress(UserError):
             found.append(read(Cells(row, reading), use))
-    return [drafts for drafts in found if drafts]
+    return [examples for examples in found if examples]
 
 
 def _is_content(column: str, value: Any) -> bool:
@@ -293,17 +280,19 @@ def lines_of(value: Any) -> Iterator[str]:
         yield json.dumps(value, default=str)
 
 
-def shown(draft: Draft, as_chat: bool = False) -> str:
-    """A draft for a message: the end of its prompt, and the start of its answers."""
+def shown(example: Example, as_chat: bool = False) -> str:
+    """An example for a message: the end of its prompt, and the start of its answers."""
 
     def end(text: str) -> str:
         return repr(text if len(text) <= 40 else f"...{text[-40:]}")
 
-    if isinstance(draft.prompt, list):
-        text = "; ".join(f"{turn['role']}: {end(turn['content'])}" for turn in draft.prompt[-2:])
+    if isinstance(example.prompt, list):
+        text = "; ".join(f"{turn['role']}: {end(turn['content'])}" for turn in example.prompt[-2:])
     else:
-        text = f"{'user:' if as_chat else 'prompt'} {end(draft.prompt)}" if draft.prompt else "text without a prompt"
-    return text + "".join(f", answer {words_of(answer)[:40]!r}" for answer in draft.answers)
+        text = (
+            f"{'user:' if as_chat else 'prompt'} {end(example.prompt)}" if example.prompt else "text without a prompt"
+        )
+    return text + "".join(f", answer {words_of(answer)[:40]!r}" for answer in example.answers)
 
 
 def words_of(answer: str | Message) -> str:

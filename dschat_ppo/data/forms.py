@@ -219,7 +219,7 @@ def _reading(
     # if flags choose the reading, what others would read is left out knowingly
     by_choice = set(by_flag) & set(_CONTENT) or flags.data_format != "auto"
     known = _ALWAYS_CONTENT if by_choice else _ALWAYS_CONTENT | _MAY_BE_CONTENT
-    known = known - (_OF_REWARDS if set(chosen.drafts) == {"prompt"} else set())
+    known = known - (_OF_REWARDS if set(chosen.examples) == {"prompt"} else set())
     for name in ("label", "labels"):
         if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
             known = known - {name}  # a class, which calls no answer good
