@@ -23,12 +23,12 @@ WHERE_AND_WHEN = frozenset({
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "report_to", "run_name", "project",
     "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
-    "sample_interval", "samples_per_step", "validate_only",
+    "sample_interval", "validate_only",
     "logging_steps", "verbose", "metrics",
     "profile",
     "data_output_path", "preprocessing_num_workers",
     "reward_workers", "reward_timeout", "allow_weak_sandbox",
-    "remote_reward_timeout", "remote_reward_retries", "remote_reward_batch_size",
+    "remote_reward_timeout",
     "stop_on_health", "health",
 })  # fmt: skip
 

@@ -14,7 +14,6 @@ from dschat_ppo.config.schema import (
     flag_list,
     require,
     require_at_most,
-    require_not_negative,
     require_positive,
 )
 from dschat_ppo.errors import UserError
@@ -62,13 +61,10 @@ class DataFlags:
     data_split: str = flag(
         "shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4", commas=True
     )
-    data_split_seed: int = flag("seed of the split; use the same one in all three steps", 1234)
     data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
     preprocessing_num_workers: int | None = flag(
         "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones", None
     )
-    dataset_config: str | None = flag("configuration of the hub data sets that name none themselves", None)
-    dataset_split: str | None = flag("training split of the hub data sets that name none themselves", None)
     data_format: DATA_FORMATS | str = flag(
         "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a"
         " data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does; a function of your own makes rows of a"
@@ -146,7 +142,6 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require_not_negative(self, "data_split_seed")
         require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
         require_positive(self, "preprocessing_num_workers streaming_rows")
         require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")

@@ -22,8 +22,10 @@ THEIR_NAMES = {
     "lora_dim": "lora_r lora_rank use_peft",
     "lora_module_name": "lora_target lora_target_modules target_modules",
     # data
-    "data_path": "dataset dataset_name prompt_data prompt_dataset dataset_probs prompt_data_probs prompt_probs",
-    "dataset_split": "dataset_train_split prompt_split",
+    "data_path": (
+        "dataset dataset_name prompt_data prompt_dataset dataset_probs prompt_data_probs prompt_probs "
+        "dataset_config dataset_train_split dataset_split prompt_split"
+    ),
     "preprocessing_num_workers": "dataset_num_proc",
     "eval_data_path": "eval_dataset",
     "prompt_column": "prompt_key",
@@ -142,7 +144,7 @@ THEIR_NAMES = {
     "metric_for_best": "metric_for_best_model save_best",
     "eval_interval": "eval_steps",
     "print_answers": "log_completions",
-    "samples_per_step": "num_completions_to_print num_sample_generations",
+    "sample_interval": "num_completions_to_print num_sample_generations",
     "report_to": "use_wandb wandb_key use_tensorboard",
     "report_to tensorboard_path": "tensorboard_dir",
     "project": "wandb_project",

@@ -125,12 +125,7 @@ class PPOFlags:
     print_answers: bool = flag("print the prompts, answers and scores of all ranks", False)
     print_answers_interval: int = flag("print answers every N PPO steps", 1)
     sample_interval: int = flag(
-        "write some answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off", 10
-    )
-    samples_per_step: int = flag(
-        "maximum number of answers that --sample_interval writes: of the first prompts of the PPO step, the answer with"
-        " the highest and the one with the lowest score",
-        8,
+        "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off", 10
     )
     enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
     test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
@@ -157,7 +152,7 @@ class PPOFlags:
             self,
             "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "
             "gradient_accumulation_steps num_train_epochs max_prompt_seq_len max_answer_seq_len temperature "
-            "actor_learning_rate critic_learning_rate print_answers_interval samples_per_step n_samples_per_prompt "
+            "actor_learning_rate critic_learning_rate print_answers_interval n_samples_per_prompt "
             "repetition_penalty",
         )
         require_not_negative(

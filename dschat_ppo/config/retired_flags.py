@@ -15,6 +15,12 @@ RETIRED: dict[str, str] = {
     "kl_cov_coef": "left: the penalty of kl_cov has weight 1, as in its paper; --covariance_share stays",
     "zero_quantized_weights": "left: set it under zero_optimization in a --deepspeed_config",
     "zero_quantized_gradients": "left: set it under zero_optimization in a --deepspeed_config",
+    "samples_per_step": "left: samples.jsonl has 8 answers of a PPO step (--sample_interval)",
+    "remote_reward_retries": "left: a request is tried 6 times",
+    "remote_reward_batch_size": "left: a request has 64 rows at most",
+    "data_split_seed": "left: --data_split divides a data set in the same way in all steps",
+    "dataset_config": "left: name it after the data set, as in --data_path openai/gsm8k:main",
+    "dataset_split": "left: name it after the data set, as in --data_path openai/gsm8k:main[train]",
     "health_window": "left: --health window=STEPS",
     "health_kl_spike": "left: --health kl_spike=VALUE",
     "health_negative_kl": "left: --health kl_negative=-VALUE",
@@ -39,7 +45,8 @@ RETIRED: dict[str, str] = {
 # under another value is not resumed without --resume_force.
 NOW_FIXED: dict[str, Any] = {
     "reward_model_max_length": None, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "kl_cov_coef": 1.0,
-    "zero_quantized_weights": False, "zero_quantized_gradients": False,
+    "zero_quantized_weights": False, "zero_quantized_gradients": False, "data_split_seed": 1234,
+    "dataset_config": None, "dataset_split": None,
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from dschat_ppo.config.schema import (
     refuse,
     require,
     require_at_most,
-    require_not_negative,
     require_positive,
 )
 
@@ -66,12 +65,9 @@ class RewardSourceFlags:
         "data sources whose rows are sent to the reward service; not given: all rows", list, commas=True
     )
     remote_reward_timeout: float = flag("timeout of a request, in seconds", 60.0)
-    remote_reward_retries: int = flag("number of retries after a connection error, a timeout, or status 429 or 5xx", 5)
-    remote_reward_batch_size: int = flag("maximum rows per request", 64)
 
     def __post_init__(self) -> None:
-        require_positive(self, "reward_workers reward_timeout remote_reward_timeout remote_reward_batch_size")
-        require_not_negative(self, "remote_reward_retries")
+        require_positive(self, "reward_workers reward_timeout remote_reward_timeout")
         require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process on this machine")
         require_at_most(self, "reward_timeout remote_reward_timeout", 10**6, "10^6 seconds are eleven days")
         for name, value in (

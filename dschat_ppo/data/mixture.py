@@ -12,6 +12,7 @@ import torch
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.sources import DataSource
 
+SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 _HOLD_OUT, _MIX = 1, 2  # separate the uses of a seed
 
 

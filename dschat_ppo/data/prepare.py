@@ -23,7 +23,7 @@ from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
-from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, shares_of, table_of
+from dschat_ppo.data.mixture import SPLIT_SEED, hold_out, repeated, rows_of_step, shares_of, table_of
 from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined, usable_parts
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
 from dschat_ppo.data.splits import Origins, load_all, load_splits
@@ -75,10 +75,10 @@ class Preparation:
     def sources(self) -> list[DataSource]:
         """All data sets, those for evaluation last."""
         flags = self.flags
-        sources = parse_sources(flags.data_path, "--data_path", flags)
+        sources = parse_sources(flags.data_path, "--data_path")
         names = [source.name for source in sources]
-        sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", flags, names)
-        return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG, flags))
+        sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", names)
+        return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG))
 
     def add(self, source: DataSource) -> None:
         """Read, split and tokenise a data set."""
@@ -91,7 +91,7 @@ class Preparation:
 
     def add_training(self, source: DataSource) -> None:
         """Add a data set for training, and its evaluation rows: from files given for it, or held out."""
-        flags, seed = self.flags, self.flags.data_split_seed
+        flags = self.flags
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.label, splits, self.flags.bad_rows)
         raw, evaluation = self.first(splits.train), splits.eval
@@ -99,7 +99,7 @@ class Preparation:
         raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
         numbers = np.arange(len(raw))
         if source.flag == "--data_path":
-            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], seed)
+            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
             if len(numbers) == 0:
                 raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
             if len(numbers) < len(raw):
@@ -114,7 +114,7 @@ class Preparation:
                 )
                 evaluation = None
         elif evaluation is None:
-            numbers, held_out = hold_out(numbers, self.eval_fraction, seed)
+            numbers, held_out = hold_out(numbers, self.eval_fraction, SPLIT_SEED)
             parts = [(numbers, "", True), (held_out, " (eval)", False)] if len(held_out) else parts
         found = self.parts_of(source, raw, splits.origins, form, parts)
         self.train.append(found[0])
@@ -251,7 +251,7 @@ class Preparation:
         if len(shares) > 1 or shares[0].used != shares[0].available:
             logger().info(table_of(shares))
         train = [
-            replace(part, order=repeated(part.order, share.used, self.flags.data_split_seed, number))
+            replace(part, order=repeated(part.order, share.used, SPLIT_SEED, number))
             for number, (part, share) in enumerate(zip(self.train, shares, strict=True))
         ]
         return TokenRows(joined(train, names), *self._evaluation(names))
@@ -298,7 +298,7 @@ def prepare_whole(
     """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
     `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
     preparation = Preparation(use, tokenizer, flags, limit)
-    for source in parse_sources(flags.data_path, flag, flags):
+    for source in parse_sources(flags.data_path, flag):
         preparation.add_evaluation(source)
     rows = preparation.mixed_evaluation()
     if rows.eval is None:

@@ -12,7 +12,7 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.errors import UserError, reading
 
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
-_SPLIT_USE = 2  # separates these draws from others with `--data_split_seed`
+_SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
 START: dict[str, Any] = {"part": 0, "number": 0, "place": None}  # position before the first row
 
 Row = dict[str, Any]

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -54,22 +53,17 @@ class DataSource:
     samples: int | None
 
 
-def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Collection[str] = ()) -> list[DataSource]:
+def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
     """Parse the data sets of one flag.
 
     Args:
-        flag: the flag that names them. Data sets of `--eval_data_path` do not take `--dataset_split`, which is the
-            training split.
-        flags: `dataset_config` and `dataset_split` apply to hub names without their own, and must apply to one.
+        flag: the flag that names them.
         taken: names of the sources of other flags; the new names differ from them.
     """
-    default_split = None if flag == "--eval_data_path" else flags.dataset_split
     sources: list[DataSource] = []
     names = set(taken)
     for spec in specs:
         location, config, split, weight, samples = _parse(spec, flag)
-        if is_hub_name(location):
-            config, split = config or flags.dataset_config, split or default_split
         name = _short_name(location)
         count = 1
         while (unique := name if count == 1 else f"{name}_{count}") in names:
@@ -78,14 +72,6 @@ def parse_sources(specs: Sequence[str], flag: str, flags: DataFlags, taken: Coll
         shown = shown_path(spec)
         sources.append(DataSource(shown, shown, flag, location, config, split, unique, weight, samples))
     _check_weights(sources)
-    if flag == "--data_path" and sources:
-        for name, value in (("config", flags.dataset_config), ("split", flags.dataset_split)):
-            if value is not None and value not in [getattr(source, name) for source in sources]:
-                example = f"{sources[0].location}:{value}" if name == "config" else f"{sources[0].location}[{value}]"
-                raise UserError(
-                    f"--dataset_{name} {value}: no data set of --data_path uses it; it applies to hub names without "
-                    f"their own; for a folder write it at its name, as in {example}"
-                )
     return labelled(sources)
 
 

@@ -22,6 +22,7 @@ from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
 from dschat_ppo.data.conversion import conversion_error
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
+from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, Row, StepShare, StreamPart
 from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits, load_all
@@ -51,7 +52,7 @@ def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | Non
     """The rows of a data set that `part` of `--data_split` uses; None for all. `UserError` if there are none."""
     if source.flag != "--data_path":
         return None
-    share = StepShare(parse_data_split(flags.data_split), part, flags.data_split_seed)
+    share = StepShare(parse_data_split(flags.data_split), part, SPLIT_SEED)
     if share.bounds[0] == share.bounds[1]:
         raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
     return share

@@ -220,8 +220,7 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
 def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
     """Everything besides rows and tokenizer that token rows depend on."""
     elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
-        "data_path", "data_split", "data_split_seed", "data_output_path", "preprocessing_num_workers", "dataset_config",
-        "dataset_split", "streaming", "streaming_rows",
+        "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
     }  # fmt: skip
     form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
     how: list[object] = [form.identity, form.rendering, settings.use, settings.limit, settings.all_turns]

@@ -15,7 +15,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import in_groups
-from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.sources import is_hub_name, parse_sources
 from dschat_ppo.data.splits import ORIGIN, load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
@@ -32,8 +32,9 @@ def text_blocks(
     """Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
     are shorter): as in `data.prepare`, the first token as `prompt_ids`, the others as the only answer."""
     with main_rank_of_node_first(), subprocesses_may_stop(_DOING):
-        wanted = dataclasses.replace(flags, dataset_config=config_name, dataset_split=None)
-        (source,) = parse_sources([spec], FLAG, wanted)
+        (source,) = parse_sources([spec], FLAG)
+        if is_hub_name(source.location):
+            source = dataclasses.replace(source, config=source.config or config_name)
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.label, splits, flags.bad_rows)
         rows = splits.train

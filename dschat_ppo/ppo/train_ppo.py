@@ -56,6 +56,8 @@ from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.session.start_and_end import changes_of, show_end, show_models
 from dschat_ppo.session.validation import write_validation
 
+SAMPLES_PER_STEP = 8  # answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score
+
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
@@ -87,8 +89,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             logger().info(f"evaluation: {shown_metrics(found)}")
             return write_validation(output, found, time.perf_counter() - begun.started)
 
-        every, count = config.ppo.sample_interval, config.ppo.samples_per_step
-        samples = Samples(output, every, count, tokenizer, rewards.names, rows.sources)
+        samples = Samples(output, config.ppo.sample_interval, SAMPLES_PER_STEP, tokenizer, rewards.names, rows.sources)
         announce("train")
         resumable = ResumablePPO(components, evaluation, health, [samples.lines])
         with session.training(resumable) as (writer, checkpointer):

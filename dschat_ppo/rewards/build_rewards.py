@@ -123,12 +123,6 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
         function = FunctionReward(spec, flags.reward_workers, flags.reward_timeout, flags.reward_default)
         sources.append((function, spec.weight))
     if flags.remote_urls:
-        remote = RemoteReward(
-            flags.remote_urls,
-            flags.remote_reward_timeout,
-            flags.remote_reward_retries,
-            flags.remote_reward_batch_size,
-            flags.remote_reward_sources,
-        )
+        remote = RemoteReward(flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources)
         sources.append((remote, flags.remote_reward_weight))
     return RewardMixture(sources, flags.reward_default)

@@ -88,7 +88,9 @@ class RemoteReward:
 
     name = "remote"
 
-    def __init__(self, urls: list[str], timeout: float, retries: int, batch_size: int, sources: Sequence[str] = ()):
+    def __init__(
+        self, urls: list[str], timeout: float, retries: int = 5, batch_size: int = 64, sources: Sequence[str] = ()
+    ):
         for url in urls:
             check_url(url)
         self.urls = with_credentials(urls)

@@ -15,7 +15,7 @@ from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 
-NO_EFFECT = ("data_split", "data_split_seed", "streaming", "streaming_rows")  # flags of training: all rows are used
+NO_EFFECT = ("data_split", "streaming", "streaming_rows")  # flags of training: all rows are used
 PROMPT_TOKENS, PAIR_TOKENS = 256, 512  # at most, by default
 REWARDS = ("reward_model_name_or_path", "reward_function", "remote_reward_url")
 LEAST = {"samples": 1, "batch_size": 1, "max_prompt_seq_len": 1, "max_seq_len": 2, "max_batch_tokens": 1,

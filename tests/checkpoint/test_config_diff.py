@@ -84,7 +84,7 @@ HARMLESS_WORDS = [
     ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
     ("ppo", "--rollout_rows 7"), ("ppo", "--reward_workers 5"),
     ("ppo", "--remote_reward_timeout 5"), ("ppo", "--generation_batches 2"), ("ppo", "--print_answers True"),
-    ("ppo", "--sample_interval 3"), ("ppo", "--samples_per_step 3"),
+    ("ppo", "--sample_interval 3"),
     ("ppo", "--per_device_training_batch_size 4"), ("ppo", "--per_device_generation_batch_size 4"),
 ]  # fmt: skip
 SERIOUS_WORDS = [

@@ -17,7 +17,7 @@ CASES = {
         max_answer_seq_len=0 actor_learning_rate=0 critic_learning_rate=-1 actor_learning_rate=1e6
         critic_learning_rate=1.5 actor_weight_decay=1e6 critic_weight_decay=1e6 max_grad_norm=1e-300
         actor_dropout=1.0 critic_dropout=-0.5 print_answers_interval=0 sample_interval=-1
-        samples_per_step=0 actor_zero_stage=5 test_stop_step=3 test_stop_step=-1 reward_workers=1025
+        actor_zero_stage=5 test_stop_step=3 test_stop_step=-1 reward_workers=1025
         reward_timeout=1e7 remote_reward_timeout=1e7 num_train_epochs=2147483648 adam_epsilon=1e-300
     """,
     "reward": """
@@ -35,7 +35,7 @@ CASES = {
         num_train_epochs=2147483648 weight_decay=-0.1 num_warmup_steps=-1 max_grad_norm=-1
         eval_interval=-1 eval_iters=-1 dropout=1 eval_fraction=1 eval_fraction=-0.1 zero_stage=4
         dtype=int8 lr_scheduler_type=step truncation=sideways seed=-1 data_split=2,4
-        data_split=0,0,0 data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_split_seed=-1
+        data_split=0,0,0 data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1
         preprocessing_num_workers=0 preprocessing_num_workers=1025
     """,
 }

@@ -12,7 +12,6 @@ import pytest
 from datasets import Dataset, DatasetDict
 from test_splits import load, origins_of
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.hub import _why_unreachable as why_unreachable
 from dschat_ppo.data.hub import hub_dataset, hub_stream
 from dschat_ppo.data.sources import parse_sources
@@ -202,7 +201,7 @@ def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
 
     monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path", DataFlags(data_path=["x"]))
+    [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path")
     with pytest.raises(UserError, match="enough"):
         open_set(source, False, tmp_path)
     assert names == [("Hello-SimpleAI/HC3-Chinese", "all")]

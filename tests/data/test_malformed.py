@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
@@ -47,7 +46,7 @@ def read_model(folder: Path) -> None:
 
 
 def read_rows(path: Path) -> None:
-    (source,) = parse_sources([str(path)], "--data_path", DataFlags(data_path=[str(path)]))
+    (source,) = parse_sources([str(path)], "--data_path")
     load_splits(source, str(path.parent / "cache")).train.to_list()
 
 

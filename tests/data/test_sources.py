@@ -2,13 +2,12 @@
 
 import pytest
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.sources import has_data_suffix, is_hub_name, labelled, parse_sources
 from dschat_ppo.errors import UserError
 
 
-def parse(*specs: str, flag: str = "--data_path", taken=(), **settings):
-    return parse_sources(specs, flag, DataFlags(data_path=list(specs), **settings), taken)
+def parse(*specs: str, flag: str = "--data_path", taken=()):
+    return parse_sources(specs, flag, taken)
 
 
 @pytest.mark.parametrize(
@@ -74,23 +73,6 @@ def test_labels_are_short_and_differ(tmp_path, monkeypatch):
     assert [source.label for source in both] == ["a/x/d.jsonl:1", "b/x/d.jsonl", "a/x/d.jsonl"]
     (tmp_path / "here" / "d.jsonl").write_text("")
     assert [source.label for source in parse("d.jsonl", whole[0])] == ["d.jsonl", "x/d.jsonl"]
-
-
-def test_defaults_apply_to_hub_names_without_their_own(tmp_path):
-    (tmp_path / "a.jsonl").write_text("")
-    specs = ["org/a", "org/b:mine", "org/c[test]", str(tmp_path / "a.jsonl")]
-    found = parse(*specs, dataset_config="main", dataset_split="train[:9]")
-    assert [source.config for source in found] == ["main", "mine", "main", None]
-    assert [source.split for source in found] == ["train[:9]", "train[:9]", "test", None]
-    found = parse("org/a", flag="--eval_data_path", dataset_config="main", dataset_split="train[:9]")
-    assert (found[0].config, found[0].split) == ("main", None), "the flag names the training split"
-
-
-@pytest.mark.parametrize("name", ["config", "split"])
-def test_a_default_that_nothing_uses_is_rejected(tmp_path, name):
-    (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(UserError, match=f"--dataset_{name} main: no data set of --data_path uses it"):
-        parse(str(tmp_path / "a.jsonl"), **{f"dataset_{name}": "main"})
 
 
 @pytest.mark.parametrize(

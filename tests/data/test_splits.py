@@ -10,15 +10,14 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.splits import ORIGIN, Splits, load_all, load_splits
 from dschat_ppo.errors import UserError
 
 
-def source_of(path: Path | str, flag: str = "--data_path", **settings) -> DataSource:
-    (source,) = parse_sources([str(path)], flag, DataFlags(data_path=[str(path)], **settings))
+def source_of(path: Path | str, flag: str = "--data_path") -> DataSource:
+    (source,) = parse_sources([str(path)], flag)
     return source
 
 

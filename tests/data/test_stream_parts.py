@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import json_rows, row_readers, stream_parts
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.json_rows import line_batches
@@ -49,7 +48,7 @@ def write(path: Path) -> None:
 
 
 def source_for(path: Path, spec: str = ""):
-    [source] = parse_sources([spec or str(path)], "--data_path", DataFlags(data_path=[str(path)]))
+    [source] = parse_sources([spec or str(path)], "--data_path")
     return source
 
 

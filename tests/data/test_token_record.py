@@ -146,7 +146,7 @@ def epoch_of(use: str, folder: Path) -> dict[str, str]:
         rows = [{"prompt": f"{name}{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in numbers]
         paths.append(written(folder / f"{name}.jsonl", rows) + amount)
     flags = DataFlags(
-        data_path=paths, data_split="3,4,2", data_split_seed=7, bad_rows="skip", apply_chat_template=False,
+        data_path=paths, data_split="3,4,2", bad_rows="skip", apply_chat_template=False,
         data_output_path=str(folder / "cache"),
     )  # fmt: skip
     rows = prepare(use, tokenizer, flags, 100, eval_fraction=0.2)

@@ -18,7 +18,7 @@ def out(assets, tmp_path_factory):
     words += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder} --max_prompt_seq_len 64"
     words += " --per_device_generation_batch_size 4 --per_device_training_batch_size 2 --ppo_epochs 2"
     words += " --max_answer_seq_len 8 --actor_learning_rate 0.01 --num_warmup_steps 0 --lr_scheduler_type constant"
-    words += " --report_to tensorboard --sample_interval 1 --samples_per_step 3 --max_steps 2"
+    words += " --report_to tensorboard --sample_interval 1 --max_steps 2"
     succeed(forked(2, "training/step3_ppo/main.py", *words.split()))
     return folder
 
@@ -58,7 +58,7 @@ def test_answers_are_texts_with_scores(board):
     assert [event.step for event in events] == [1, 2]
     for event in events:
         text = event.tensor_proto.string_val[0].decode()
-        assert text.count("**score ") == text.count("\nprompt:\n") == text.count("\nanswer:\n") == 3
+        assert text.count("**score ") == text.count("\nprompt:\n") == text.count("\nanswer:\n") == 8
 
 
 def test_flags_are_hparams_of_a_run_that_ended(board):

@@ -48,7 +48,7 @@ def test_the_model_alone_is_the_default():
 def test_all_sources_with_their_weights():
     wanted = flags(
         use_reward_model=True, reward_model_weight=0.1, remote_reward_url="http://127.0.0.1:9/a, http://127.0.0.1:9/b",
-        remote_reward_weight=3.0, remote_reward_timeout=4.0, remote_reward_retries=5, remote_reward_batch_size=6,
+        remote_reward_weight=3.0, remote_reward_timeout=4.0,
         reward_function=["exact_match:2", f"{FILE}:lengths:0.5"], reward_workers=3, reward_timeout=9.0,
         reward_default=-7.0,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_all_sources_with_their_weights():
     function, remote = mixture.sources[1][0], mixture.sources[3][0]
     assert (len(function.pool.workers), function.pool.seconds, function.default) == (3, 9.0, -7.0)
     assert (remote.urls, remote.timeout) == (["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"], 4.0)
-    assert (remote.retries, remote.batch_size) == (5, 6)
+    assert (remote.retries, remote.batch_size) == (5, 64)
     mixture.close()
 
 
@@ -140,8 +140,6 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
         ({"reward_model_weight": float("inf")}, "--reward_model_weight"),
         ({"remote_reward_weight": float("nan")}, "--remote_reward_weight"),
         ({"remote_reward_timeout": -1.0}, "--remote_reward_timeout"),
-        ({"remote_reward_retries": -1}, "--remote_reward_retries"),
-        ({"remote_reward_batch_size": 0}, "--remote_reward_batch_size"),
         ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
         ({"use_reward_model": True, "reward_model_sources": [""]}, "--reward_model_sources"),
         ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"),
@@ -160,7 +158,7 @@ def test_invalid_flags_are_rejected(changes, named):
 def test_valid_flags_are_accepted():
     assert flags(reward_function=["a"]).remote_urls == []
     assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
-    assert flags(reward_function=["a"], reward_default=-1.0, remote_reward_retries=0).reward_default == -1.0
+    assert flags(reward_function=["a"], reward_default=-1.0).reward_default == -1.0
     assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_weight=0.0)
 
 

@@ -6,6 +6,8 @@ from functools import cache
 import cpuinfo
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from dschat_ppo.rewards import remote_reward
+
 
 def be_quick() -> None:
     """After the imports: DeepSpeed collects garbage for each engine, and looks the processor up for each offloaded
@@ -14,5 +16,6 @@ def be_quick() -> None:
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default = 10**6
     DeepSpeedZeroConfig.model_rebuild(force=True)
+    remote_reward.FIRST_WAIT_SECONDS = 0.05  # between attempts
     gc.collect()
     gc.freeze()
