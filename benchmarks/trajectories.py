@@ -40,8 +40,6 @@ import torch
 from safetensors.torch import load_file
 from trajectory_runs import RUNS, SCORES
 
-from dschat_ppo.monitor.metric_names import present_name
-
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COMPARED = ("time", "seconds", "memory/")  # "seconds": of result.json
 LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers")
@@ -132,7 +130,6 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`, and `result.json` as another line, without times and memory."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines.append({"step": RESULT} | json.loads((output / "result.json").read_text(encoding="utf-8")))
-    lines = [{present_name(name): value for name, value in line.items()} for line in lines]
     return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
 
 
@@ -198,7 +195,7 @@ def differences(name: str, found: Record, recorded: Record) -> Iterator[str]:
     A metric that the recording does not know is new, not another number.
     """
     lines = [
-        {line["step"]: {present_name(metric): value for metric, value in line.items()} for line in side["metrics"]}
+        {line["step"]: line for line in side["metrics"]}
         for side in (recorded, found)
     ]  # fmt: skip
     for step in lines[0] | lines[1]:

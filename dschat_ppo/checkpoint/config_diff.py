@@ -12,8 +12,7 @@ from typing import Any, get_type_hints
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED
 from dschat_ppo.config.schema import WITHOUT_EFFECT
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.config.supervised_flags import FORMER_PREFERENCES
-from dschat_ppo.errors import UserError, without_credentials
+from dschat_ppo.errors import UserError
 
 # A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
 WHERE_AND_WHEN = frozenset({
@@ -83,12 +82,6 @@ PATHS = frozenset({
 })  # fmt: skip
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
 CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
-BEFORE_THE_FLAG = {"train_on": "last"}  # what runs did before there was the flag, where its default is something else
-# Defaults before there was `--max_steps`; they meant what today's defaults mean in the runs of that time.
-FORMER_DEFAULTS = {
-    "lora_module_name": "decoder.layers.", "actor_lora_module_name": "decoder.layers.",
-    "critic_lora_module_name": "decoder.layers.", **FORMER_PREFERENCES,
-}  # fmt: skip
 FLAGS = frozenset(DEFAULTS)
 
 _ABSENT = object()
@@ -113,20 +106,17 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
     than rounding, `ranks`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
-    saved = {name: without_credentials(value) for name, value in saved.items()}  # an earlier version saved them
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
     saved = {name: value for name, value in saved.items() if name not in RETIRED or value != NOW_FIXED.get(name, value)}
     names = [*now, *(name for name in saved if name not in now)]
     changes = []
     for name in names:
-        before, after = saved.get(name, BEFORE_THE_FLAG.get(name, _ABSENT)), now.get(name, NOW_FIXED.get(name, _ABSENT))
+        before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
         if before != after and not (name in PATHS and _resolved(before) == _resolved(after)):
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
             matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
-            is_former = "max_steps" not in saved and before == FORMER_DEFAULTS.get(name, _ABSENT)
-            # the checkpoint is older than the flag or its default
-            if (before is _ABSENT or is_former) and after in DEFAULTS.get(name, []):
+            if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
                 matters = False
             changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
     return sorted(changes, key=lambda change: not change.matters)

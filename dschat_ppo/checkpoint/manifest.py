@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -18,30 +17,6 @@ FORMAT = 1  # raise it when older code cannot read new checkpoints
 FILE_NAME = "manifest.json"
 _OWN_CHECKSUM = "sha256"
 _RANK = re.compile(r"(?:^|/|zero_pp_)rank_(\d+)")  # rank_1.pt, and DeepSpeed's zero_pp_rank_1_mp_rank_00_*.pt
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _are_files(value: Any) -> bool:
-    """Whether this has a size and a checksum for each file."""
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict) and _is_count(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
-        for entry in value.values()
-    )
-
-
-# Field -> whether it may have this value, in a manifest whose checksum is right: somebody may have written that too.
-_VALUES: dict[str, Callable[[Any], bool]] = {
-    "kind": lambda value: value in ("sft", "reward", "ppo"),
-    **dict.fromkeys(("step", "update", "metrics_offset"), _is_count),
-    "world_size": lambda value: _is_count(value) and value > 0,
-    **dict.fromkeys(("config", "versions"), lambda value: isinstance(value, dict)),
-    **dict.fromkeys(("data", "saved_at"), lambda value: isinstance(value, str)),
-    "files": _are_files,
-    "best": lambda value: isinstance(value, bool),
-}
 
 
 class FileEntry(TypedDict):
@@ -173,6 +148,4 @@ def read_manifest(folder: Path) -> Manifest | str:
     seal = content.pop(_OWN_CHECKSUM, None)
     if seal != _seal(content):
         return f"{FILE_NAME}: checksum differs: the file changed on disk"
-    if wrong := [name for name, is_usable in _VALUES.items() if name in content and not is_usable(content[name])]:
-        return f"{FILE_NAME} is damaged: '{wrong[0]}' is {repr(content[wrong[0]])[:80]}"
     return Manifest(**{field.name: content[field.name] for field in fields(Manifest) if field.name in content})

@@ -112,8 +112,7 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
     the hub.
 
     From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
-    row: reading a million shuffled rows takes minutes. Manifests of earlier versions hold their fingerprints, so
-    columns that those did not have are omitted.
+    row: reading a million shuffled rows takes minutes.
     """
     if isinstance(rows, StreamedRows):
         return rows.fingerprint

@@ -16,7 +16,6 @@ import yaml
 from dschat_ppo.common.paths import is_pipe_or_device, short_names
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.html_report.figures import NOT_PLOTTED
-from dschat_ppo.monitor.metric_names import present_name
 
 # names as in monitor/ and checkpoint/, whose modules import torch
 METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
@@ -105,12 +104,11 @@ def read_run(folder: Path, name: str) -> Run:
     lines = {line["step"]: line for line in _read_lines(folder / METRICS, damaged) if type(line.get("step")) is int}
     if not lines:
         raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
-    names = {key: present_name(key) for key in dict.fromkeys(key for line in lines.values() for key in line)}
     metrics: dict[str, Points] = {}
     for step, line in sorted(lines.items()):  # of two lines of one step, the later counts
         for key, value in line.items():
             if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
-                metrics.setdefault(names[key], []).append((step, number_or_none(value)))
+                metrics.setdefault(key, []).append((step, number_or_none(value)))
     config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
     held_out = [answer for path in sorted(folder.glob("eval/step_*.jsonl")) for answer in _evaluated(path, damaged)]
     sampled = [_sampled(line) for line in _read_lines(folder / SAMPLES, damaged)]
@@ -219,7 +217,7 @@ def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
         for number, text in enumerate(texts if isinstance(texts, list) else []):
             tokens, kl = _item(line, "lengths", number), number_or_none(_item(line, "kl", number))
             ended = _item(line, "ended", number)
-            scores = by_source if isinstance(by_source, dict) else {}  # files of earlier versions have none
+            scores = by_source if isinstance(by_source, dict) else {}
             found.append(
                 Answer(
                     kind="held-out",

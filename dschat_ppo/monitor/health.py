@@ -16,7 +16,6 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, thresholds
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.health_rules import History, find
-from dschat_ppo.monitor.metric_names import with_present_names
 
 HEALTH = "health.jsonl"
 CALM = 3  # steps without a warning after which it is over
@@ -114,21 +113,15 @@ class HealthWatch:
             "events": [asdict(event) for event in self.events],
         }
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Restore what `state_dict` returned after `step`. Versions before `health.jsonl` saved nothing in steps 1 and
-        2, and in step 3 the metrics of the last steps, by their names of that time, and the texts of standing warnings:
-        one that persists is found again."""
-        past = [with_present_names(metrics) for metrics in state.get("past", [])]
-        steps = state.get("steps", range(step - len(past) + 1, step + 1))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
         self._past.clear()
-        self._past.extend(zip(steps, past, strict=True))
-        standing = state.get("standing", {})
-        self._standing = dict(standing) if isinstance(standing, dict) else {}
-        self._start |= {name: list(values) for name, values in state.get("start", {}).items()}
-        self._lowest = dict(state.get("lowest", {}))
-        self._evaluations = list(state.get("evaluations", []))
-        self._losses = state.get("losses", (0.0, 0))
-        self.events = [Event(**event) for event in state.get("events", [])]
+        self._past.extend(zip(state["steps"], state["past"], strict=True))
+        self._standing = dict(state["standing"])
+        self._start |= {name: list(values) for name, values in state["start"].items()}
+        self._lowest, self._evaluations = dict(state["lowest"]), list(state["evaluations"])
+        self._losses = state["losses"]
+        self.events = [Event(**event) for event in state["events"]]
 
     def _update_standing(self, step: int, found: Iterable[str]) -> None:
         """Note the warnings of this step, and log the end of those that were not found for `CALM` steps."""

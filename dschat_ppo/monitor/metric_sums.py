@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common.dist import gather_cat
-from dschat_ppo.monitor.metric_names import present_name
 
 
 class MetricSums:
@@ -72,13 +71,12 @@ class MetricSums:
 
     @classmethod
     def restored(cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device) -> MetricSums:
-        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared. Names of
-        earlier versions become those of today."""
+        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared."""
         merged = cls()
         for state in states:
             part = cls()
             for kind, named in {**part._sums, "maxima": part._maxima}.items():
-                named |= {present_name(name): value.to(device) for name, value in state.get(kind, {}).items()}
+                named |= {name: value.to(device) for name, value in state.get(kind, {}).items()}
             merged.merge(part)
         return merged
 

@@ -17,11 +17,22 @@ from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError, in_one_line
 from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null
-from dschat_ppo.monitor.metric_names import tracked_name
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
 RESULT, METRICS, MODELS, STARTS = "result.json", "metrics.jsonl", "models.json", "starts.jsonl"
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
+NAME_SPACES = ("reward", "kl", "policy", "value", "rollout", "time", "memory", "optim", "eval")
+_OPTIMIZER = ("lr", "lora_lr", "grad_norm")
+
+
+def tracked_name(name: str) -> str:
+    """The name of a metric in a tracker, whose charts are in sections: `eval/loss` for `eval_loss`, `optim/lr` for
+    `lr`, and `train/loss` for `loss` (steps 1 and 2). A name of step 3 is `SECTION/...` already."""
+    if name.split("/")[0] in NAME_SPACES:
+        return name
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return f"optim/{name}" if name in _OPTIMIZER else f"train/{name}"
 
 
 class MetricsWriter:

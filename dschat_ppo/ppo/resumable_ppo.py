@@ -45,7 +45,7 @@ class ResumablePPO:
         return best is not None and self.position == (best[1], 0)
 
     def shared_state(self) -> dict[str, Any]:
-        """The state that all ranks have in common. Its keys must not change: earlier checkpoints have them."""
+        """The state that all ranks have in common."""
         ppo = self.ppo
         return {
             "progress": ppo.state.state_dict(),
@@ -80,14 +80,14 @@ class ResumablePPO:
         ppo.shaping.load_state_dict(shared["shaping"])
         if ppo.config.algorithm.entropy_target is not None:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
-        self.health.load_state_dict(shared["health"], ppo.state.steps)
+        self.health.load_state_dict(shared["health"])
         ppo.nonfinite.load_state_dict(shared["guard"])
         if ppo.texts is not None:
             load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)
         if self.evaluation is not None and shared["best"] is not None:
             self.evaluation.best = tuple(shared["best"])
         for file in self.files:
-            file.offset = shared.get("files", {}).get(file.path.name, 0)
+            file.offset = shared["files"].get(file.path.name, 0)
 
     def _check_rows(self) -> None:
         """Check the rows of a PPO step in flight, and those kept for the next one: the saved flags made them."""
@@ -132,14 +132,14 @@ class ResumablePPO:
         sync = self.ppo.engines.reference_sync
         if sync is None:
             saved = next(ranks.read_all()) if ranks.own is None else ranks.own
-            if saved.get("reference"):
+            if saved["reference"]:
                 logger().info(
                     "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model "
                     "folder again"
                 )
             return
-        own = None if ranks.own is None else ranks.own.get("reference")
+        own = None if ranks.own is None else ranks.own["reference"]
         if own is not None and sync.has_layout_of(own):
             sync.load_state_dict(own)
-        elif not sync.load_parts(state.get("reference") or {} for state in ranks.read_all()):
+        elif not sync.load_parts(state["reference"] or {} for state in ranks.read_all()):
             log_starts_from_scratch("--ref_sync_interval")

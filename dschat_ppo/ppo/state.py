@@ -23,7 +23,6 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.micro_batches import share_prompts
-from dschat_ppo.monitor.metric_names import with_present_names
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite.finite_experience import FiniteExperience
@@ -123,8 +122,8 @@ class PPOState:
         """Restore `state_dict()`, with this rank's part of the sums, and the experience on `device`."""
         self.steps, self.updates = state["steps"], state["updates"]
         self.applied, self.ended = state["applied"], state["ended"]
-        self.metrics, self.evaluated = with_present_names(state["metrics"]), state["evaluated"]
-        self.first, self.last = with_present_names(state["first"]), with_present_names(state["last"])
+        self.metrics, self.evaluated = state["metrics"], state["evaluated"]
+        self.first, self.last = state["first"], state["last"]
         self.sums = sums
         self.experience = None
         if state["experience"] is not None:

@@ -377,7 +377,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.best.load_state_dict(shared)
         self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
-        self.health.load_state_dict(shared.get("health", {}), self.steps)  # earlier versions saved none
+        self.health.load_state_dict(shared["health"])
 
 
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:

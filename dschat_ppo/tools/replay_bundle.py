@@ -98,8 +98,7 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.trains_classifier
-    ways = {name: what.get(name, False) for name in ("shares", "reads_few")}  # not in bundles of earlier versions
-    layout = Layout(what["fused"], what["packed"], **ways)
+    layout = Layout(what["fused"], what["packed"], what["shares"], what["reads_few"])
     if scalar:
         classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
         return ScalarModel(classifier, layout)

@@ -9,7 +9,6 @@ import pytest
 
 from dschat_ppo.checkpoint.config_diff import (
     FLAGS,
-    FORMER_DEFAULTS,
     HARMLESS,
     LENGTH,
     MOST_LINES,
@@ -43,8 +42,7 @@ def test_credentials_are_neither_saved_nor_compared():
     first = saved("http://me:s3cret@host/")
     assert first["remote_reward_url"] == "http://***@host/"
     assert first["reward_function"] == ["judge.py:f?api_key=***:0.5"] and "s3cret" not in json.dumps(first)
-    former = first | {"remote_reward_url": "http://me:s3cret@host/"}  # of a version that saved them
-    assert compare_configs(former, saved("http://you:other@host/")) == []
+    assert compare_configs(first, saved("http://you:other@host/")) == []
     assert [change.name for change in compare_configs(first, saved("http://me:s3cret@other/"))] == ["remote_reward_url"]
     assert compare_configs(first, saved("http://me:s3cret@host/", "judge.py:f?api_key=s3cret:0.7"))
 
@@ -120,20 +118,6 @@ def test_a_change_that_affects_the_result_is_refused(step, words):
 def test_a_flag_that_the_checkpoint_does_not_know_matters_unless_it_has_its_default(value, matters):
     [change] = compare_configs({}, {"truncation": value})
     assert (change.before, change.matters) == (None, matters)
-
-
-def test_a_checkpoint_older_than_train_on_trained_the_last_answers():
-    assert compare_configs({}, {"train_on": "last"}) == []
-    [change] = compare_configs({}, {"train_on": "all"})
-    assert (change.before, change.after, change.matters) == ("last", "all", True)
-
-
-@pytest.mark.parametrize("name, former", FORMER_DEFAULTS.items())
-def test_a_default_of_an_older_version_meant_what_todays_default_means(name, former):
-    [change] = compare_configs({name: former}, {name: None})
-    assert not change.matters
-    for saved, now in (({name: former}, "other"), ({name: "other"}, None), ({name: former, "max_steps": 0}, None)):
-        assert compare_configs(saved, {name: now} | ({"max_steps": 0} if "max_steps" in saved else {}))[0].matters
 
 
 def test_derived_batch_sizes_matter_and_their_factors_alone_do_not():

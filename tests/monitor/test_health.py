@@ -81,7 +81,7 @@ def test_a_resumed_run_has_the_events_up_to_its_checkpoint(tmp_path):
     assert len(lines(tmp_path)) == 2
 
     resumed = ppo_watch()
-    resumed.load_state_dict(load_state(tmp_path / "state"), 1)
+    resumed.load_state_dict(load_state(tmp_path / "state"))
     resumed.begin(tmp_path)
     assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high"]
     assert names(resumed.check(2, {**CLIPPED, "reward/score_std": 0.0})) == ["scores_equal"]
@@ -98,7 +98,7 @@ def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
         events_of(watch, shape[:cut])
         save_state(tmp_path / "state", watch.state_dict())
         resumed = ppo_watch()
-        resumed.load_state_dict(load_state(tmp_path / "state"), cut)
+        resumed.load_state_dict(load_state(tmp_path / "state"))
         for step in range(cut, len(shape)):
             resumed.check(step + 1, {**PPO_STEP, **shape[step]})
         assert resumed.events == expected
@@ -107,19 +107,9 @@ def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
 def test_a_resumed_run_may_have_another_window():
     watch, narrow = ppo_watch(), ppo_watch("window=4")
     events_of(watch, [{}] * WINDOW)
-    narrow.load_state_dict(watch.state_dict(), WINDOW)
+    narrow.load_state_dict(watch.state_dict())
     found = [event for step in range(5) for event in narrow.check(11 + step, {**PPO_STEP, "rollout/length_mean": 70.0})]
     assert "length_creep" in names(found)
-
-
-def test_the_state_of_an_earlier_version_is_read():
-    old = {"kl/ref_k1": 0.05, "answers/ended_share": 0.9, "answers/length_mean": 40.0, "reward/score_std": 1.0}
-    watch = ppo_watch()
-    watch.load_state_dict({"past": [old] * WINDOW, "standing": ["more than 30 % of the ratios are clipped"]}, 20)
-    [event] = watch.check(21, {**PPO_STEP, "rollout/ended_share": 0.1})
-    assert event.name == "fewer_answers_end" and "previous steps, 0.9" in event.seen
-    assert watch.state_dict()["steps"] == list(range(12, 22))
-    ppo_watch().load_state_dict({}, 5)  # of steps 1 and 2, which had none
 
 
 def test_a_step_whose_updates_were_skipped_is_no_part_of_a_trend():

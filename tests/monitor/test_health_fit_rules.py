@@ -103,7 +103,7 @@ def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path, cut):
         assert len(expected) == 1
         events_of(watch, steps[:cut])
         save_state(tmp_path / "state", watch.state_dict())
-        resumed.load_state_dict(load_state(tmp_path / "state"), cut)
+        resumed.load_state_dict(load_state(tmp_path / "state"))
         for step, changes in enumerate(steps[cut:], cut + 1):
             resumed.check(step, {**FIT_STEP, **changes})
         assert resumed.events == expected

@@ -13,7 +13,6 @@ from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
-from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.sampler import IndexStream
@@ -82,25 +81,9 @@ def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> Re
     return after
 
 
-def test_the_saved_format_has_these_keys(tmp_path):
-    """Checkpoints of earlier versions have them."""
-    whole = resumable(ENTROPY, texts=True, average=True, evaluation=True)
-    shared, rank = whole.shared_state(), whole.rank_state()
-    names = {"progress", "collector", "shaping", "entropy_coef", "health", "guard", "texts", "best", "files"}
-    assert set(shared) == names
-    assert set(rank) == {"sums", "actor_average", "reference"}
-    assert set(shared["collector"]) == {"stream", "pool"} and set(shared["shaping"]) == {"kl_coef", "running"}
-    plain = resumable()
-    assert (plain.shared_state()["texts"], plain.shared_state()["best"]) == (None, None)
-    assert plain.rank_state()["actor_average"] is plain.rank_state()["reference"] is None
-    whole.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
-    save_state(tmp_path / "shared", whole.shared_state())
-    assert load_state(tmp_path / "shared").keys() == shared.keys()
-
-
 def test_files_that_grow_are_cut_back_to_their_length_at_the_checkpoint(tmp_path):
-    before, after, older = resumable(), resumable(), resumable()
-    for trainer in (before, after, older):
+    before, after = resumable(), resumable()
+    for trainer in (before, after):
         trainer.files = [JsonLines(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     before.files[1].append([{"step": 1}])
     shared = before.shared_state()
@@ -110,9 +93,6 @@ def test_files_that_grow_are_cut_back_to_their_length_at_the_checkpoint(tmp_path
     for file in after.files:
         file.begin()
     assert [file.path.read_text() for file in after.files] == ["", '{"step": 1}\n']
-    del shared["files"]
-    older.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
-    assert [file.offset for file in older.files] == [0, 0], "a checkpoint of an earlier version, without such files"
 
 
 def test_every_part_is_restored():
@@ -187,11 +167,9 @@ def test_a_reference_that_moves_is_restored_from_its_own_part_or_from_all(same_l
 
 def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
     before, after = resumable(), resumable(sync=True)
-    own = before.rank_state()
-    del own["reference"]  # checkpoints of earlier versions have none
-    for state in (before.rank_state(), own):
-        after.load_state(before.shared_state(), RankStates(state, lambda state=state: iter([state])))
-        assert capsys.readouterr().out == f"--ref_sync_interval{BEGINS}"
+    state = before.rank_state()
+    after.load_state(before.shared_state(), RankStates(state, lambda: iter([state])))
+    assert capsys.readouterr().out == f"--ref_sync_interval{BEGINS}"
     assert after.ppo.engines.reference_sync.did == []
 
 

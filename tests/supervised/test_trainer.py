@@ -460,5 +460,3 @@ def test_health_is_watched_and_the_watch_resumes(tmp_path):
     after = make(config, Seen())
     after.load_state(load_state(tmp_path / "state"), RankStates({}, lambda: iter([])))
     assert after.health.state_dict() == trainer.health.state_dict()
-    former = {name: value for name, value in trainer.shared_state().items() if name != "health"}
-    make(config, Seen()).load_state(former, RankStates({}, lambda: iter([])))
