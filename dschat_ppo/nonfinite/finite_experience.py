@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dschat_ppo.common import dist
 from dschat_ppo.nonfinite.diagnostics import bad_places
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy, shown_places
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.types import Experience, ScoredRollout, record_of, tensors_of
 
@@ -59,7 +59,7 @@ class FiniteExperience:
             f"PPO step {step}: {name} of {len(numbers)} of {count} answers are not finite (rows {shown}); "
             "its updates are skipped"
         )
-        what = {"role": role, "fault": {"kind": name, "rows": numbers}, "bad_places": shown_places(places)}
+        what = {"role": role, "fault": {"kind": name, "rows": numbers}}
         rank = numbers[0] * dist.world_size() // count if self.in_rank_order else 0
         model = self.models.get(role)
         engine = None if isinstance(model, str) else model

@@ -10,10 +10,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.skip_update import StepResult
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.nonfinite.diagnostics import bad_places
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
-
-SHOWN_PLACES = 100  # of each field
 
 
 class NonFinitePolicy:
@@ -38,7 +35,6 @@ class NonFinitePolicy:
         details = {
             "role": role,
             "fault": {"kind": fault.kind, "micro_batch": fault.micro_batch, "numbers": fault.numbers},
-            "bad_inputs": [shown_places(bad_places(record)) for record in failure.records],
         }
         problem = f"{role}, step {step}: {fault}; its update was skipped"
         self.report(role, step, fault.rank, problem, failure, details)
@@ -47,7 +43,7 @@ class NonFinitePolicy:
         self, role: str, step: int, rank: int, problem: str, context: FailureContext, details: dict[str, Any]
     ) -> None:
         """Write a repro bundle of `rank` and count the failure of `role`, or stop the run. Collective. `problem` is the
-        message, one line; `context` is this rank's; `details` are further entries of `what.json`."""
+        message, one line; `context` is this rank's; `details` are further entries of `bundle.pt`."""
         folder = self.bundles.write(step, rank, context, details) if self.bundles else "(no repro bundle)"
         self._in_a_row[role] += 1
         self._skipped += 1
@@ -77,8 +73,3 @@ class NonFinitePolicy:
         """Restore `state_dict()`."""
         self._in_a_row, self._skipped = Counter(state["in_a_row"]), state["skipped"]
         self._overflows = Counter(state["overflows"])
-
-
-def shown_places(places: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """The first `SHOWN_PLACES` places of each field, for `what.json`."""
-    return {name: found[:SHOWN_PLACES] for name, found in places.items()}

@@ -1,14 +1,12 @@
 """Repro bundles: everything that reproduces a NaN or infinity in one process, in `OUTPUT/nonfinite/step_*_rank_*/`.
 
-`batch.safetensors` holds the rank's micro-batches (or the rows of all ranks), `config.yaml` the flags, `model/` the
-weights before the update, `what.json` everything else that the loss needs. `what.json` is written last, so a bundle
-that has one is complete.
+`config.yaml` holds the flags, `model/` the weights before the update, and `bundle.pt` the rank's micro-batches (or the
+rows of all ranks) with everything else that the loss needs: tensors and plain values, no code. `bundle.pt` is written
+last, so a bundle that has one is complete.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.run_files import write_config
+from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
@@ -34,13 +31,12 @@ from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
-FORMAT = 1
 _KINDS: tuple[Any, ...] = (
     SFTBatch, PairBatch, AnswerBatch, PreferenceBatch, LabelledBatch, StepBatch, Experience, RewardedRollout,
     ScoredRollout,
 )  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}
-MODEL, BATCH, WHAT, CONFIG = "model", "batch.safetensors", "what.json", "config.yaml"
+MODEL, BUNDLE, CONFIG = "model", "bundle.pt", "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -76,16 +72,14 @@ class ReproBundles:
 
     def write(self, step: int, rank: int, context: FailureContext, details: dict[str, Any]) -> str:
         """Write a bundle of the records of `rank`; returns its folder, or in parentheses why there is none. Collective.
-        `details`: further entries of `what.json`: the role, and where the bad number is."""
+        `details`: the role, and where the bad number is."""
         name, problem = dist.broadcast_object(self._make_folder(step, rank, context) if dist.is_main() else None)
-        if problem is None:
-            folder = self.root / name
-            problem = dist.first_problem(self._write_batch(folder, context) if dist.rank() == rank else None)
+        folder = self.root / name
         if problem is None and context.engine is not None:
             save_model(context.engine, self.tokenizer, folder / MODEL)
         if problem is None:
             details = {"step": step, "rank": rank, **details}
-            problem = dist.first_problem(self._write_what(folder, context, details) if dist.rank() == rank else None)
+            problem = dist.first_problem(self._write_state(folder, context, details) if dist.rank() == rank else None)
         return f"(no repro bundle: {problem})" if problem else str(folder)
 
     def _make_folder(self, step: int, rank: int, context: FailureContext) -> tuple[str, str | None]:
@@ -109,44 +103,28 @@ class ReproBundles:
             return name, f"{self.root} cannot be written, {problem.strerror}"
         return name, None
 
-    def _write_batch(self, folder: Path, context: FailureContext) -> str | None:
-        """Write `batch.safetensors`; an error message or None."""
-        tensors = {f"random_state.{number}": state for number, state in enumerate(context.random_state)}
-        for number, record in enumerate(context.records):
-            tensors |= {f"{number}.{name}": value for name, value in tensors_of(record).items()}
-        # safetensors refuses tensors that share memory
-        copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)  # for ranks on machines that do not share the disk of rank 0
-            save_file(copies, folder / BATCH)
-        except (OSError, SafetensorError) as problem:
-            return f"{folder / BATCH} cannot be written, {problem}"
-        return None
-
-    def _write_what(self, folder: Path, context: FailureContext, details: dict[str, Any]) -> str | None:
-        """Write `what.json`; an error message or None."""
+    def _write_state(self, folder: Path, context: FailureContext, details: dict[str, Any]) -> str | None:
+        """Write `bundle.pt`; an error message or None."""
         module = None if context.engine is None else unwrap(context.engine)
         layout: Any = Layout() if module is None else module.layout
-        what = {
-            "format": FORMAT,
+        state = {
             "step_name": self.step_name,
             **details,
             "world_size": dist.world_size(),
             "dtype": self.config.run.dtype,
             "loss_scale": 1.0 if context.engine is None else loss_scale(context.engine),
             "model": context.model if module is None else MODEL,
-            "fused": layout.fused,
-            "packed": layout.packed,
-            "shares": layout.shares,
-            "reads_few": layout.reads_few,
-            "records": [type(record).__name__ for record in context.records],
+            "layout": {name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")},
+            "records": [[type(record).__name__, tensors_of(record)] for record in context.records],
             "constants": context.constants,
+            "random_state": context.random_state,
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         }
         try:
-            (folder / WHAT).write_text(json.dumps(_strict(what), indent=2) + "\n", encoding="utf-8")
+            folder.mkdir(parents=True, exist_ok=True)  # for ranks on machines that do not share the disk of rank 0
+            save_state(folder / BUNDLE, state)
         except OSError as problem:
-            return f"{folder / WHAT} cannot be written, {problem.strerror}"
+            return f"{folder / BUNDLE} cannot be written, {problem.strerror}"
         return None
 
 
@@ -161,33 +139,12 @@ def _bytes_of(context: FailureContext) -> int:
     return int(1.1 * numbers) + 2**24
 
 
-def _strict(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {name: _strict(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any], list[Tensor]]:
-    """Read a bundle: the contents of `what.json`, the records, and the random state."""
+def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Read a bundle: what it holds by name, and the records."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; a run keeps its newest repro bundles, --max_nonfinite_skips + 1")
-    for name in (WHAT, BATCH, CONFIG):
+    for name in (BUNDLE, CONFIG):
         if not (folder / name).is_file():  # reading a pipe would wait forever
             raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file)")
-    try:
-        what = json.loads((folder / WHAT).read_text(encoding="utf-8"))
-        tensors = load_file(folder / BATCH)
-    except (OSError, ValueError, SafetensorError) as problem:
-        raise UserError(f"{folder}: is not a complete repro bundle ({problem})") from None
-    if what["format"] > FORMAT:
-        raise UserError(f"{folder}: was written by a newer version of this program (format {what['format']})")
-    records = []
-    for number, name in enumerate(what["records"]):
-        prefix = f"{number}."
-        held = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        records.append(record_of(RECORDS[name], held))
-    states = [tensors[name] for name in sorted(tensors) if name.startswith("random_state.")]
-    return what, records, states
+    what = load_state(folder / BUNDLE)
+    return what, [record_of(RECORDS[name], held) for name, held in what["records"]]

@@ -30,12 +30,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.diagnostics import (
-    FirstBadOutput,
-    bad_gradients,
-    bad_places,
-    bad_weights,
-)
+from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.generate import generation_config
@@ -54,15 +49,17 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     """Repeat the computation of a bundle and print what is not finite; returns whether any number is not. `dtype`: None
     for that of the run."""
     quiet_libraries()
-    what, records, states = read_bundle(folder)
+    what, records = read_bundle(folder)
     config = parse(what["step_name"], ["--config", str(folder / CONFIG)])
     for line in notes(what["step_name"], config):
         print(f"note: {line}")
-    dtype = dtype or what["dtype"]
-    device = dist.device()
-    print(f"{what['role']}, step {what['step']}, rank {what['rank']}: {what['fault']['kind']}; replayed in {dtype}")
+    dtype, device, fault = dtype or what["dtype"], dist.device(), what["fault"]
+    print(f"{what['role']}, step {what['step']}, rank {what['rank']}: {fault['kind']}; replayed in {dtype}")
     model = load_model(folder, what, config, dtype)
-    tokenizer = load_tokenizer(tokenizer_folder(folder, what, config), "model")
+    own = what["model"] == MODEL  # the bundle has the model, and with it the tokenizer that made the records
+    actor = "" if own else config.ppo.actor_model_name_or_path
+    place = str(folder / MODEL) if own else model_folder(actor, "--actor_model_name_or_path")
+    tokenizer = load_tokenizer(place, "model")
     if model is not None:
         model.layout = replace(model.layout, attention=attention_of(config, dtype, device))
         model.to(device)
@@ -71,7 +68,7 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     records = [to_device(record, device) for record in records]
     for number, record in enumerate(records):
         print_bad_places(f"record {number}, ", bad_places(record))
-    if "rows" in what["fault"]:
+    if "rows" in fault:
         return replay_rows(what, config, model, records[0], tokenizer)
 
     assert model is not None
@@ -79,13 +76,12 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     loss_of = loss_function(what, config, model.train(), dtype, device, tokenizer)
     if "router" in what["constants"]:
         loss_of = with_replayed_router(what["step_name"], loss_of, what["constants"]["router"], device)
-    if states:
-        set_random_state(states)
+    if what["random_state"]:
+        set_random_state(what["random_state"])
     bad = replay_step(model, records, lambda record: loss_of(record) * scale)
-    if bad:
-        number = what["fault"]["micro_batch"]
-        if data_rows := what["constants"].get("rows"):
-            print(f"micro-batch {number} has rows {data_rows[number]} of the training split, counted from 0")
+    if bad and (data_rows := what["constants"].get("rows")):
+        number = fault["micro_batch"]
+        print(f"micro-batch {number} has rows {data_rows[number]} of the training split, counted from 0")
     return bad
 
 
@@ -94,16 +90,13 @@ def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> P
     if what["model"] is None:
         return None
     path = str(folder / MODEL) if what["model"] == MODEL else model_folder(what["model"], "model")
-    resize = config.run.resize_vocabulary
+    resize, layout = config.run.resize_vocabulary, Layout(**what["layout"])
     scalar = what["role"] in ("critic", "reward")
     if what["step_name"] == "reward":
         scalar = config.reward.trains_classifier
-    layout = Layout(what["fused"], what["packed"], what["shares"], what["reads_few"])
     if scalar:
-        classifier = load_sequence_classifier(path, dtype, None, new_head=False, resize=resize)
-        return ScalarModel(classifier, layout)
-    lm = load_causal_lm(path, dtype, None, resize=resize)
-    return PolicyModel(lm, layout)
+        return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), layout)
+    return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), layout)
 
 
 def attention_of(config: Any, dtype: str, device: torch.device) -> str:
@@ -118,13 +111,6 @@ def attention_of(config: Any, dtype: str, device: torch.device) -> str:
         print("note: replayed with --attn_implementation auto: flash_attention_2 does not compute in fp32")
         return "auto"
     return choice
-
-
-def tokenizer_folder(folder: Path, what: dict[str, Any], config: Any) -> str:
-    """The folder of the tokenizer that made the records."""
-    if what["model"] == MODEL:
-        return str(folder / MODEL)
-    return model_folder(config.ppo.actor_model_name_or_path, "--actor_model_name_or_path")
 
 
 def loss_function(
@@ -224,7 +210,7 @@ def replay_rows(
     """Compute scores, log-probs, values or advantages of `rows` of all ranks again, by the model that computed them
     (None if no model did), and print what is not finite; returns whether anything is not. Scores of Python functions
     and services are taken from the bundle."""
-    name, numbers = what["fault"]["kind"], what["fault"]["rows"]
+    name = what["fault"]["kind"]
     if what["role"] == "shaping":
         shaping = AdvantageComputation(
             config.algorithm, config.ppo.max_answer_seq_len, config.run.seed, config.score_clip
@@ -242,23 +228,20 @@ def replay_rows(
         print(f"{name}: not computed again; these are the recorded numbers")
         return name in bad_places(rows)
 
-    bad = False
-    for number in numbers:
-        alone = select_rows(rows, torch.tensor([number], device=rows.scores.device))
-        with FirstBadOutput(model.eval()) as outputs, torch.no_grad():
-            if what["role"] == "critic":
-                again = response_values(model, alone)
-            elif what["role"] == "reward":
-                again = ModelReward(model).scores(alone)
-            else:
-                late_ends = late_ends_of(config, tokenizer, model)
-                again = response_scores(model, alone, config.ppo.temperature, late_ends=late_ends).logprobs
-        if not bool(again.isfinite().all()):
-            bad = True
-            print(f"row {number}, {name}: not finite again; the first output: {outputs.first}")
-    if not bad:
+    chosen = select_rows(rows, torch.tensor(what["fault"]["rows"], device=rows.scores.device))
+    with FirstBadOutput(model.eval()) as outputs, torch.no_grad():
+        if what["role"] == "critic":
+            again = response_values(model, chosen)
+        elif what["role"] == "reward":
+            again = ModelReward(model).scores(chosen)
+        else:
+            late_ends = late_ends_of(config, tokenizer, model)
+            again = response_scores(model, chosen, config.ppo.temperature, late_ends=late_ends).logprobs
+    if bool(again.isfinite().all()):
         print(f"{name}: finite this time; another source of reward, or sampling, gave the recorded numbers")
-    return bad
+        return False
+    print(f"{name}: not finite again; the first output: {outputs.first}")
+    return True
 
 
 def print_bad_places(where: str, places: dict[str, list[list[int]]]) -> None:

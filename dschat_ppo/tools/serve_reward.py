@@ -20,85 +20,40 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.exit_codes import USER_ERROR
-from dschat_ppo.tools.web_server import (
-    OWN_NAMES,
-    RefusedError,
-    check_origin,
-    listen,
-    serve_until_stopped,
-)
+from dschat_ppo.tools.web_server import OWN_NAMES, RefusedError, check_origin, listen, serve_until_stopped
 
 _WAITING_FACTOR = 8  # this many times --max_rows texts may wait
 
 
-@dataclass(eq=False)
-class _Job:
-    """The texts of one request, and their scores once they exist."""
-
-    texts: list[str]
-    scores: list[float] | None = None
-
-
-class Batcher:
-    """Scores the texts of several requests together: requests that wait while the model is busy share its next batch.
-    `score` is called in one thread at a time. Eight times the texts of a batch may wait; a request is never split."""
+class Queue:
+    """Scores the texts of one request after another. `score` is called in one thread at a time. Eight times the texts
+    of a request may wait."""
 
     def __init__(self, score: Callable[[Sequence[str]], list[float]], max_rows: int):
-        self.score = score
-        self.max_rows = max_rows
-        self.waiting: list[_Job] = []
-        self.turn = asyncio.Lock()  # in the order of `waiting`
+        self.score, self.most, self.waiting = score, _WAITING_FACTOR * max_rows, 0
+        self.turn = asyncio.Lock()
 
     async def __call__(self, texts: list[str]) -> list[float]:
-        """Scores of the texts of one request; an exception of `score` is raised in the request that has its turn.
-
-        Raises:
-            RefusedError: too many texts are waiting.
-        """
-        if sum(len(job.texts) for job in self.waiting) + len(texts) > _WAITING_FACTOR * self.max_rows:
+        """Scores of the texts of one request; `RefusedError` if too many texts are waiting."""
+        if self.waiting + len(texts) > self.most:
             raise RefusedError(503, "too many texts are waiting; try again later")
-        job = _Job(texts)
-        self.waiting.append(job)
+        self.waiting += len(texts)
         try:
             async with self.turn:
-                if job.scores is None:  # no earlier batch had room for it
-                    await self._score_batch(job)
+                return await asyncio.to_thread(self.score, texts)
         finally:
-            self.waiting.remove(job)
-        assert job.scores is not None
-        return job.scores
-
-    async def _score_batch(self, job: _Job) -> None:
-        """Score `job` together with the waiting jobs that fit into the batch."""
-        batch, rows = [job], len(job.texts)
-        for other in self.waiting:
-            if other is not job and other.scores is None and rows + len(other.texts) <= self.max_rows:
-                batch.append(other)
-                rows += len(other.texts)
-        scores = iter(await asyncio.to_thread(self.score, [text for each in batch for text in each.texts]))
-        for each in batch:
-            each.scores = list(islice(scores, len(each.texts)))
+            self.waiting -= len(texts)
 
 
 async def receive_json(request: Any, most: int, seconds: float) -> None:
-    """Receive the body of a request, whose length it must declare.
-
-    Args:
-        request: of starlette, which keeps the body.
-        most: bytes of a body.
-        seconds: in which it must arrive.
-
-    Raises:
-        RefusedError: the body is compressed, of another type, incomplete, too long or late, or has no length.
-    """
+    """Receive the body of starlette's `request`, which keeps it: at most `most` bytes, in `seconds`. `RefusedError` if
+    it is compressed, of another type, incomplete, too long or late, or does not declare its length."""
     from starlette.requests import ClientDisconnect
 
     headers = request.headers
@@ -106,13 +61,14 @@ async def receive_json(request: Any, most: int, seconds: float) -> None:
         raise RefusedError(415, "compressed bodies are refused; send the body without a Content-Encoding")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the Content-Type must be application/json")  # pages of other sites cannot send it
-    if (
-        "content-length" not in headers or "transfer-encoding" in headers
-    ):  # with both, the length is not that of the body
+    if "content-length" not in headers or "transfer-encoding" in headers:  # with both, the length is another one
         raise RefusedError(411, "the request needs a Content-Length")
     length = int(headers["content-length"])  # uvicorn has checked it
     try:
-        await asyncio.wait_for(request.body() if length <= most else dropped(request), seconds)
+        if length <= most:
+            await asyncio.wait_for(request.body(), seconds)
+        else:
+            await asyncio.wait_for(drop(request), seconds)
     except asyncio.TimeoutError:
         raise RefusedError(408, f"the body of {length} bytes did not arrive in {seconds:g} s") from None
     except ClientDisconnect:
@@ -121,8 +77,8 @@ async def receive_json(request: Any, most: int, seconds: float) -> None:
         raise RefusedError(413, f"{length} bytes exceed the limit of {most}")
 
 
-async def dropped(request: Any) -> None:
-    """Drop a body: most clients read a reply only after they have sent everything."""
+async def drop(request: Any) -> None:
+    """Read a body without keeping it: most clients read a reply only after they have sent everything."""
     async for _ in request.stream():
         pass
 
@@ -137,7 +93,7 @@ def reward_app(
     from fastapi.responses import JSONResponse
 
     app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
-    batcher, texts, no_prompts, no_labels = Batcher(score, max_rows), Body(), Body(None), Body(None)
+    queue, texts, no_prompts, no_labels = Queue(score, max_rows), Body(), Body(None), Body(None)
 
     @app.middleware("http")
     async def checked(request: Any, call_next: Any) -> Any:
@@ -167,7 +123,7 @@ def reward_app(
         if len(query) > max_rows:
             raise RefusedError(422, f"{len(query)} texts exceed the limit of {max_rows}; send several requests")
         try:
-            scores = await batcher(query) if query else []
+            scores = await queue(query) if query else []
         except (RuntimeError, ValueError, IndexError) as problem:  # torch raises RuntimeError when out of memory
             print_line(f"a batch failed: {type(problem).__name__}: {problem}")
             raise RefusedError(500, f"the model failed: {type(problem).__name__}") from None
@@ -203,9 +159,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max_rows", type=int, default=1024, help="requests with more texts are rejected (422)")
     parser.add_argument("--max_clients", type=int, default=128, help="further connections at once are refused (503)")
     parser.add_argument("--max_request_seconds", type=float, default=60.0, help="a body must arrive in this time")
-    parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="number format of the weights"
-    )
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="format of the weights")
     arguments = parser.parse_args(argv)
     for name in ("max_batch_tokens", "max_request_bytes", "max_rows", "max_clients", "max_request_seconds"):
         if not 0 < vars(arguments)[name] < math.inf:

@@ -49,16 +49,13 @@ def server_options(app: Any, **options: Any) -> Any:
         "http": "h11",
         "ws": "none",
     }
-    return uvicorn.Config(app, **(given | options))
+    return uvicorn.Config(app, loop="asyncio", **(given | options))
 
 
 def check_origin(headers: Mapping[str, str], names: tuple[str, ...] | None) -> None:
     """Refuse (`RefusedError`) a request that a page of a web site sends, also from a name that was rebound to this
-    machine.
-
-    `headers` are in lower case. `names` are the hosts that a request may name; None: any. A request without a host is
-    of no browser.
-    """
+    machine. `headers` are in lower case. `names` are the hosts that a request may name; None: any. A request without a
+    host is of no browser."""
     host, origin = headers.get("host"), headers.get("origin")
     try:
         name = urlsplit(f"//{host}").hostname

@@ -59,9 +59,8 @@ def test_advantages_that_are_not_finite_leave_nothing_adapted(tmp_path, how):
         with pytest.raises(NonFiniteError, match=r"advantages of 1 of 3 answers are not finite \(rows 2\)"):
             is_finite(bad, 1)
     assert is_finite.shaping.undone == 1
-    what, [rows], _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    what, [rows] = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
     assert (what["role"], what["fault"]) == ("shaping", {"kind": "advantages", "rows": [2]})
-    assert what["bad_places"] == {"advantages": [[2, 0]]}
     assert what["constants"] == {"shaping": {"seen": 0}} and what["model"] is None
     assert type(rows) is ScoredRollout
 
@@ -82,14 +81,14 @@ def test_recorded_log_probs_count_where_no_others_are_known(tmp_path):
     assert is_finite(experience(rollout_logprobs=bad), 1)
     with pytest.raises(NonFiniteError, match="rollout_logprobs of 1 of 3"):
         is_finite(experience(rollout_logprobs=bad, kl=bad, old_logprobs=None), 1)
-    what, _, _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    what, _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
     assert what["role"] == "actor"
 
 
 def test_bad_values_are_the_critics_and_are_kept_for_the_replay(tmp_path):
     bad = with_bad(NAN, (2, 0))
     assert not finite(tmp_path)(experience(values=bad, advantages=bad, returns=bad), 1)
-    what, [rows], _ = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
+    what, [rows] = read_bundle(tmp_path / "nonfinite/step_000001_rank_0")
     assert (what["role"], what["fault"]) == ("critic", {"kind": "values", "rows": [2]})
     assert rows.values[2, 0].isnan()
 

@@ -22,15 +22,15 @@ def test_a_bundle_round_trips(tmp_path):
         12, 0, FailureContext([rows, rows], {"x": INF}, random_state=state), {"role": "actor"}
     )
     assert folder == str(tmp_path / "nonfinite/step_000012_rank_0")
-    what, records, states = read_bundle(tmp_path / "nonfinite/step_000012_rank_0")
-    assert (what["step"], what["rank"], what["role"], what["constants"]) == (12, 0, "actor", {"x": "inf"})
+    what, records = read_bundle(tmp_path / "nonfinite/step_000012_rank_0")
+    assert (what["step"], what["rank"], what["role"], what["constants"]) == (12, 0, "actor", {"x": INF})
     assert len(records) == 2
     for name, value in vars(rows).items():
         if value is None:
             assert getattr(records[1], name) is None
         else:
             assert torch.equal(value.nan_to_num(7.5), getattr(records[1], name).nan_to_num(7.5)), name
-    assert torch.equal(states[0], state[0])
+    assert torch.equal(what["random_state"][0], state[0])
 
 
 def test_the_newest_bundles_are_kept(tmp_path):
@@ -46,25 +46,19 @@ def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path, monkeypatch)
     assert not list((tmp_path / "nonfinite").iterdir())
 
 
-@pytest.mark.parametrize("damage", ["what.json", "batch.safetensors", "newer"])
-def test_damaged_bundles_and_newer_formats_are_refused(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [("cut", "bundle.pt: cannot be loaded"), ("bundle.pt", "bundle.pt is missing or not a file"), ("config.yaml", "config.yaml is missing or not a file")],
+)  # fmt: skip
+def test_damaged_bundles_and_pipes_are_refused(tmp_path, damage, problem):
     folder = tmp_path / "nonfinite/step_000001_rank_0"
     ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
-    if damage == "newer":
-        (folder / "what.json").write_text((folder / "what.json").read_text().replace('"format": 1', '"format": 2'))
+    if damage == "cut":
+        (folder / "bundle.pt").write_bytes((folder / "bundle.pt").read_bytes()[:-9])
     else:
-        (folder / damage).write_bytes((folder / damage).read_bytes()[:-9])
-    with pytest.raises(UserError, match="newer version" if damage == "newer" else "is not a complete repro bundle"):
-        read_bundle(folder)
-
-
-@pytest.mark.parametrize("name", ["what.json", "batch.safetensors", "config.yaml"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, name):
-    folder = tmp_path / "nonfinite/step_000001_rank_0"
-    ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises(UserError, match=rf"is not a complete repro bundle \({name} is missing or not a file\)"):
+        (folder / damage).unlink()
+        os.mkfifo(folder / damage)  # reading it would wait forever
+    with pytest.raises(UserError, match=problem):
         read_bundle(folder)
 
 

@@ -1,6 +1,5 @@
 """The loop where a PPO step makes one optimizer step: its passes give old log-probs and values, with equal numbers."""
 
-import json
 import math
 
 import pytest
@@ -151,7 +150,7 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert run.ppo.shaping.state_dict() == adapted
     assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), "the gradients are dropped"
     [folder] = (tmp_path / "run/nonfinite").iterdir()
-    what, [rows], _ = read_bundle(folder)
+    what, [rows] = read_bundle(folder)
     assert (what["role"], what["fault"]["kind"]) == ("critic", "values") and rows.values.isnan().any()
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     run.run(StopAt(run), (length, 3))
@@ -170,7 +169,7 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
         and second["optim/grad_norm/actor"] > 0
     )
     [folder] = (tmp_path / "run/nonfinite").iterdir()
-    what, records, _ = read_bundle(folder)
+    what, records = read_bundle(folder)
     assert (what["role"], what["fault"]["kind"]) == ("critic", "gradient")
     assert all(type(record) is RewardedRollout and record.values is None for record in records)
 
@@ -187,7 +186,7 @@ def test_an_actor_whose_gradients_are_not_finite_keeps_the_metrics_of_its_experi
         and second["optim/grad_norm/critic"] > 0
     )
     assert second["kl/ref_k1"] != 0 and second["rollout/logprob_diff_max"] > 0
-    what = json.loads(next((tmp_path / "run/nonfinite").iterdir()).joinpath("what.json").read_text())
+    what, _ = read_bundle(next((tmp_path / "run/nonfinite").iterdir()))
     assert what["role"] == "actor"
 
 

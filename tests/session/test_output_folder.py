@@ -222,7 +222,7 @@ def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tm
         "critic/model.safetensors",
         "eval/step_000004.jsonl",
         "best/actor/model.safetensors",
-        "nonfinite/step_1/what.json",
+        "nonfinite/step_1/bundle.pt",
         "trackers.json",
     ]
     marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]

@@ -173,7 +173,7 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
     assert [line["lr"] for line in lines] == pytest.approx(
         [RATE * f for f in (0, 1 / 3, 2 / 3, 2 / 3, 1, 0.8, 0.6, 0.4)]
     )
-    what, records, _ = read_bundle(tmp_path / "nonfinite/step_000003_rank_0")
+    what, records = read_bundle(tmp_path / "nonfinite/step_000003_rank_0")
     step = seen.of_training[4:6]
     assert (what["role"], what["step"], what["fault"]["micro_batch"]) == ("model", 3, 1)
     assert what["constants"] == {"total": lines[2]["counted"], "rows": step}

@@ -1,6 +1,5 @@
 """`python -m dschat_ppo.tools.replay`: bundles of every loss reproduce the number and print where it comes from."""
 
-import json
 import math
 import re
 import shutil
@@ -14,6 +13,7 @@ from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
 from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
@@ -22,7 +22,7 @@ from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles, read_bundle
 from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.supervised.sft import sft_loss
@@ -218,10 +218,8 @@ def test_losses_of_passes_that_give_old_log_probs_and_values_match_the_run(asset
 def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
     engine = engine_of("policy")
     engine.module.layout = Layout(fused=False, packed=True, shares=True)
-    what = json.loads(
-        (Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine))) / "what.json").read_text()
-    )
-    model = load_model(tmp_path / "nonfinite/step_000007_rank_0", what, config_of(assets, tmp_path, "sft"), "fp32")
+    folder = Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine)))
+    model = load_model(folder, read_bundle(folder)[0], config_of(assets, tmp_path, "sft"), "fp32")
     assert model.layout == Layout(fused=False, packed=True, shares=True)
 
 
@@ -306,25 +304,15 @@ def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, 
         assert ("not finite again" in said) is poisoned
 
 
-def test_scores_of_a_function_are_not_computed_again(assets, tmp_path, capsys):
+@pytest.mark.parametrize(("model", "code", "words"), [
+    (None, 0, "record 0, scores: 1 number not finite, the first at row 1\n"),  # a function's are not computed again
+    ("reward", 1, "another source of reward"),
+])  # fmt: skip
+def test_scores(assets, tmp_path, capsys, model, code, words):
     rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    folder = bundle(
-        assets,
-        tmp_path,
-        "ppo",
-        "reward",
-        FailureContext([rows], {"shaping": {}}),
-        fault={"kind": "scores", "rows": [1]},
-    )
-    assert main([folder]) == 0
-    assert "record 0, scores: 1 number not finite, the first at row 1\n" in capsys.readouterr().out
-
-
-def test_scores_of_the_reward_model_are_computed_again(assets, tmp_path, capsys):
-    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    context = FailureContext([rows], {"shaping": {}}, model=str(assets / "reward"))
-    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 1
-    assert "another source of reward" in capsys.readouterr().out
+    context = FailureContext([rows], {"shaping": {}}, model=model and str(assets / model))
+    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == code
+    assert words in capsys.readouterr().out
 
 
 def test_a_reward_model_with_another_tokenizer_is_not_run_on_the_rows(assets, tmp_path, capsys):
@@ -365,13 +353,13 @@ def test_adaptive_coefficients_are_restored(assets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"fault": None}, {"constants": {}}, {"records": ["X"]}, {"format": "1"}, {"model": 3}]
+    "change", [{"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"model": 3}]
 )
 def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys, change):
     step, role, kind, records, constants, words = CASES["sft"]
     context = FailureContext(records, constants, engine_of(kind))
-    file = Path(bundle(assets, tmp_path, step, role, context, words)) / "what.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    file = Path(bundle(assets, tmp_path, step, role, context, words)) / "bundle.pt"
+    save_state(file, load_state(file) | change)
     assert main([str(file.parent)]) == 2
     said = capsys.readouterr().err
     assert said.splitlines()[-1].startswith(f"error: {file.parent}: cannot be replayed: ") and "Traceback" not in said
@@ -387,8 +375,7 @@ def test_losses_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
         bundle(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine_of("policy")))
     )
     main([str(folder)])
-    what = json.loads((folder / "what.json").read_text())
-    (folder / "what.json").write_text(json.dumps({**what, "world_size": 2, "loss_scale": 8.0}))
+    save_state(folder / "bundle.pt", load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": 8.0})
     for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
         main([str(folder), *words])
     alone, same, same_again, other_format = losses_said(capsys.readouterr().out)

@@ -25,7 +25,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward, text_scorer
-from dschat_ppo.tools.serve_reward import Batcher, read_arguments, reward_app
+from dschat_ppo.tools.serve_reward import Queue, read_arguments, reward_app
 from dschat_ppo.tools.text_scorer import TextScorer
 from dschat_ppo.tools.web_server import RefusedError, listen, server_options
 
@@ -252,25 +252,25 @@ def test_concurrent_clients_get_their_own_scores(assets, address):
 
 
 class Slow:
-    """Scores texts by their length, records the batches, and holds them until `leave` is set."""
+    """Scores texts by their length, records the requests, and holds them until `leave` is set."""
 
     def __init__(self):
-        self.batches, self.leave = [], threading.Event()
+        self.requests, self.leave = [], threading.Event()
 
     def __call__(self, texts):
-        self.batches.append(list(texts))
+        self.requests.append(list(texts))
         self.leave.wait(100)
         if "bad" in texts:
             raise RuntimeError("no memory")
         return [float(len(text)) for text in texts]
 
 
-def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
+def several(queue: Queue, score: Slow, jobs: list[list[str]]) -> list:
     """Results or exceptions of several requests that wait while the first is scored."""
 
     async def ask_all():
-        waiting = [asyncio.ensure_future(batcher(job)) for job in jobs]
-        while not score.batches:
+        waiting = [asyncio.ensure_future(queue(job)) for job in jobs]
+        while not score.requests:
             await asyncio.sleep(0.005)
         score.leave.set()
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -278,38 +278,19 @@ def several(batcher: Batcher, score: Slow, jobs: list[list[str]]) -> list:
     return asyncio.run(ask_all())
 
 
-def test_waiting_requests_are_scored_together():
-    score = Slow()
-    batcher = Batcher(score, 4)
-    assert several(batcher, score, [["a"], ["bb", ""], ["ccc"], ["d", "ee"], ["f"]]) == [[1], [2, 0], [3], [1, 2], [1]]
-    assert score.batches == [["a"], ["bb", "", "ccc", "f"], ["d", "ee"]]
-    assert batcher.waiting == []
-
-
-def test_a_failed_batch_fails_for_one_request():
-    score = Slow()
-    batcher = Batcher(score, 4)
-    results = several(batcher, score, [["a"], ["bb"], ["bad"], ["ccc"]])
-    # the batch of bb fails for bb, then bad fails, then ccc is scored alone
-    assert [type(result) for result in results] == [list, RuntimeError, RuntimeError, list]
-    assert results[3] == [3]
-    assert batcher.waiting == []
-
-
-def test_after_a_failure_the_other_requests_share_a_batch():
-    score = Slow()
-    batcher = Batcher(score, 4)
-    assert several(batcher, score, [["a"], ["bad"], ["bb"], ["ccc"]])[2:] == [[2], [3]]
-    assert score.batches == [["a"], ["bad", "bb", "ccc"], ["bb", "ccc"]]
+def test_requests_wait_for_their_turn_and_a_failure_is_that_of_one():
+    score, jobs = Slow(), [["a"], ["bad"], ["bb", ""], ["ccc"]]
+    first, failed, *others = several(Queue(score, 4), score, jobs)
+    assert (first, type(failed), others) == ([1], RuntimeError, [[2, 0], [3]]) and score.requests == jobs
 
 
 def test_too_many_waiting_texts_are_rejected():
     score = Slow()
-    batcher = Batcher(score, 2)
-    results = several(batcher, score, [["a"], *[["b", "c"]] * 7, ["d"], ["e"]])
+    queue = Queue(score, 2)
+    results = several(queue, score, [["a"], *[["b", "c"]] * 7, ["d"], ["e"]])
     assert [result for result in results if not isinstance(result, list)] == [results[-1]]
     assert isinstance(results[-1], RefusedError) and results[-1].status == 503
-    assert asyncio.run(batcher(["later"])) == [5]
+    assert asyncio.run(queue(["later"])) == [5]
 
 
 def test_a_failing_model_and_a_score_that_is_not_finite():
@@ -380,7 +361,7 @@ def test_a_request_in_progress_is_answered_before_the_stop():
     with ThreadPoolExecutor(1) as threads:
         with served(score) as address:
             answer = threads.submit(ask, address, ["four"])
-            while not score.batches:
+            while not score.requests:
                 time.sleep(0.01)
             threading.Timer(0.5, score.leave.set).start()
         assert answer.result(10) == (200, {"rewards": [4.0]})
