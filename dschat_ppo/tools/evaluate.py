@@ -44,8 +44,7 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import evaluate
-    from dschat_ppo.tools.evaluate_text import answer_lines, json_of, notes, tables
+    from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, tables
 
     quiet_libraries()
     path = wanted.words.json

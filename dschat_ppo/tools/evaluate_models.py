@@ -1,10 +1,13 @@
-"""An evaluation: checks, the answers of models to the same prompts, their scores, and a reward model on pairs."""
+"""An evaluation: checks, the answers of models to the same prompts, their scores, a reward model on pairs, and the
+results as tables, as answers in text, and as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import short_names
+from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.collators import collate_pairs, collate_prompts
 from dschat_ppo.data.prepare import prepare_whole
-from dschat_ppo.errors import UserError, in_one_line, without_credentials
+from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.loading import (
     check_sequence_classifier,
     check_vocabulary,
@@ -36,6 +39,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.generate import end_ids, greedily
 from dschat_ppo.ppo.score import RewardScorer
@@ -80,31 +84,22 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers of one model with one way of decoding."""
+class Result:
+    """The answers of one model with one way of decoding, a row of the table."""
 
     model: str  # as the user gave it
     label: str  # its short name
     decoding: str  # "greedy" or "sampled"
     rows: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
-    sources: list[str]  # names of the reward sources
-    by_source: Tensor  # (prompts * n, K) fp32, see `Scores`
     failed: int  # answers whose reward function failed, or that no source scored
+    metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
+    by_source: dict[str, float]  # mean score of each reward source
+    wins: Share | None = None  # against the first model with the same decoding; None for that one, and without a reward
 
     @property
     def scores(self) -> Tensor:
         """(prompts, n) fp64."""
         return torch.tensor([row.scores for row in self.rows], dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One row of the table: the answers of a model with one way of decoding."""
-
-    answers: Answers
-    metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
-    by_source: dict[str, float]  # mean score of each reward source
-    wins: Share | None  # against the first model with the same decoding; None for that one, and without a reward
 
 
 @dataclass(frozen=True)
@@ -143,11 +138,12 @@ def evaluate(wanted: Wanted) -> Evaluated:
     if reward is not None:
         scorer = ScalarModel(load_sequence_classifier(reward.folder, words.dtype, None, new_head=False))
         scorer.to(dist.device()).eval()
-    answers = [
-        found
-        for model, rows in zip(models, prompts, strict=True)
-        for found in _answers_of(model, rows, names, wanted, reward, scorer)
-    ]
+    results: list[Result] = []
+    for model, rows in zip(models, prompts, strict=True):
+        results += _results_of(model, rows, names, wanted, reward, scorer)
+    if rewards is not None:  # wins over the first model are paired by prompt; a tie counts half
+        firsts = {result.decoding: result for result in reversed(results)}
+        results = [replace(result, wins=_wins(result, firsts[result.decoding])) for result in results]
     measured: dict[str, Share] = {}
     scored_pairs: list[tuple[str, float, float]] = []
     if pairs is not None and reward is not None and scorer is not None:
@@ -158,7 +154,6 @@ def evaluate(wanted: Wanted) -> Evaluated:
     flags = {
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
-    results = [_result(found, answers, rewards is not None, words.pass_score) for found in answers]
     return Evaluated(flags, rewards is not None, results, measured, scored_pairs)
 
 
@@ -224,10 +219,10 @@ def _learned_reward(
     return RetokenizedModelReward(scorer, reward.tokenizer, most_tokens(config), dist.device(), most, steps)
 
 
-def _answers_of(
+def _results_of(
     checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
     scorer: ScalarModel | None,
-) -> list[Answers]:  # fmt: skip
+) -> list[Result]:  # fmt: skip
     """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on seed and prompt alone,
     not on batches; step 3 evaluates with the same seeds."""
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
@@ -253,12 +248,12 @@ def _answers_of(
 def _answer(
     checked: CheckedModel, model: Any, names: Sequence[str], wanted: Wanted, config: GenerationConfig, decoding: str,
     scorer: RewardScorer,
-) -> Answers:  # fmt: skip
-    """The answers of a loaded model with one way of decoding."""
+) -> Result:  # fmt: skip
+    """The answers of a loaded model with one way of decoding, and their metrics."""
     prompts, sources, size = scorer.prompts, scorer.mixture.names, wanted.words.batch_size
     each = f"{config.samples} answers to each" if config.samples > 1 else "one answer to each"
     logger().info(f"{checked.label}: {decoding}, {len(prompts)} prompts, {each}")
-    rows, parts = list[Answered](), list[Tensor]()
+    rows = list[Answered]()
     for first in range(0, len(prompts), size):
         indices = list(range(first, min(first + size, len(prompts))))
         seeds = row_seeds(first * config.samples, len(indices) * config.samples, wanted.settings.seed, STREAM, 0, 0)
@@ -269,27 +264,25 @@ def _answer(
         of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
         shown = scorer.shown_prompts(rollout, len(indices))
         rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)
-        parts.append(scores.by_source.cpu())
-    failed = scorer.count_failed_rows()
-    return Answers(checked.name, checked.label, decoding, rows, sources, torch.cat(parts), failed)
-
-
-def _result(found: Answers, answers: list[Answers], scored: bool, pass_score: float) -> Result:
-    """The metrics of some answers; wins over the first model of the same decoding are paired by prompt, and a tie
-    counts half."""
-    metrics = summary(found.rows, pass_score) | summary_by_source(found.rows, pass_score)
+    metrics = summary(rows, wanted.words.pass_score) | summary_by_source(rows, wanted.words.pass_score)
     metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-    if not scored:
-        kept = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
-        return Result(found, kept, {}, None)
-    if found.failed:
-        logger().warning(f"{found.label}: {found.failed} answers have the default score (--reward_default)")
-    means = dict(zip(found.sources, found.by_source.nanmean(dim=0).tolist(), strict=True))
-    first, wins = next(other for other in answers if other.decoding == found.decoding), None
-    if first is not found:
-        shares = win_shares(found.scores, first.scores)
-        wins = Share.of(float(shares.mean()), len(shares))
-    return Result(found, metrics, means, wins)
+    failed, means = scorer.count_failed_rows(), dict[str, float]()
+    if wanted.rewards is None:
+        metrics = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
+    else:
+        for name in sources:
+            values = torch.tensor([row.scores_by_source[name] for row in rows], dtype=torch.float32)
+            means[name] = float(values.nanmean())
+        if failed:
+            logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
+    return Result(checked.name, checked.label, decoding, rows, failed, metrics, means)
+
+
+def _wins(result: Result, first: Result) -> Share | None:
+    if result is first:
+        return None
+    shares = win_shares(result.scores, first.scores)
+    return Share.of(float(shares.mean()), len(shares))
 
 
 def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: int) -> Tensor:
@@ -311,3 +304,116 @@ def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> 
     if len(names) > 1:
         groups |= {name: of == number for number, name in enumerate(names) if bool((of == number).any())}
     return {name: Share.of(accuracy_of(*scores[mask].unbind(dim=1)), int(mask.sum())) for name, mask in groups.items()}
+
+
+def shown(share: Share | None) -> str:
+    """A share with its interval, in percent."""
+    if share is None:
+        return ""
+    return f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+
+
+def number(value: float | None) -> str:
+    """A metric with four significant digits; "" if there is none."""
+    return "" if value is None or math.isnan(value) else f"{value:.4g}"
+
+
+def model_table(found: Evaluated) -> list[list[str]]:
+    """Head and one line for each model and way of decoding; with several data sets further lines for these."""
+    columns = list(dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name))
+    sources = list(found.results[0].by_source) if len(found.results[0].by_source) > 1 else []
+    compared = [f"wins against {found.results[0].label} [95 %]"] if any(r.wins for r in found.results) else []
+    lines = [["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]]
+    for result in found.results:
+        cells = [number(result.metrics.get(name)) for name in columns]
+        cells += [number(result.by_source.get(name)) for name in sources]
+        cells += [shown(result.wins) for _ in compared]
+        lines.append([result.label, result.decoding, *cells])
+        for data_set in dict.fromkeys(row.data_source for row in result.rows if row.data_source is not None):
+            own = [*columns, *(f"reward/{name}_mean" for name in sources)]
+            cells = [number(result.metrics.get(f"{name}/{data_set}")) for name in own]
+            lines.append([f"  {data_set}", result.decoding, *cells, *("" for _ in compared)])
+    return lines
+
+
+def pair_table(found: Evaluated) -> list[list[str]]:
+    """Head and one line for all pairs and each data set."""
+    lines = [["reward model on pairs", "pairs", "accuracy [95 %]"]]
+    return lines + [[name, str(share.count), shown(share)] for name, share in found.accuracies.items()]
+
+
+def tables(found: Evaluated) -> list[str]:
+    """The tables as lines of text."""
+    lines = []
+    for table in ([model_table(found)] if found.results else []) + ([pair_table(found)] if found.accuracies else []):
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    return lines
+
+
+def notes(found: Evaluated) -> list[str]:
+    """How to read the table of the models, a sentence on each line, and the path of each model."""
+    lines = []
+    score, samples = float(found.flags["pass_score"]), int(found.flags["samples"])
+    if found.results and found.scored:
+        answer = "share of prompts whose answer" if samples == 1 else "probability that one answer to a prompt"
+        lines.append(f"pass@1: {answer} scores at least {score:g} (--pass_score)")
+        if samples > 1:
+            lines.append("pass@k: probability that at least one of k sampled answers to a prompt scores that much")
+        if any(result.wins for result in found.results):
+            first = found.results[0].label
+            lines.append(
+                f"wins: share of prompts on which the model scores higher than {first} with the same decoding; a tie "
+                "counts half; in brackets Wilson's 95 % interval"
+            )
+    decodings = {result.decoding for result in found.results}
+    if decodings == {"greedy", "sampled"}:
+        lines.append(
+            "greedy: only the single most likely answer to each prompt, so its score may differ much from that of "
+            "sampled answers"
+        )
+    if "sampled" in decodings:
+        lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
+    paths = {result.label: shown_path(result.model) for result in found.results}
+    return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]
+
+
+def answer_lines(found: Evaluated, count: int) -> list[str]:
+    """The first `count` prompts, each with the answers of all models; what a terminal would obey is escaped."""
+    lines = []
+    for place, row in enumerate(found.results[0].rows[:count] if found.results else []):
+        lines += [f"prompt {place + 1}:", *_indented(row.prompt)]
+        for result in found.results:
+            own = result.rows[place]
+            for text, score, tokens, ended in zip(own.answers, own.scores, own.lengths, own.ended, strict=True):
+                parts = [f"score {number(score) or 'none'}"] if found.scored else []
+                parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
+                lines += [f"  {result.label}, {result.decoding} ({', '.join(parts)}):"]
+                lines += _indented(text)
+        lines.append("")
+    return lines
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in escaped(text).split("\n")]
+
+
+def json_of(found: Evaluated) -> str:
+    """Everything, as JSON."""
+    results: list[dict[str, Any]] = [
+        {
+            "model": result.model, "decoding": result.decoding, "metrics": result.metrics,
+            "scores_by_source": result.by_source, "wins": result.wins and asdict(result.wins),
+            "failed_scores": result.failed, "prompts": [asdict(row) for row in result.rows],
+        }
+        for result in found.results
+    ]  # fmt: skip
+    content = {
+        "flags": found.flags,
+        "results": results,
+        "reward_accuracy": {name: asdict(share) for name, share in found.accuracies.items()},
+        "pairs": [
+            {"data_source": name, "chosen": chosen, "rejected": rejected} for name, chosen, rejected in found.pairs
+        ],
+    }
+    return json.dumps(finite_or_null(content), indent=1)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.evaluate import main
 from dschat_ppo.tools.evaluate_flags import read_arguments
-from dschat_ppo.tools.evaluate_models import accuracies, evaluate
-from dschat_ppo.tools.evaluate_text import answer_lines, json_of, model_table, notes, tables
+from dschat_ppo.tools.evaluate_models import accuracies, answer_lines, evaluate, json_of, model_table, notes, tables
 
 TOKENS, PROMPTS = 6, 7
 
@@ -34,7 +33,7 @@ def found(assets):
 
 
 def by_name(found, model, decoding):
-    return next(r for r in found.results if r.answers.model.endswith(model) and r.answers.decoding == decoding)
+    return next(r for r in found.results if r.model.endswith(model) and r.decoding == decoding)
 
 
 @torch.no_grad()
@@ -43,7 +42,7 @@ def test_greedy_answers_are_those_of_transformers(found, assets):
     for name in ("lm", "uniform_lm"):
         model = AutoModelForCausalLM.from_pretrained(assets / name, dtype=torch.float32).eval()
         lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
-        for line, row in zip(lines, by_name(found, f"/{name}", "greedy").answers.rows, strict=True):
+        for line, row in zip(lines, by_name(found, f"/{name}", "greedy").rows, strict=True):
             ids = tokenizer.encode(json.loads(line)["prompt"], return_tensors="pt")
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
             assert row.answers == [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)]
@@ -52,22 +51,20 @@ def test_greedy_answers_are_those_of_transformers(found, assets):
 
 def test_scores_are_the_weighted_sum(found):
     for result in found.results:
-        assert result.answers.sources == ["model", "length"]
-        by_source = result.answers.by_source.double()
-        assert result.answers.scores.flatten().tolist() == pytest.approx(
-            (by_source[:, 0] + 0.5 * by_source[:, 1]).tolist(), abs=1e-5
+        learned, length = (
+            torch.tensor([row.scores_by_source[name] for row in result.rows]) for name in result.by_source
         )
-        assert result.by_source == pytest.approx(
-            {"model": float(by_source[:, 0].mean()), "length": float(by_source[:, 1].mean())}
-        )
-        assert result.metrics["score"] == pytest.approx(float(result.answers.scores.mean()))
+        assert list(result.by_source) == ["model", "length"]
+        assert result.scores.tolist() == [pytest.approx(row, abs=1e-5) for row in (learned + 0.5 * length).tolist()]
+        assert result.by_source == pytest.approx({"model": float(learned.mean()), "length": float(length.mean())})
+        assert result.metrics["score"] == pytest.approx(float(result.scores.mean()))
 
 
 def test_wins_and_passes_by_hand(found):
     first, second = by_name(found, "/lm", "sampled"), by_name(found, "/uniform_lm", "sampled")
     assert first.wins is None and by_name(found, "/lm", "greedy").wins is None
     shares, passes = [], []
-    for one, other in zip(second.answers.rows, first.answers.rows, strict=True):
+    for one, other in zip(second.rows, first.rows, strict=True):
         assert one.prompt == other.prompt and len(one.scores) == 4
         pairs = [(a > b) + 0.5 * (a == b) for a in one.scores for b in other.scores]
         shares.append(sum(pairs) / len(pairs))
@@ -108,8 +105,8 @@ def test_answers_do_not_depend_on_batches(found, assets):
     again = evaluate(read_arguments(words_of(assets, *words)))
     assert not again.scored and len(again.results) == 2
     for result in again.results:
-        same = by_name(found, result.answers.model, "sampled").answers
-        assert [row.answers for row in result.answers.rows] == [row.answers for row in same.rows]
+        same = by_name(found, result.model, "sampled")
+        assert [row.answers for row in result.rows] == [row.answers for row in same.rows]
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
     assert "score" not in "".join([*tables(again), *answer_lines(again, 1)])
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
@@ -146,7 +143,7 @@ def test_long_prompts_are_dropped_and_counted(assets, said):
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     assert 0 < len(kept) < len(prompts)
     results = evaluate(read_arguments(words)).results
-    assert [[row.prompt for row in result.answers.rows] for result in results] == [kept, kept]
+    assert [[row.prompt for row in result.rows] for result in results] == [kept, kept]
     counted = [line for line in said if f"{len(kept)} kept whole, {len(prompts) - len(kept)} dropped" in line]
     assert len(counted) == 1, "the data is shown once for both models"
 
@@ -164,7 +161,7 @@ def test_json_and_answers_in_the_terminal(found):
 
     content = json.loads(json_of(found), parse_constant=no_constant)
     assert [len(result["prompts"]) for result in content["results"]] == [PROMPTS] * 4 and len(content["pairs"]) == 45
-    first, second = found.results[0].answers.rows[:2]
+    first, second = found.results[0].rows[:2]
     first.answers[0] = "one\ntwo\x1b[2J"
     lines = answer_lines(found, 2)
     assert lines[:2] == ["prompt 1:", f"    {first.prompt}"] and lines.count("") == 2
@@ -173,7 +170,7 @@ def test_json_and_answers_in_the_terminal(found):
         "    two\\x1b[2J",
     ]  # fmt: skip
     assert sum(f" {TOKENS} tokens, cut at the length limit):" in line for line in lines) == sum(
-        ended == "length" for result in found.results for row in result.answers.rows[:2] for ended in row.ended
+        ended == "length" for result in found.results for row in result.rows[:2] for ended in row.ended
     )
     assert sum(line.startswith("  uniform_lm, sampled (score ") for line in lines) == 2 * 4
     assert f"    {second.prompt}" in lines and answer_lines(found, 0) == []
