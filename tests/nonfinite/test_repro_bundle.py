@@ -48,7 +48,8 @@ def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [("cut", "bundle.pt: cannot be loaded"), ("bundle.pt", "bundle.pt is missing or not a file"), ("config.yaml", "config.yaml is missing or not a file")],
+    [("cut", "bundle.pt: cannot be loaded"), ("bundle.pt", "bundle.pt is missing or not a file"),
+     ("config.yaml", "config.yaml is missing or not a file")],
 )  # fmt: skip
 def test_damaged_bundles_and_pipes_are_refused(tmp_path, damage, problem):
     folder = tmp_path / "nonfinite/step_000001_rank_0"

@@ -352,9 +352,7 @@ def test_adaptive_coefficients_are_restored(assets, tmp_path):
 # The rest
 
 
-@pytest.mark.parametrize(
-    "change", [{"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"model": 3}]
-)
+@pytest.mark.parametrize("change", [{"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"model": 3}])
 def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys, change):
     step, role, kind, records, constants, words = CASES["sft"]
     context = FailureContext(records, constants, engine_of(kind))
