@@ -31,11 +31,10 @@ from dschat_ppo.session.output_folder import (
     refuse_model_folders,
     refuse_pipes,
 )
-from dschat_ppo.session.run_lock import RunLock
+from dschat_ppo.session.run_lock import lock_folder
 from dschat_ppo.session.validation import VALIDATION
 
 FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
-_LOCKED: dict[Path, RunLock] = {}  # output folders that this process holds until it ends
 
 
 def begin_run(
@@ -46,7 +45,8 @@ def begin_run(
     validate_only: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[torch.device, Path]:
-    """Join the ranks, lock and check the output folder, seed, and print notes on flags without effect. Collective.
+    """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
+    this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
 
     With `--dry_run`, only check flags and print notes: no ranks are joined, and the output folder is not touched.
 
@@ -56,12 +56,6 @@ def begin_run(
             the latter; it replaces what an earlier validation wrote.
         check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
             mistake in a flag is not reported as a setting that has changed.
-
-    Returns:
-        This rank's device and the output folder; with `validate_only`, the folder inside it.
-
-    Raises:
-        StopRequested: the same run has finished in the folder; nothing is left to do.
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
@@ -72,7 +66,13 @@ def begin_run(
         check()
         _log_notes(step, config)
         return dist.device(), folder
-    device = _join_and_lock(config, run, folder)
+    set_deterministic(run.deterministic)  # before anything runs on a GPU
+    check_sequence_parallel_size(config.memory, dist.world_size())
+    lock_folder(folder)
+    device = init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
+    dist.share_rows(config.memory.sequence_parallel_size)
+    check_shared_folder(folder)
     open_log(folder)
     check()
     if validate_only:
@@ -88,22 +88,6 @@ def begin_run(
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     _log_notes(step, config)
     return device, folder
-
-
-def _join_and_lock(config: StepConfig, run: RunFlags, folder: Path) -> torch.device:
-    """Join the ranks and lock the output folder; this rank's device. Collective."""
-    is_locked = folder.resolve() in _LOCKED  # several steps may run one after another in one process
-    if not is_locked:
-        RunLock.refuse_if_held(folder)  # before the ranks join: a second run of the same command has the same port
-    set_deterministic(run.deterministic)  # before anything runs on a GPU
-    check_sequence_parallel_size(config.memory, dist.world_size())
-    device = init_process_group(run.folder)
-    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
-    dist.share_rows(config.memory.sequence_parallel_size)
-    if not is_locked:
-        check_shared_folder(folder)
-        _LOCKED[folder.resolve()] = RunLock.acquire(folder)
-    return device
 
 
 def _log_notes(step: str, config: StepConfig) -> None:

@@ -10,6 +10,7 @@ from dschat_ppo.checkpoint.manifest import Manifest
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run
+from dschat_ppo.session.run_lock import release_locks
 
 
 @pytest.fixture
@@ -91,8 +92,6 @@ def test_a_checkpoint_without_a_copy_of_the_metrics_can_be_resumed(tmp_path, war
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml"])
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_folder_in_the_place_of_a_file_is_refused_before_any_change(tmp_path, monkeypatch, name, saved):
-    locks = {}
-    monkeypatch.setattr(begin_run, "_LOCKED", locks)
     monkeypatch.setattr(
         begin_run, "init_process_group", lambda folder: torch.device("cpu")
     )  # other tests share this process
@@ -106,7 +105,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_any_change(tmp_path, 
     config = config_of(output)
     with pytest.raises(UserError, match=f"{name} is a folder, but the run writes a file of that name") as raised:
         begin_run.begin_run("sft", config, config.run, [])
-    locks[output.resolve()].release()
+    release_locks()
     assert "\n" not in str(raised.value) and (output / name).is_dir()
 
 

@@ -22,9 +22,7 @@ def events(monkeypatch, tmp_path):
     for name in names:
         monkeypatch.setattr(begin_run, name, noted(name))
     monkeypatch.setattr(begin_run.watchdog, "start", noted("watchdog"))
-    monkeypatch.setattr(begin_run.RunLock, "refuse_if_held", noted("check of the lock"))
-    monkeypatch.setattr(begin_run.RunLock, "acquire", noted("lock"))
-    monkeypatch.setattr(begin_run, "_LOCKED", {})
+    monkeypatch.setattr(begin_run, "lock_folder", noted("lock"))
     return done
 
 
@@ -35,7 +33,7 @@ def config_of(folder):
 def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
     config = config_of(tmp_path)
     assert begin_run.begin_run("sft", config, config.run, [])[1] == tmp_path
-    joined = ["check of the lock", "set_deterministic", "init_process_group", "watchdog", "lock"]
+    joined = ["set_deterministic", "lock", "init_process_group", "watchdog"]
     assert events == [*joined, "open_log", "check_earlier_outputs", "seed_everything"]
 
 
@@ -48,14 +46,6 @@ def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path
     assert [path.name for path in folder.iterdir()] == ["config.yaml"], "the result of an earlier one is removed"
     with pytest.raises(UserError, match="would be written over a model"):
         begin_run.begin_run("sft", config, config.run, [str(tmp_path)])
-
-
-def test_a_later_step_in_the_same_process_keeps_the_lock(events, tmp_path):
-    config = config_of(tmp_path)
-    begin_run.begin_run("sft", config, config.run, [])
-    events.clear()
-    begin_run.begin_run("sft", config, config.run, [])
-    assert "lock" not in events and "check of the lock" not in events
 
 
 def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):

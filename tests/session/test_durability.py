@@ -22,7 +22,7 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.session.run_lock import RunLock
+from dschat_ppo.session.run_lock import lock_folder, release_locks
 from dschat_ppo.tools import toy
 from dschat_ppo.tools.toy_model import write_task
 
@@ -56,7 +56,8 @@ def test_the_result_is_durable(tmp_path, monkeypatch):
 
 def test_the_output_folder_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
-    RunLock.acquire(tmp_path / "a/b").release()
+    lock_folder(tmp_path / "a/b")
+    release_locks()
     write_config(config_of(tmp_path), tmp_path / "a/b")
     assert "a/b/config.yaml" in power.left(tmp_path)
 
