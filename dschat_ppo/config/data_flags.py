@@ -132,7 +132,7 @@ class DataFlags:
     )
     bad_rows: Literal["few", "skip", "error"] = flag(
         "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' drops"
-        " them however many they are, and rows that repeat another one; 'error' stops at the first one",
+        " them however many they are, and rows that repeat another one; 'error' stops if there is one",
         "few",
     )
     streaming: bool = flag(

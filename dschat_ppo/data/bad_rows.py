@@ -14,7 +14,7 @@ from dschat_ppo.data.examples import Use
 from dschat_ppo.data.form_labels import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.splits import ORIGIN, Origins, Splits
-from dschat_ppo.data.token_table import TokenTable
+from dschat_ppo.data.tokenise import TokenTable
 from dschat_ppo.errors import UserError
 
 _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
@@ -34,7 +34,11 @@ def report_unreadable(name: str, splits: Splits, policy: str) -> None:
 
 def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> None:
     """Log the rows that `--bad_rows` drops: how many of `rows` raw rows for each reason, and the first ones.
-    `UserError` if they are `too_many`."""
+    `UserError` if they are `too_many`, or if `--truncation error` refuses the length of one."""
+    if (too_long := np.flatnonzero(table.fitted == Fitted.TOO_LONG)).size:
+        message = table.problem(int(too_long[0])).partition("\n")[0]
+        more = f" ({len(too_long)} rows are too long)" if len(too_long) > 1 else ""
+        raise UserError(f"{message}; --truncation left cuts such rows, drop leaves them out{more}")
     found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     if not len(found):
         return
@@ -71,7 +75,7 @@ def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray
 def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:
     """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes. Returns
     (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none."""
-    usable = np.flatnonzero((table.fitted != Fitted.DROPPED) & (table.fitted != Fitted.UNUSABLE))
+    usable = np.flatnonzero(table.usable)
     _, first = np.unique(table.key[usable], return_index=True)
     repeats = np.zeros(len(table.key), dtype=bool)
     repeats[usable] = True

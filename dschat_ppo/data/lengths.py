@@ -23,6 +23,7 @@ class Fitted(IntEnum):
     DROPPED = 3
     UNUSABLE = 4  # a bad row, which has no tokens
     BLOCK = 5  # of a plain text over the limit
+    TOO_LONG = 6  # refused by `--truncation error`; without tokens too
 
 
 FITTED_NAMES = {

@@ -4,10 +4,12 @@ All are row numbers in arrays, equal on every rank and after a resume: they depe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import datasets
 import numpy as np
 import torch
+from datasets import Dataset, Value
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.sources import DataSource
@@ -32,6 +34,41 @@ def hold_out(numbers: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarra
     count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
     order = torch.randperm(len(numbers), generator=shared_generator(seed, _HOLD_OUT)).numpy()
     return numbers[order[count:]], numbers[order[:count]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the order of the
+    file."""
+
+    source: DataSource
+    rows: Dataset
+    order: np.ndarray
+
+
+def mix(parts: list[Part]) -> tuple[list[Part], list[Share]]:
+    """The parts with the rows that an epoch has of each, as weights and numbers of rows say."""
+    shares = shares_of([part.source for part in parts], [len(part.order) for part in parts])
+    found = [
+        replace(part, order=repeated(part.order, share.used, SPLIT_SEED, number))
+        for number, (part, share) in enumerate(zip(parts, shares, strict=True))
+    ]
+    return found, shares
+
+
+def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:
+    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order."""
+    if not parts:
+        return Dataset.from_dict({})
+    tables, orders, before = [], [], 0
+    for part in parts:
+        source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
+        tables.append(part.rows.add_column("source", source, feature=Value("int32")))
+        orders.append(part.order + before)
+        before += len(part.rows)
+    order = np.concatenate(orders)
+    rows = datasets.concatenate_datasets(tables)
+    return rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)
 
 
 @dataclass(frozen=True)

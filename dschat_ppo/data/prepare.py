@@ -1,4 +1,5 @@
-"""Data sets to token rows for one training step: read, split, tokenise, apply the length limit, mix, log the counts.
+"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold rows out, tokenise,
+drop rows, mix.
 
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
 truncated), `margin` (float), `source` (int, the number of its data set in `TokenRows.sources`) and `digest` (a hash of
@@ -9,7 +10,7 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,24 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_rows import report_unreadable
+from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_left_out, report_unreadable
 from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
-from dschat_ppo.data.forms import Form, check_flags_used, detect_form, mixed_renderings
-from dschat_ppo.data.mixture import SPLIT_SEED, hold_out, repeated, rows_of_step, shares_of, table_of
-from dschat_ppo.data.set_parts import Part, TokenisedSet, first_rows, joined, usable_parts
+from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
+from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
+from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step, table_of
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.splits import Origins, load_all, load_splits
+from dschat_ppo.data.splits import ORIGIN, Origins, Splits, load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
-from dschat_ppo.data.token_table import tokenise_rows
-from dschat_ppo.data.tokenise import DOING, TokeniseSettings
-from dschat_ppo.errors import UserError
+from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 EVAL_FLAG = "--eval_data_path"
+Numbers = tuple[np.ndarray, str, bool]  # of rows in the order of use, suffix of their name in the log, for training?
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,16 @@ class TokenRows:
     eval: Dataset | None
     sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenisedSet:
+    """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`."""
+
+    raw: Dataset
+    origins: Origins
+    table: TokenTable
+    numbers: np.ndarray  # of the raw rows, in the order of use
 
 
 @dataclass(frozen=True)
@@ -80,48 +91,112 @@ class Preparation:
         sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", names)
         return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG))
 
-    def add(self, source: DataSource) -> None:
-        """Read, split and tokenise a data set."""
-        if source.flag == EVAL_FLAG:
-            self.add_evaluation(source)
-        elif self.flags.streaming:
+    def add(self, source: DataSource, for_evaluation: bool = False) -> None:
+        """Read, split and tokenise a data set. All rows are for evaluation if it is given for that."""
+        if self.flags.streaming and source.flag != EVAL_FLAG:
             self.add_stream(source)
-        else:
-            self.add_training(source)
-
-    def add_training(self, source: DataSource) -> None:
-        """Add a data set for training, and its evaluation rows: from files given for it, or held out."""
-        flags = self.flags
-        splits = load_splits(source, flags.data_output_path, flags.bad_rows)
+            return
+        is_eval = for_evaluation or source.flag == EVAL_FLAG
+        splits = (load_all if is_eval else load_splits)(source, self.flags.data_output_path, self.flags.bad_rows)
         report_unreadable(source.label, splits, self.flags.bad_rows)
-        raw, evaluation = self.first(splits.train), splits.eval
-        form = self.form_of(source, *first_rows(raw))
-        raw, evaluation = self.grouped(form, raw), evaluation and self.grouped(form, evaluation)
-        numbers = np.arange(len(raw))
+        raw = splits.train
+        if self.most_rows is not None:
+            raw = raw.select(range(min(self.most_rows, len(raw))))
+        columns = [name for name in raw.column_names if name != ORIGIN]
+        first = [{name: row[name] for name in columns} for row in raw.select(range(min(FIRST_ROWS, len(raw))))]
+        form = self.form_of(source, columns, first)
+        raw = self.grouped(form, raw)
+        if is_eval:
+            self.tokenise(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)])
+            return
+        parts = self.parts_of(source, len(raw), splits)
+        self.tokenise(source, raw, splits.origins, form, parts)
+        if splits.eval is not None and self.eval_fraction is not None and not self.eval_paths:
+            evaluation = self.grouped(form, splits.eval)
+            whole = [(np.arange(len(evaluation)), " (eval)", False)]
+            self.tokenise(source, evaluation, splits.origins, form, whole)
+
+    def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
+        """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
+        is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
+        has_template = self.tokenizer.chat_template is not None
+        form = detect_form(source.location, columns, first, has_template, self.flags, is_only)
+        logger().info(f"data: {source.label}: {form.description}")
+        if form.warning:
+            logger().warning(f"data: {source.label}: {form.warning}")
+        form.require(self.use)
+        self.forms[source.label] = form
+        return form
+
+    def grouped(self, form: Form, raw: Dataset) -> Dataset:
+        """The rows that the form reads: some forms join several rows of a file into one."""
+        if form.regroup is None:
+            return raw
+        return regrouped(raw, form.identity, form.regroup, self.flags.data_output_path)
+
+    def parts_of(self, source: DataSource, count: int, splits: Splits) -> list[Numbers]:
+        """The numbers of the rows for training, which are the step's share of `count` rows without those that are held
+        out, and of the rows that are held out."""
+        flags, numbers = self.flags, np.arange(count)
         if source.flag == "--data_path":
-            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
+            numbers = rows_of_step(count, parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
             if len(numbers) == 0:
                 raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
-            if len(numbers) < len(raw):
-                counts = f"{len(numbers)} of {len(raw)} rows"
-                logger().info(f"data: {source.label}: this step uses {counts} (--data_split {flags.data_split})")
-        parts = [(numbers, "", True)]
+            if len(numbers) < count:
+                used = f"{len(numbers)} of {count} rows (--data_split {flags.data_split})"
+                logger().info(f"data: {source.label}: this step uses {used}")
         if self.eval_fraction is None or self.eval_paths:
-            if evaluation is not None:
+            if splits.eval is not None:
                 how = "replaced by those of {}" if self.eval_paths else "not used; {} FILE uses them"
-                logger().info(
-                    f"data: {source.label}: its {len(evaluation)} evaluation rows are {how.format(EVAL_FLAG)}"
-                )
-                evaluation = None
-        elif evaluation is None:
-            numbers, held_out = hold_out(numbers, self.eval_fraction, SPLIT_SEED)
-            parts = [(numbers, "", True), (held_out, " (eval)", False)] if len(held_out) else parts
-        found = self.parts_of(source, raw, splits.origins, form, parts)
-        self.train.append(found[0])
-        self.eval.extend(found[1:])
-        if evaluation is not None:
-            whole = [(np.arange(len(evaluation)), " (eval)", False)]
-            self.eval.extend(self.parts_of(source, evaluation, splits.origins, form, whole))
+                rows = f"its {len(splits.eval)} evaluation rows are {how.format(EVAL_FLAG)}"
+                logger().info(f"data: {source.label}: {rows}")
+            return [(numbers, "", True)]
+        if splits.eval is not None:
+            return [(numbers, "", True)]
+        numbers, held_out = hold_out(numbers, self.eval_fraction, SPLIT_SEED)
+        return [(numbers, "", True), *([(held_out, " (eval)", False)] if len(held_out) else [])]
+
+    def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
+        """How the rows of a data set become token rows."""
+        truth_replaces = self.flags.answer_column is not None or self.flags.answer_pattern is not None
+        return TokeniseSettings(
+            form, self.use, self.tokenizer, self.limit, self.flags.truncation, self.all_turns, source.name,
+            truth_replaces, self.step_separator,
+        )  # fmt: skip
+
+    def tokenise(self, source: DataSource, raw: Dataset, origins: Origins, form: Form, parts: list[Numbers]) -> None:
+        """Tokenise rows of one data set, and add those of its parts that are within the length limit, can be used and
+        are no duplicates. Log what is dropped, and why. `UserError` if `--bad_rows` does not accept it, or if the limit
+        leaves training no row or no whole answer."""
+        name, policy = f"{source.label}{parts[0][1]}", self.flags.bad_rows
+        used = np.concatenate([numbers for numbers, _, _ in parts])
+        if len(used) >= _MANY_ROWS:
+            logger().info(f"data: {name}: tokenising {len(used)} rows (immediate if they are cached)")
+        table = tokenise_rows(raw, used, origins, self.settings_of(source, form), self.flags)
+        self.seen.append(TokenisedSet(raw, origins, table, parts[0][0]))
+        report_bad_rows(name, table, len(used), policy)
+        report_left_out(name, table, raw, used, form.name, self.use)
+        repeats = report_duplicates(name, table, raw, origins, policy == "skip")
+        usable = table.usable & ~repeats
+        for numbers, suffix, for_training in parts:
+            name, order = f"{source.label}{suffix}", table.rows_of(numbers)
+            readable = order[table.fitted[order] != Fitted.UNUSABLE]
+            fitted = table.fitted[readable]
+            logger().info(f"data: {name}: {counted(len(readable), 'row')}; {describe_counts(fitted)}")
+            if len(readable):
+                logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[readable])}")
+                if self.use != "prompt":
+                    logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[readable])}")
+            limit = f"{limit_flag(self.use)} {self.limit}"
+            if for_training and len(readable) and (fitted == Fitted.ANSWER_CUT).all():
+                raise UserError(f"{source.spec}{suffix}: every answer is cut by {limit}; raise it")
+            order = order[usable[order]]
+            if for_training and len(order) == 0:
+                reason = f"no row is within {limit}; raise it, or use --truncation left"
+                reason = reason if len(readable) else "none of its rows for training serves this step"
+                raise UserError(f"{source.spec}: {reason}")
+            (self.train if for_training else self.eval).append(Part(source, table.rows, order))
+        self._log_rendering(source, form)
 
     def add_stream(self, source: DataSource) -> None:
         """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
@@ -154,67 +229,7 @@ class Preparation:
         splits = evaluation_of(opened, self.flags)
         report_unreadable(source.label, splits, self.flags.bad_rows)
         whole = [(np.arange(len(splits.train)), f" ({names})", False)]
-        self.eval.extend(self.parts_of(source, splits.train, splits.origins, opened.settings.form, whole))
-
-    def add_evaluation(self, source: DataSource) -> None:
-        """Add a data set of which all rows are for evaluation."""
-        splits = load_all(source, self.flags.data_output_path, self.flags.bad_rows)
-        report_unreadable(source.label, splits, self.flags.bad_rows)
-        raw = self.first(splits.train)
-        form = self.form_of(source, *first_rows(raw))
-        raw = self.grouped(form, raw)
-        self.eval.extend(self.parts_of(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)]))
-
-    def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
-        """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
-        is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
-        has_template = self.tokenizer.chat_template is not None
-        form = detect_form(source.location, columns, first, has_template, self.flags, is_only)
-        logger().info(f"data: {source.label}: {form.description}")
-        if form.warning:
-            logger().warning(f"data: {source.label}: {form.warning}")
-        form.require(self.use)
-        self.forms[source.label] = form
-        return form
-
-    def first(self, raw: Dataset) -> Dataset:
-        """The rows that `most_rows` allows."""
-        return raw if self.most_rows is None else raw.select(range(min(self.most_rows, len(raw))))
-
-    def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
-        """How the rows of a data set become token rows."""
-        truth_replaces = self.flags.answer_column is not None or self.flags.answer_pattern is not None
-        return TokeniseSettings(
-            form, self.use, self.tokenizer, self.limit, self.flags.truncation, self.all_turns, source.name,
-            truth_replaces, self.step_separator,
-        )  # fmt: skip
-
-    def grouped(self, form: Form, raw: Dataset) -> Dataset:
-        """The rows that the form reads: some forms join several rows of a file into one."""
-        if form.regroup is None:
-            return raw
-        return regrouped(raw, form.identity, form.regroup, self.flags.data_output_path)
-
-    def parts_of(
-        self,
-        source: DataSource,
-        raw: Dataset,
-        origins: Origins,
-        form: Form,
-        parts: list[tuple[np.ndarray, str, bool]],
-    ) -> list[Part]:
-        """Tokenise the rows of one data set, and log what became of them. `parts` are (row numbers in the order of use,
-        suffix of the name in the log, whether they are for training)."""
-        flags, name = self.flags, f"{source.label}{parts[0][1]}"
-        numbers = np.concatenate([numbers for numbers, _, _ in parts])
-        if len(numbers) >= _MANY_ROWS:
-            logger().info(f"data: {name}: tokenising {len(numbers)} rows (immediate if they are cached)")
-        settings = self.settings_of(source, form)
-        table = tokenise_rows(raw, numbers, origins, settings, flags)
-        self.seen.append(TokenisedSet(raw, origins, form, table, parts))
-        found = usable_parts(source, self.seen[-1], settings, flags)
-        self._log_rendering(source, form)
-        return found
+        self.tokenise(source, splits.train, splits.origins, form, whole)
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
@@ -233,11 +248,6 @@ class Preparation:
         names = dict.fromkeys(opened.source.name for opened in self.streams)
         return TokenRows(start(self.streams, self.flags), *self._evaluation(tuple(names)))
 
-    def mixed_evaluation(self) -> TokenRows:
-        """As `mixed`, of data sets for evaluation alone; `train` is empty."""
-        self._check_forms()
-        return TokenRows(Dataset.from_dict({}), *self._evaluation(()))
-
     def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
         """The fields of `TokenRows` after `train`."""
         names = tuple(dict.fromkeys(part.source.name for part in self.eval))
@@ -247,13 +257,9 @@ class Preparation:
         """The rows of all parts: for training as their weights say, for evaluation one part after another."""
         self._check_forms()
         names = tuple(dict.fromkeys(part.source.name for part in self.train))
-        shares = shares_of([part.source for part in self.train], [len(part.order) for part in self.train])
-        if len(shares) > 1 or shares[0].used != shares[0].available:
+        train, shares = mix(self.train)
+        if len(shares) > 1 or any(share.used != share.available for share in shares):
             logger().info(table_of(shares))
-        train = [
-            replace(part, order=repeated(part.order, share.used, SPLIT_SEED, number))
-            for number, (part, share) in enumerate(zip(self.train, shares, strict=True))
-        ]
         return TokenRows(joined(train, names), *self._evaluation(names))
 
 
@@ -299,8 +305,8 @@ def prepare_whole(
     `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
     preparation = Preparation(use, tokenizer, flags, limit)
     for source in parse_sources(flags.data_path, flag):
-        preparation.add_evaluation(source)
-    rows = preparation.mixed_evaluation()
+        preparation.add(source, for_evaluation=True)
+    rows = preparation.mixed()
     if rows.eval is None:
         raise UserError(f"{flag}: no row is within {limit_flag(use)} {limit}; raise it, or use --truncation left")
     return rows.eval, rows.eval_sources

@@ -1,5 +1,5 @@
-"""Some raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `token_table.py`
-applies it to a whole data set, `streaming.py` to a part at a time."""
+"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `tokenise_rows` does
+it for a whole data set, once per node, in parallel and cached; a stream calls `tokenise_batch` for a part at a time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from datasets import Features, List, Value
+import numpy as np
+import pyarrow
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_lines import WAY_OUT
+from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends, text_blocks
+from dschat_ppo.data.splits import ORIGIN, Origins
 from dschat_ppo.data.step_ends import joined_steps, labelled_ends
 from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 DOING = "prepared the data"
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
+_BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
 NOTES = {  # further columns of a `TokenTable`
     "number": Value("int64"),  # of the raw row
     "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
@@ -217,10 +224,115 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
     return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"
 
 
+@dataclass(frozen=True)
+class TokenTable:
+    """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays.
+
+    Attributes:
+        rows: the columns of `token_features`.
+        number: int64, of the raw row; rising.
+        fitted: int8, see `Fitted`.
+        prompt_tokens: int32, before the length limit.
+        answer_tokens: int32, of the longest answer before the length limit.
+        key: int64, equal for duplicates.
+    """
+
+    rows: Dataset
+    number: np.ndarray
+    fitted: np.ndarray
+    prompt_tokens: np.ndarray
+    answer_tokens: np.ndarray
+    key: np.ndarray
+    problems: pyarrow.ChunkedArray
+
+    @property
+    def usable(self) -> np.ndarray:
+        """(N,) bool, True on rows with tokens within the length limit."""
+        return ~np.isin(self.fitted, (Fitted.DROPPED, Fitted.UNUSABLE, Fitted.TOO_LONG))
+
+    def problem(self, index: int) -> str:
+        """ "MESSAGE\\nREASON" of an unusable row."""
+        return str(self.problems[index].as_py())
+
+    def rows_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
+        counts = np.bincount(self.number, minlength=int(numbers.max(initial=-1)) + 1)  # a search would be slower
+        first, count = (np.cumsum(counts) - counts)[numbers], counts[numbers]
+        before = np.cumsum(count) - count  # token rows of the raw rows before
+        return np.repeat(first - before, count) + np.arange(count.sum())
+
+
+def tokenise_rows(
+    raw: Dataset, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
+) -> TokenTable:
+    """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
+    read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
+    no row serves this step, `StopRequested` if the run receives a stop request."""
+    wanted = np.zeros(len(raw), dtype=bool)
+    wanted[numbers] = True
+    used = hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
+    key = token_key(raw, settings.tokenizer, used, *reading_of(settings, flags))
+
+    def make(folder: Path) -> Dataset:
+        workers = worker_count(flags.preprocessing_num_workers, len(numbers))
+        with data_workers(workers):
+            rows = raw.map(
+                _map_batch,
+                batched=True,
+                batch_size=_BATCH_ROWS,
+                with_indices=True,
+                fn_kwargs={"wanted": wanted, "origins": origins, "settings": settings},
+                remove_columns=raw.column_names,
+                num_proc=workers if workers > 1 else None,
+                new_fingerprint=key,
+                cache_file_name=str(folder / "rows.arrow"),
+                features=Features({**token_features(settings.use), **NOTES}),
+            )
+        if len(rows) == 0:
+            is_bad = settings.form.name == "kto" and settings.use == "sft"
+            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+            raise UserError(
+                f"{settings.source}: no row of this data set serves this step ({settings.form.description}){why}"
+            )
+        return rows
+
+    rows = cached_dataset(flags.data_output_path, key, make)
+    notes = {  # without a Python object for each row
+        name: np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
+        for name in NOTES
+        if name != "problem"
+    }
+    return TokenTable(
+        rows.select_columns(list(token_features(settings.use))), **notes, problems=rows.data.column("problem")
+    )
+
+
+def _map_batch(
+    batch: dict[str, list[Any]], indices: list[int], wanted: np.ndarray, origins: Origins, settings: TokeniseSettings
+) -> pyarrow.Table:
+    """Body of `Dataset.map`, in a worker: token rows and bad rows in the order of the raw rows."""
+    schema = Features({**token_features(settings.use), **NOTES}).arrow_schema
+    kept = [place for place, number in enumerate(indices) if wanted[number]]
+    values = [batch[name] for name in batch]
+    raw_rows = [{name: column[place] for name, column in zip(batch, values, strict=True)} for place in kept]
+    names = [origins.describe(row.pop(ORIGIN)) for row in raw_rows]
+    columns, bad = tokenise_batch(raw_rows, names, settings)
+    places = columns.pop("index") + [problem.index for problem in bad]
+    columns["fitted"] += [int(Fitted.TOO_LONG if problem.is_too_long else Fitted.UNUSABLE) for problem in bad]
+    columns["number"] = [indices[kept[place]] for place in places]
+    columns["problem"] = [None] * (len(places) - len(bad)) + [f"{each.message}\n{each.reason}" for each in bad]
+    for field in schema:
+        nothing: Any = [] if pyarrow.types.is_list(field.type) else "{}" if field.name == "row" else 0
+        columns[field.name] += [nothing] * (len(places) - len(columns[field.name]))
+    arrays = [pyarrow.array(columns[field.name], field.type) for field in schema]
+    return pyarrow.table(arrays, schema).take(np.argsort(places, kind="stable"))
+
+
 def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
     """Everything besides rows and tokenizer that token rows depend on."""
     elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
         "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
+        "bad_rows",
     }  # fmt: skip
     form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
     how: list[object] = [form.identity, form.rendering, settings.use, settings.limit, settings.all_turns]

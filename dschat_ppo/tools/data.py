@@ -95,7 +95,6 @@ def show(words: argparse.Namespace, config: Any) -> None:
     from datasets import Dataset
 
     from dschat_ppo.data.chat_templates import with_template_flags
-    from dschat_ppo.data.lengths import Fitted
     from dschat_ppo.data.prepare import Preparation
     from dschat_ppo.data.splits import ORIGIN
     from dschat_ppo.models.tokenizers import load_tokenizer
@@ -115,8 +114,8 @@ def show(words: argparse.Namespace, config: Any) -> None:
             first_problem = first_problem or problem
             print(f"this step cannot train on it: {escaped(str(problem))}")
         for found in whole.seen[seen : seen + 1]:  # the rows of evaluation, which may follow, are read in the same way
-            table, numbers = found.table, found.parts[0][0]
-            fits = [at for at in table.rows_of(numbers) if table.fitted[at] not in (Fitted.UNUSABLE, Fitted.DROPPED)]
+            table, numbers = found.table, found.numbers
+            fits = [at for at in table.rows_of(numbers) if table.usable[at]]
             for at in fits[: words.samples]:
                 where = found.origins.describe(int(found.raw[int(table.number[at])][ORIGIN]))
                 print(f"  {where}:", *sample_of(table.rows, int(at), tokenizer, use, config), sep="\n    ")

@@ -9,7 +9,7 @@ from datasets import Dataset
 from dschat_ppo.checkpoint.run_identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import forms, token_table
+from dschat_ppo.data import forms, tokenise
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import prepare, prepare_whole
 from dschat_ppo.errors import StopRequested, UserError
@@ -278,7 +278,7 @@ def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
     flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
     rows = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(token_table, "_map_batch", None)
+    monkeypatch.setattr(tokenise, "_map_batch", None)
     again = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
     assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
 
