@@ -34,130 +34,94 @@ class AlgorithmFlags:
 
     _argument_group_name: ClassVar[str] = "algorithm"
 
-    advantage_estimator: ESTIMATOR | str = flag(
+    # fmt: off
+    advantage_estimator: ESTIMATOR | str = flag("gae",
         "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
-        "--n_samples_per_prompt 2 or more. docs/extending.md says how to write one",
-        "gae",
-    )
-    gamma: float = flag("discount factor per token", 1.0)
-    gae_lambda: float = flag("lambda of generalised advantage estimation (gae)", 0.95)
-    whiten_advantages: bool = flag(
+        "--n_samples_per_prompt 2 or more. docs/extending.md says how to write one")
+    gamma: float = flag(1.0, "discount factor per token")
+    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation (gae)")
+    whiten_advantages: bool = flag(True,
         "whiten advantages over the answer tokens of all ranks (gae, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline)",
-        True,
-    )
-    normalize_group_std: bool = flag(
-        "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)", True
-    )
+        "reinforce_plus_plus_baseline)")
+    normalize_group_std: bool = flag(True,
+        "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)")
 
-    policy_loss: POLICY_LOSS | str = flag(
-        "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one", "ppo"
-    )
-    loss_aggregation: AGGREGATION | None = flag(
+    policy_loss: POLICY_LOSS | str = flag("ppo",
+        "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one")
+    loss_aggregation: AGGREGATION | None = flag(None,
         "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
-        "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean",
-        None,
-    )
-    clip_eps: float = flag(
-        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps)", 0.2
-    )
-    clip_eps_low: float | None = flag("eps of the lower clip; not given: --clip_eps", None)
-    clip_eps_high: float | None = flag("eps of the upper clip; not given: --clip_eps", None)
-    dual_clip: float = flag("bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off", 0.0)
-    sapo_tau_positive: float = flag("sapo: temperature of the gate for positive advantages", 1.0)
-    sapo_tau_negative: float = flag("sapo: temperature of the gate for advantages of 0 or less", 1.05)
-    covariance_share: float = flag("clip_cov and kl_cov: share of tokens to act on", 0.0002)
-    value_clip_eps: float = flag("value loss: clip range of new values around old values; 0 = plain squared error", 0.2)
-    critic_warmup_rollouts: int = flag("number of PPO steps at the start that train only the critic", 0)
+        "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean")
+    clip_eps: float = flag(0.2,
+        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps)")
+    clip_eps_low: float | None = flag(None, "eps of the lower clip; not given: --clip_eps")
+    clip_eps_high: float | None = flag(None, "eps of the upper clip; not given: --clip_eps")
+    dual_clip: float = flag(0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off")
+    sapo_tau_positive: float = flag(1.0, "sapo: temperature of the gate for positive advantages")
+    sapo_tau_negative: float = flag(1.05, "sapo: temperature of the gate for advantages of 0 or less")
+    covariance_share: float = flag(0.0002, "clip_cov and kl_cov: share of tokens to act on")
+    value_clip_eps: float = flag(0.2, "value loss: clip range of new values around old values; 0 = plain squared error")
+    critic_warmup_rollouts: int = flag(0, "number of PPO steps at the start that train only the critic")
 
-    entropy_coef: float = flag("weight of the entropy bonus; with --entropy_target, its initial value", 0.0)
-    entropy_target: float | None = flag(
-        "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given: constant weight", None
-    )
-    entropy_delta: float = flag("change of the adaptive entropy weight per PPO step", 0.005)
-    entropy_coef_max: float = flag("upper bound of the adaptive entropy weight", 1.0)
-    high_entropy_share: float = flag(
-        "train the policy only on this share of tokens, those with the highest entropy; 1 = all tokens", 1.0
-    )
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus; with --entropy_target, its initial value")
+    entropy_target: float | None = flag(None,
+        "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given: constant weight")
+    entropy_delta: float = flag(0.005, "change of the adaptive entropy weight per PPO step")
+    entropy_coef_max: float = flag(1.0, "upper bound of the adaptive entropy weight")
+    high_entropy_share: float = flag(1.0,
+        "train the policy only on this share of tokens, those with the highest entropy; 1 = all tokens")
 
-    kl_coef: float | None = flag(
-        "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to"
-        " one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which then need no"
-        " reference, else 0.1",
-        None,
-    )
-    kl_estimator: KL_FORM = flag(
-        "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary", "k1"
-    )
-    kl_target: float | None = flag(
-        "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient", None
-    )
-    kl_horizon: int = flag("number of answers over which the adaptive --kl_coef changes by at most a fifth", 10_000)
-    kl_loss_coef: float = flag("weight of the KL to the reference as a loss", 0.0)
-    kl_loss_estimator: KL_FORM = flag(
-        "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary", "k3"
-    )
-    kl_straight_through: bool = flag(
-        "use the unbiased gradient of k2 for the KL losses k1, k3 and abs, whose own gradient is biased", True
-    )
+    kl_coef: float | None = flag(None,
+        "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to "
+        "one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which then need no "
+        "reference, else 0.1")
+    kl_estimator: KL_FORM = flag("k1",
+        "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
+    kl_target: float | None = flag(None,
+        "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient")
+    kl_horizon: int = flag(10_000, "number of answers over which the adaptive --kl_coef changes by at most a fifth")
+    kl_loss_coef: float = flag(0.0, "weight of the KL to the reference as a loss")
+    kl_loss_estimator: KL_FORM = flag("k3",
+        "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
+    kl_straight_through: bool = flag(True,
+        "use the unbiased gradient of k2 for the KL losses k1, k3 and abs, whose own gradient is biased")
 
-    importance_correction: Literal["none", "token", "sequence"] = flag(
+    importance_correction: Literal["none", "token", "sequence"] = flag("none",
         "weight the policy loss by the ratio of the training engine's probability to the one recorded while sampling, "
-        "per token or per answer ('sequence')",
-        "none",
-    )
-    importance_mode: Literal["truncate", "mask"] = flag(
-        "'truncate' lowers importance weights above --importance_cap to it; 'mask' sets them to 0, and also those below"
-        " its inverse",
-        "truncate",
-    )
-    importance_cap: float = flag("upper bound of the importance weights, above 1", 2.0)
-    off_policy_delta: float | None = flag(
+        "per token or per answer ('sequence')")
+    importance_mode: Literal["truncate", "mask"] = flag("truncate",
+        "'truncate' lowers importance weights above --importance_cap to it; 'mask' sets them to 0, and also those "
+        "below its inverse")
+    importance_cap: float = flag(2.0, "upper bound of the importance weights, above 1")
+    off_policy_delta: float | None = flag(None,
         "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by more than this many "
-        "nats since scoring; not given: off",
-        None,
-    )
-    router_loss_coef: float = flag(
+        "nats since scoring; not given: off")
+    router_loss_coef: float = flag(0.0,
         "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an optimizer step; each "
-        "update then needs a second forward pass without gradients; 0 = off",
-        0.0,
-    )
+        "update then needs a second forward pass without gradients; 0 = off")
 
-    reward_clip: float | None = flag(
-        "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the learned reward is the only"
-        " source, as in DeepSpeed-Chat; else off, because scores beyond the clip would all be equal",
-        None,
-    )
-    normalize_rewards: Literal["none", "model", "running"] = flag(
+    reward_clip: float | None = flag(None,
+        "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the learned reward is the "
+        "only source, as in DeepSpeed-Chat; else off, because scores beyond the clip would all be equal")
+    normalize_rewards: Literal["none", "model", "running"] = flag("none",
         "'model': standardise the reward model's scores by the statistics saved with it; 'running': divide scores by "
-        "their running standard deviation",
-        "none",
-    )
-    missing_eos_penalty: float = flag("penalty on the score of an answer that was truncated by the length limit", 0.0)
-    overlong_buffer: int = flag(
-        "number of tokens before the length limit over which --overlong_penalty grows; 0 = off", 0
-    )
-    overlong_penalty: float = flag(
-        "penalty on the score of an answer at the length limit; it grows linearly over --overlong_buffer", 1.0
-    )
-    mask_truncated_answers: bool = flag(
-        "exclude answers that were truncated by the length limit from the policy loss", False
-    )
-    dynamic_sampling: bool = flag(
-        "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full", False
-    )
-    dynamic_sampling_rounds: int = flag(
-        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step", 8
-    )
-    target_kl: float | None = flag(
-        "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off",
-        None,
-    )
-    max_log_ratio: float | None = flag(
+        "their running standard deviation")
+    missing_eos_penalty: float = flag(0.0, "penalty on the score of an answer that was truncated by the length limit")
+    overlong_buffer: int = flag(0,
+        "number of tokens before the length limit over which --overlong_penalty grows; 0 = off")
+    overlong_penalty: float = flag(1.0,
+        "penalty on the score of an answer at the length limit; it grows linearly over --overlong_buffer")
+    mask_truncated_answers: bool = flag(False,
+        "exclude answers that were truncated by the length limit from the policy loss")
+    dynamic_sampling: bool = flag(False,
+        "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full")
+    dynamic_sampling_rounds: int = flag(8,
+        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step")
+    target_kl: float | None = flag(None,
+        "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off")
+    max_log_ratio: float | None = flag(None,
         "skip an update in which the log-ratio of a token is beyond +- this, and end the updates of the PPO step; not "
-        "given: off",
-        None,
-    )
+        "given: off")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(

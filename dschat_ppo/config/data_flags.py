@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from dschat_ppo.config.schema import (
     MOST_PROCESSES,
     flag,
-    flag_list,
     require,
     require_at_most,
     require_positive,
@@ -52,93 +51,65 @@ class DataFlags:
 
     _argument_group_name: ClassVar[str] = "data"
 
-    data_path: list[str] = flag_list(
-        "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and .zst), a folder, or"
-        " a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to mix several (required)",
-        list,
-        commas=True,
-    )
-    data_split: str = flag(
-        "shares of each data set for SFT, reward model and PPO; the parts are disjoint", "2,4,4", commas=True
-    )
-    data_output_path: str | None = flag("folder for prepared data; not given: the cache of `datasets`", None)
-    preprocessing_num_workers: int | None = flag(
-        "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones", None
-    )
-    data_format: DATA_FORMATS | str = flag(
-        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a"
-        " data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does; a function of your own makes rows of a"
-        " known form (docs/extending.md)",
-        "auto",
-    )
-    prompt_column: str | None = flag(
-        "column of the prompt (text or messages); a dot leads into a column, as in question.text", None, "input_key"
-    )
-    response_column: str | None = flag("column of the answer that SFT learns", None, "output_key")
-    chosen_column: str | None = flag("column of the preferred answer", None, "chosen_key")
-    rejected_column: str | None = flag("column of the other answer", None, "rejected_key")
-    messages_column: str | None = flag("column of the chat messages", None)
-    system_column: str | None = flag(
-        "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` or"
-        " `system_message` if there is one; '': none",
-        None,
-    )
-    system_message: str | None = flag("system message before chat messages, for rows without one of their own", None)
-    better_column: str | None = flag(
-        "column that says which of two answers is better: by its place (0 or 1), the end of its column's name or that"
-        " name",
-        None,
-    )
-    role_names: list[str] = flag_list(
-        "further names of roles in messages, as in --role_names customer=user agent=assistant; theirs=system, user,"
-        " assistant or tool",
-        list,
-    )
-    ignore_columns: list[str] = flag_list(
-        "columns to leave out knowingly, whatever they hold; with images also the placeholders of pictures", list
-    )
-    answer_column: str | None = flag(
-        "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", None, "label_key"
-    )
-    answer_pattern: str | None = flag(
-        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column,"
-        " or else in the answer that SFT learns",
-        None,
-    )
-    apply_chat_template: bool | None = flag(
-        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it is;"
-        " not given: text is used as it is, and the contents of Alpaca and question/answer rows become messages if"
-        " there is a chat template",
-        None,
-    )
-    input_template: str | None = flag(
-        "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template True, the prompt"
-        " stays text",
-        None,
-    )
-    chat_template: str | None = flag(
-        "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved with the model. Not"
-        " given: the tokenizer's",
-        None,
-    )
-    chat_template_kwargs: str | None = flag(
-        "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'", None
-    )
-    truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
-        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (BOS and"
-        " the opening of the assistant's turn stay; the end of an answer is cut only if it is too long by itself),"
-        " 'drop' drops the row, 'error' stops; the number of rows affected is logged",
-        "left",
-    )
-    bad_rows: Literal["few", "skip", "error"] = flag(
-        "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' drops"
-        " them however many they are, and rows that repeat another one; 'error' stops if there is one",
-        "few",
-    )
-    streaming: bool = flag(
-        "read and tokenise the training rows during training, in pieces, for data sets larger than the disk", False
-    )
-    streaming_rows: int | None = flag("number of training rows of an epoch; required with --streaming", None)
+    # fmt: off
+    data_path: list[str] = flag([],
+        "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and .zst), a folder, "
+        "or a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to mix several (required)", commas=True)
+    data_split: str = flag("2,4,4",
+        "shares of each data set for SFT, reward model and PPO; the parts are disjoint", commas=True)
+    data_output_path: str | None = flag(None, "folder for prepared data; not given: the cache of `datasets`")
+    preprocessing_num_workers: int | None = flag(None,
+        "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones")
+    data_format: DATA_FORMATS | str = flag("auto",
+        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a "
+        "data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does; a function of your own makes rows of a "
+        "known form (docs/extending.md)")
+    prompt_column: str | None = flag(None,
+        "column of the prompt (text or messages); a dot leads into a column, as in question.text", "input_key")
+    response_column: str | None = flag(None, "column of the answer that SFT learns", "output_key")
+    chosen_column: str | None = flag(None, "column of the preferred answer", "chosen_key")
+    rejected_column: str | None = flag(None, "column of the other answer", "rejected_key")
+    messages_column: str | None = flag(None, "column of the chat messages")
+    system_column: str | None = flag(None,
+        "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` "
+        "or `system_message` if there is one; '': none")
+    system_message: str | None = flag(None, "system message before chat messages, for rows without one of their own")
+    better_column: str | None = flag(None,
+        "column that says which of two answers is better: by its place (0 or 1), the end of its column's name or that "
+        "name")
+    role_names: list[str] = flag([],
+        "further names of roles in messages, as in --role_names customer=user agent=assistant; theirs=system, user, "
+        "assistant or tool")
+    ignore_columns: list[str] = flag([],
+        "columns to leave out knowingly, whatever they hold; with images also the placeholders of pictures")
+    answer_column: str | None = flag(None,
+        "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", "label_key")
+    answer_pattern: str | None = flag(None,
+        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column, "
+        "or else in the answer that SFT learns")
+    apply_chat_template: bool | None = flag(None,
+        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it "
+        "is; not given: text is used as it is, and the contents of Alpaca and question/answer rows become messages if "
+        "there is a chat template")
+    input_template: str | None = flag(None,
+        "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template True, the prompt "
+        "stays text")
+    chat_template: str | None = flag(None,
+        "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved with the model. Not "
+        "given: the tokenizer's")
+    chat_template_kwargs: str | None = flag(None,
+        "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'")
+    truncation: Literal["left", "right", "middle", "drop", "error"] = flag("left",
+        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (BOS "
+        "and the opening of the assistant's turn stay; the end of an answer is cut only if it is too long by itself), "
+        "'drop' drops the row, 'error' stops; the number of rows affected is logged")
+    bad_rows: Literal["few", "skip", "error"] = flag("few",
+        "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' "
+        "drops them however many they are, and rows that repeat another one; 'error' stops if there is one")
+    streaming: bool = flag(False,
+        "read and tokenise the training rows during training, in pieces, for data sets larger than the disk")
+    streaming_rows: int | None = flag(None, "number of training rows of an epoch; required with --streaming")
+    # fmt: on
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)

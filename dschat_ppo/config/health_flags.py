@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat_ppo.config.schema import flag, flag_list
+from dschat_ppo.config.schema import flag
 from dschat_ppo.errors import UserError
 
 Stop = Literal["off", "error", "warning"]
@@ -222,8 +222,10 @@ class PPOHealthFlags:
     rules: ClassVar[tuple[Rule, ...]] = PPO_RULES
     default_window: ClassVar[int] = 10  # PPO steps
 
-    stop_on_health: Stop = flag(_STOP, "off")
-    health: list[str] = flag_list(_help(PPO_RULES, default_window), list, commas=True)
+    # fmt: off
+    stop_on_health: Stop = flag("off", _STOP)
+    health: list[str] = flag([], _help(PPO_RULES, default_window), commas=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
         thresholds(self)
@@ -237,8 +239,10 @@ class FitHealthFlags:
     rules: ClassVar[tuple[Rule, ...]] = FIT_RULES
     default_window: ClassVar[int] = 50  # optimizer steps
 
-    stop_on_health: Stop = flag(_STOP, "off")
-    health: list[str] = flag_list(_help(FIT_RULES, default_window), list, commas=True)
+    # fmt: off
+    stop_on_health: Stop = flag("off", _STOP)
+    health: list[str] = flag([], _help(FIT_RULES, default_window), commas=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
         thresholds(self)

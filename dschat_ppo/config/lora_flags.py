@@ -34,27 +34,23 @@ class AdapterFlags:
 
     _argument_group_name: ClassVar[str] = "adapters"
 
-    lora_alpha: float = flag(
-        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: / sqrt(rank))", 32.0
-    )
-    lora_dropout: float = flag("dropout of the adapter's input", 0.0)
-    use_rslora: bool = flag("rank-stabilised LoRA: scale alpha / sqrt(rank)", False)
-    use_dora: bool = flag("DoRA: also train the magnitude of each row of the adapted weights", False)
-    only_optimize_lora: bool = flag(
+    # fmt: off
+    lora_alpha: float = flag(32.0,
+        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: / sqrt(rank))")
+    lora_dropout: float = flag(0.0, "dropout of the adapter's input")
+    use_rslora: bool = flag(False, "rank-stabilised LoRA: scale alpha / sqrt(rank)")
+    use_dora: bool = flag(False, "DoRA: also train the magnitude of each row of the adapted weights")
+    only_optimize_lora: bool = flag(False,
         "train only the adapter and a score head. Without it, embeddings, norms, biases and layers without LoRA train "
         "too, at the learning rate of whole models, and the saved model has the adapter merged. The weights under LoRA "
-        "are always frozen",
-        False,
-    )
-    lora_merge: bool = flag(
-        "save a whole model with the adapter merged, for transformers; without it, an adapter folder, for peft", False
-    )
-    load_in_4bit: bool = flag(
+        "are always frozen")
+    lora_merge: bool = flag(False,
+        "save a whole model with the adapter merged, for transformers; without it, an adapter folder, for peft")
+    load_in_4bit: bool = flag(False,
         "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, LoRA, "
-        "--only_optimize_lora and ZeRO stage 0, 1 or 2",
-        False,
-    )
-    load_in_8bit: bool = flag("quantise the frozen weights to 8 bits; needs what --load_in_4bit needs", False)
+        "--only_optimize_lora and ZeRO stage 0, 1 or 2")
+    load_in_8bit: bool = flag(False, "quantise the frozen weights to 8 bits; needs what --load_in_4bit needs")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(self, "lora_alpha")
@@ -68,13 +64,13 @@ class LoraFlags:
 
     _argument_group_name: ClassVar[str] = "LoRA"
 
-    lora_dim: int = flag(
-        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off", 0
-    )
-    lora_module_name: str | None = flag(f"layers {_TARGETS}", None, commas=True)
-    lora_learning_rate: float = flag(
-        f"peak learning rate of the LoRA parameters, at most 1; {_GIVEN.format('--learning_rate')}", 5e-4
-    )
+    # fmt: off
+    lora_dim: int = flag(0,
+        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off")
+    lora_module_name: str | None = flag(None, f"layers {_TARGETS}", commas=True)
+    lora_learning_rate: float = flag(5e-4,
+        f"peak learning rate of the LoRA parameters, at most 1; {_GIVEN.format('--learning_rate')}")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lora_dim")
@@ -89,22 +85,19 @@ class PPOLoraFlags:
 
     _argument_group_name: ClassVar[str] = "LoRA"
 
-    actor_lora_dim: int = flag("LoRA rank of the actor; 0 = off", 0)
-    actor_lora_module_name: str | None = flag(f"layers of the actor {_TARGETS}", None, commas=True)
-    actor_lora_learning_rate: float = flag(
-        f"peak learning rate of the actor's LoRA parameters, at most 1; {_GIVEN.format('--actor_learning_rate')}", 5e-4
-    )
-    critic_lora_dim: int = flag("LoRA rank of the critic; 0 = off", 0)
-    critic_lora_module_name: str | None = flag(f"layers of the critic {_TARGETS}", None, commas=True)
-    critic_lora_learning_rate: float = flag(
-        f"peak learning rate of the critic's LoRA parameters, at most 1; {_GIVEN.format('--critic_learning_rate')}",
-        5e-4,
-    )
-    share_base: bool = flag(
+    # fmt: off
+    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0 = off")
+    actor_lora_module_name: str | None = flag(None, f"layers of the actor {_TARGETS}", commas=True)
+    actor_lora_learning_rate: float = flag(5e-4,
+        f"peak learning rate of the actor's LoRA parameters, at most 1; {_GIVEN.format('--actor_learning_rate')}")
+    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0 = off")
+    critic_lora_module_name: str | None = flag(None, f"layers of the critic {_TARGETS}", commas=True)
+    critic_lora_learning_rate: float = flag(5e-4,
+        f"peak learning rate of the critic's LoRA parameters, at most 1; {_GIVEN.format('--critic_learning_rate')}")
+    share_base: bool = flag(False,
         "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
-        "(needs --only_optimize_lora)",
-        False,
-    )
+        "(needs --only_optimize_lora)")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "actor_lora_dim critic_lora_dim")

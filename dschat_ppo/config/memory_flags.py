@@ -16,39 +16,29 @@ class MemoryFlags:
 
     _argument_group_name: ClassVar[str] = "memory and attention"
 
-    offload_optimizer: bool = flag(
+    # fmt: off
+    offload_optimizer: bool = flag(False,
         "keep optimizer states and fp32 weights in host memory and update them on the CPU; parameters stay on the "
-        "device (needs ZeRO stage 1, 2 or 3; --offload moves the parameters of stage 3 too)",
-        False,
-    )
-    offload_activations: bool = flag(
+        "device (needs ZeRO stage 1, 2 or 3; --offload moves the parameters of stage 3 too)")
+    offload_activations: bool = flag(False,
         "keep in host memory the activations that the backward pass needs; with gradient checkpointing, these are the "
-        "inputs of the layers (no effect on a CPU)",
-        False,
-    )
-    tiled_mlp: bool = flag(
+        "inputs of the layers (no effect on a CPU)")
+    tiled_mlp: bool = flag(False,
         "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
-        "mixtures of experts run whole",
-        False,
-    )
-    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+        "mixtures of experts run whole")
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag("auto",
         "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
         "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "
         "logits; flash_attention_2 needs a GPU, bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; "
-        "eager: products and a softmax",
-        "auto",
-    )
-    sequence_parallel_size: int = flag(
+        "eager: products and a softmax")
+    sequence_parallel_size: int = flag(1,
         "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
-        "rows, so a batch size per device counts for all of them together. The number of ranks and that of the "
-        "model's attention heads must be multiples of it; 1 = off",
-        1,
-    )
-    zero_hpz_partition_size: int = flag(
+        "rows, so a batch size per device counts for all of them together. The number of ranks and that of the model's "
+        "attention heads must be multiples of it; 1 = off")
+    zero_hpz_partition_size: int = flag(1,
         "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of the weights for "
-        "the backward pass; 1 = off (needs ZeRO stage 3)",
-        1,
-    )
+        "the backward pass; 1 = off (needs ZeRO stage 3)")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(self, "sequence_parallel_size zero_hpz_partition_size")
@@ -87,26 +77,20 @@ class PPOMemoryFlags:
 
     _argument_group_name: ClassVar[str] = "memory of PPO"
 
-    experience_on_host: bool = flag(
-        "keep the experience of a PPO step in host memory, and move each mini-batch to the device for its update",
-        False,
-    )
-    sleep_in_rollout: bool = flag(
+    # fmt: off
+    experience_on_host: bool = flag(False,
+        "keep the experience of a PPO step in host memory, and move each mini-batch to the device for its update")
+    sleep_in_rollout: bool = flag(False,
         "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
-        "gradient buffers of actor and critic, and the weights of critic, reference and reward model",
-        False,
-    )
-    inference_tp_size: int = flag(
+        "gradient buffers of actor and critic, and the weights of critic, reference and reward model")
+    inference_tp_size: int = flag(1,
         "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
-        "actor that does not fit on one device; 1 = off",
-        1,
-    )
-    tp_gather_partition_size: int = flag("decoder layers that --inference_tp_size gathers at a time to divide them", 8)
-    enable_mixed_precision_lora: bool = flag(
+        "actor that does not fit on one device; 1 = off")
+    tp_gather_partition_size: int = flag(8, "decoder layers that --inference_tp_size gathers at a time to divide them")
+    enable_mixed_precision_lora: bool = flag(False,
         "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
-        "--dtype fp16 and a GPU)",
-        False,
-    )
+        "--dtype fp16 and a GPU)")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(self, "inference_tp_size tp_gather_partition_size")

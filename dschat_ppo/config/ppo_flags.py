@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
     MOST_EPOCHS,
+    REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
     flag,
-    flag_list,
     old_flag,
     refuse,
     require,
@@ -32,119 +32,97 @@ class PPOFlags:
 
     _argument_group_name: ClassVar[str] = "PPO"
 
-    actor_model_name_or_path: str = flag("SFT model: initialises the actor and serves, unchanged, as the reference")
-    critic_model_name_or_path: str | None = flag(
+    # fmt: off
+    actor_model_name_or_path: str = flag(REQUIRED,
+        "SFT model: initialises the actor and serves, unchanged, as the reference")
+    critic_model_name_or_path: str | None = flag(None,
         "reward model: initialises the critic, and gives the reward unless --reward_model_name_or_path is given. Not "
         "needed without a critic and a learned reward. With --use_reward_model False it may lack a score head: the "
-        "critic gets a new one",
-        None,
-    )
+        "critic gets a new one")
 
-    per_device_generation_batch_size: int = flag(
-        "prompts per generation batch and device; a PPO step takes this times --generation_batches prompts per device",
-        16,
-    )
-    per_device_training_batch_size: int = flag(
-        "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)", 16
-    )
-    micro_batch_tokens: int = flag(
+    per_device_generation_batch_size: int = flag(16,
+        "prompts per generation batch and device; a PPO step takes this times --generation_batches prompts per device")
+    per_device_training_batch_size: int = flag(16,
+        "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)")
+    micro_batch_tokens: int = flag(0,
         "maximum tokens per forward pass of scoring and training, padding included; shorter rows make larger "
-        "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)",
-        0,
-    )
-    generation_batches: int = flag("generation batches per PPO step (multiplies --per_device_generation_batch_size)", 1)
-    ppo_epochs: int = flag("epochs over the experience of a PPO step", 1)
-    gradient_accumulation_steps: int = flag("micro-batches per optimizer step, for answers of maximum length", 1)
-    num_train_epochs: float = flag(EPOCHS_HELP.format("prompts"), 1)
-    max_prompt_seq_len: int = flag("maximum tokens of a prompt (see --truncation)", 256)
-    max_answer_seq_len: int = flag("maximum new tokens of an answer", 256)
+        "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)")
+    generation_batches: int = flag(1, "generation batches per PPO step (multiplies --per_device_generation_batch_size)")
+    ppo_epochs: int = flag(1, "epochs over the experience of a PPO step")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step, for answers of maximum length")
+    num_train_epochs: float = flag(1, EPOCHS_HELP.format("prompts"))
+    max_prompt_seq_len: int = flag(256, "maximum tokens of a prompt (see --truncation)")
+    max_answer_seq_len: int = flag(256, "maximum new tokens of an answer")
 
-    temperature: float = flag("sampling temperature; log-probs are computed at the same temperature", 1.0)
-    top_p: float = flag("nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off", 1.0)
-    top_k: int = flag("sample from the k most likely tokens; 0 = off, 1 = greedy", 0)
-    min_p: float = flag("drop tokens less likely than this fraction of the most likely token; 0 = off", 0.0)
-    repetition_penalty: float = flag(
-        "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off", 1.0
-    )
-    n_samples_per_prompt: int = flag("number of answers sampled for each prompt", 1)
-    min_answer_seq_len: int = flag(
-        "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in log-probs and KL too", 0
-    )
-    stop_strings: list[str] = flag_list("strings that end an answer; they are part of it", list)
-    stop_token_ids: list[int] = flag_list("token ids that end an answer, in addition to EOS", list, commas=True)
-    rollout_rows: int = flag(
-        "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)", 0
-    )
-    rollout_engine: Literal["auto", "padded"] = flag(
+    temperature: float = flag(1.0, "sampling temperature; log-probs are computed at the same temperature")
+    top_p: float = flag(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
+    top_k: int = flag(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
+    min_p: float = flag(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
+    repetition_penalty: float = flag(1.0,
+        "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off")
+    n_samples_per_prompt: int = flag(1, "number of answers sampled for each prompt")
+    min_answer_seq_len: int = flag(0,
+        "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in log-probs and KL too")
+    stop_strings: list[str] = flag([], "strings that end an answer; they are part of it")
+    stop_token_ids: list[int] = flag([], "token ids that end an answer, in addition to EOS", commas=True)
+    rollout_rows: int = flag(0,
+        "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)")
+    rollout_engine: Literal["auto", "padded"] = flag("auto",
         "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches, "
-        "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer",
-        "auto",
-    )
-    unpin_actor_parameters: bool = flag(
-        "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less memory, slower", False
-    )
+        "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer")
+    unpin_actor_parameters: bool = flag(False,
+        "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less memory, slower")
 
-    old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
+    old_logprobs: Literal["auto", "recompute", "rollout"] = flag("auto",
         "log-probs of the old policy: 'recompute' by a forward pass of the actor; 'rollout' uses those recorded while "
         "sampling and saves the pass; 'auto' takes them, and the values, from the forward passes of the update where a "
         "PPO step makes one optimizer step and nothing needs them before it; else it is 'rollout' in fp32 and "
-        "'recompute' in bf16 and fp16",
-        "auto",
-    )
-    actor_learning_rate: float = flag("peak learning rate of the actor, at most 1", 9.65e-6)
-    critic_learning_rate: float = flag("peak learning rate of the critic, at most 1", 5e-6)
-    actor_weight_decay: float = flag("weight decay of the actor; biases and norm weights are exempt", 0.0)
-    critic_weight_decay: float = flag("weight decay of the critic; biases and norm weights are exempt", 0.0)
-    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule, as in transformers, per optimizer step", "cosine")
-    num_warmup_steps: int = flag("warm-up steps of the learning rate, in optimizer steps", 100)
-    max_grad_norm: float = flag("clip gradients to this global norm; 0 = off", 1.0)
+        "'recompute' in bf16 and fp16")
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor, at most 1")
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic, at most 1")
+    actor_weight_decay: float = flag(0.0, "weight decay of the actor; biases and norm weights are exempt")
+    critic_weight_decay: float = flag(0.0, "weight decay of the critic; biases and norm weights are exempt")
+    lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
+    num_warmup_steps: int = flag(100, "warm-up steps of the learning rate, in optimizer steps")
+    max_grad_norm: float = flag(1.0, "clip gradients to this global norm; 0 = off")
 
-    actor_zero_stage: ZERO_STAGES = flag(
-        "ZeRO stage of the actor; 3 also shards the reference; in bf16 and fp16, 0 runs as 1", 0
-    )
-    critic_zero_stage: ZERO_STAGES = flag(
-        "ZeRO stage of the critic; 3 also shards the reward model; in bf16 and fp16, 0 runs as 1", 0
-    )
-    offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
-    offload_reference_model: bool = flag(
-        "keep the parameters of the reference in host memory (needs --actor_zero_stage 3)", False
-    )
-    offload_reward_model: bool = flag(
-        "keep the parameters of the reward model in host memory (needs --critic_zero_stage 3)", False
-    )
-    actor_gradient_checkpointing: bool = flag("recompute the actor's activations in the backward pass", False)
-    critic_gradient_checkpointing: bool = flag("recompute the critic's activations in the backward pass", False)
-    actor_dropout: float | None = flag("dropout of the actor in training; not given: 0", None)
-    critic_dropout: float | None = flag("dropout of the critic in training; not given: 0", None)
+    actor_zero_stage: ZERO_STAGES = flag(0,
+        "ZeRO stage of the actor; 3 also shards the reference; in bf16 and fp16, 0 runs as 1")
+    critic_zero_stage: ZERO_STAGES = flag(0,
+        "ZeRO stage of the critic; 3 also shards the reward model; in bf16 and fp16, 0 runs as 1")
+    offload: bool = flag(False, "keep optimizer states (and parameters at stage 3) in host memory")
+    offload_reference_model: bool = flag(False,
+        "keep the parameters of the reference in host memory (needs --actor_zero_stage 3)")
+    offload_reward_model: bool = flag(False,
+        "keep the parameters of the reward model in host memory (needs --critic_zero_stage 3)")
+    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations in the backward pass")
+    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations in the backward pass")
+    actor_dropout: float | None = flag(None, "dropout of the actor in training; not given: 0")
+    critic_dropout: float | None = flag(None, "dropout of the critic in training; not given: 0")
 
-    metrics: list[str] = flag_list(
+    metrics: list[str] = flag([],
         "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers are logged as "
-        "own/NAME (docs/extending.md)",
-        list,
-    )
-    print_answers: bool = flag("print the prompts, answers and scores of all ranks", False)
-    print_answers_interval: int = flag("print answers every N PPO steps", 1)
-    sample_interval: int = flag(
-        "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off", 10
-    )
-    enable_test_mode: bool = flag("stop after --test_stop_step PPO steps", False)
-    test_stop_step: int = flag("number of PPO steps with --enable_test_mode", 0)
+        "own/NAME (docs/extending.md)")
+    print_answers: bool = flag(False, "print the prompts, answers and scores of all ranks")
+    print_answers_interval: int = flag(1, "print answers every N PPO steps")
+    sample_interval: int = flag(10,
+        "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off")
+    enable_test_mode: bool = flag(False, "stop after --test_stop_step PPO steps")
+    test_stop_step: int = flag(0, "number of PPO steps with --enable_test_mode")
 
     num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
     add_eot_token: bool = old_flag("add_eot_token", False)
     enable_hybrid_engine: bool = old_flag("enable_hybrid_engine", False)
     release_inference_cache: bool = old_flag("release_inference_cache", False)
-    unsupervised_dataset_name: str | None = flag(
-        "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off",
-        None,
-    )
-    unsupervised_dataset_config_name: str | None = flag("configuration of --unsupervised_dataset_name on the hub", None)
-    unsup_coef: float = flag("weight of the PTX loss", 27.8)
-    enable_ema: bool = flag("keep an exponential moving average of the actor's weights, saved in `actor_ema/`", False)
-    ema_decay: float = flag("decay of the moving average, applied at each update of the actor", EMA_DECAY)
-    align_overflow: bool = flag(
-        "skip the updates of both actor and critic when the fp16 gradients of either overflow", False
-    )
+    unsupervised_dataset_name: str | None = flag(None,
+        "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off")
+    unsupervised_dataset_config_name: str | None = flag(None, "configuration of --unsupervised_dataset_name on the hub")
+    unsup_coef: float = flag(27.8, "weight of the PTX loss")
+    enable_ema: bool = flag(False, "keep an exponential moving average of the actor's weights, saved in `actor_ema/`")
+    ema_decay: float = flag(EMA_DECAY, "decay of the moving average, applied at each update of the actor")
+    align_overflow: bool = flag(False,
+        "skip the updates of both actor and critic when the fp16 gradients of either overflow")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
@@ -189,22 +167,21 @@ class EvaluationFlags:
 
     _argument_group_name: ClassVar[str] = "evaluation"
 
-    eval_data_path: list[str] = flag_list(
-        "data sets of held-out prompts, used whole; not given: no evaluation", list, commas=True
-    )
-    eval_interval: int = flag(
-        "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two", 0
-    )
-    eval_samples: int = flag("number of answers to each held-out prompt, for pass@k and majority@n", 1)
-    eval_greedy: bool = flag("decode greedily instead of sampling as in training", False)
-    eval_batch_size: int = flag("held-out prompts per generation batch and device", 64)
-    eval_max_prompts: int = flag("maximum number of held-out prompts, taken from the start of the data; 0 = all", 0)
-    eval_pass_score: float = flag("minimum score of an answer that passes", 1.0)
-    eval_reward_function: str | None = flag(
-        "reward function for evaluation, written as for --reward_function; not given: the training reward", None
-    )
-    validate_only: bool = flag(VALIDATE_ONLY, False)
-    save_best: bool = flag("keep the models of the best evaluation in `best/` inside --output_dir", True)
+    # fmt: off
+    eval_data_path: list[str] = flag([],
+        "data sets of held-out prompts, used whole; not given: no evaluation", commas=True)
+    eval_interval: int = flag(0,
+        "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two")
+    eval_samples: int = flag(1, "number of answers to each held-out prompt, for pass@k and majority@n")
+    eval_greedy: bool = flag(False, "decode greedily instead of sampling as in training")
+    eval_batch_size: int = flag(64, "held-out prompts per generation batch and device")
+    eval_max_prompts: int = flag(0, "maximum number of held-out prompts, taken from the start of the data; 0 = all")
+    eval_pass_score: float = flag(1.0, "minimum score of an answer that passes")
+    eval_reward_function: str | None = flag(None,
+        "reward function for evaluation, written as for --reward_function; not given: the training reward")
+    validate_only: bool = flag(False, VALIDATE_ONLY)
+    save_best: bool = flag(True, "keep the models of the best evaluation in `best/` inside --output_dir")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "eval_interval eval_max_prompts")

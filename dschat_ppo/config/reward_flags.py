@@ -11,7 +11,6 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import (
     MOST_PROCESSES,
     flag,
-    flag_list,
     refuse,
     require,
     require_at_most,
@@ -25,46 +24,34 @@ class RewardSourceFlags:
 
     _argument_group_name: ClassVar[str] = "reward sources"
 
-    use_reward_model: bool = flag(
-        "score with a learned reward; False: only with reward functions or a remote reward service", True
-    )
-    reward_model_name_or_path: str | None = flag(
-        "reward model, if it is not the model that initialises the critic; its tokenizer may differ from the actor's",
-        None,
-    )
-    reward_model_weight: float = flag("weight of the learned reward; 0 = only log it", 1.0)
-    reward_model_sources: list[str] = flag_list(
-        "data sources whose rows the learned reward scores; not given: all rows", list, commas=True
-    )
-    process_reward: Literal["min", "mean", "last", "product"] | None = flag(
+    # fmt: off
+    use_reward_model: bool = flag(True,
+        "score with a learned reward; False: only with reward functions or a remote reward service")
+    reward_model_name_or_path: str | None = flag(None,
+        "reward model, if it is not the model that initialises the critic; its tokenizer may differ from the actor's")
+    reward_model_weight: float = flag(1.0, "weight of the learned reward; 0 = only log it")
+    reward_model_sources: list[str] = flag([],
+        "data sources whose rows the learned reward scores; not given: all rows", commas=True)
+    process_reward: Literal["min", "mean", "last", "product"] | None = flag(None,
         "with a process reward model (step 2, --objective process): score an answer by the smallest, the mean, the "
-        "last or the product of the probabilities that its steps are right. Not given: the raw score at the last token",
-        None,
-    )
-    reward_function: list[str] = flag_list(
+        "last or the product of the probabilities that its steps are right. Not given: the raw score at the last token")
+    reward_function: list[str] = flag([],
         "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with optional "
-        "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
-        list,
-    )
-    reward_workers: int = flag("number of worker processes on each rank, for each reward function", 2)
-    reward_timeout: float = flag("timeout of a reward function call, in seconds", 10.0)
-    reward_default: float = flag("score of a row whose reward function call failed, or that no source scores", 0.0)
-    allow_weak_sandbox: bool = flag(
+        "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)")
+    reward_workers: int = flag(2, "number of worker processes on each rank, for each reward function")
+    reward_timeout: float = flag(10.0, "timeout of a reward function call, in seconds")
+    reward_default: float = flag(0.0, "score of a row whose reward function call failed, or that no source scores")
+    allow_weak_sandbox: bool = flag(False,
         "run code_tests also where bubblewrap does not work: programs of the model can then write and delete the files "
-        "of this user",
-        False,
-    )
-    remote_reward_url: str | None = flag(
-        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is "
-        "taken from DSCHAT_PPO_REMOTE_REWARD_URL",
-        None,
-        commas=True,
-    )
-    remote_reward_weight: float = flag("weight of the remote reward; 0 = only log it", 1.0)
-    remote_reward_sources: list[str] = flag_list(
-        "data sources whose rows are sent to the reward service; not given: all rows", list, commas=True
-    )
-    remote_reward_timeout: float = flag("timeout of a request, in seconds", 60.0)
+        "of this user")
+    remote_reward_url: str | None = flag(None,
+        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is taken "
+        "from DSCHAT_PPO_REMOTE_REWARD_URL", commas=True)
+    remote_reward_weight: float = flag(1.0, "weight of the remote reward; 0 = only log it")
+    remote_reward_sources: list[str] = flag([],
+        "data sources whose rows are sent to the reward service; not given: all rows", commas=True)
+    remote_reward_timeout: float = flag(60.0, "timeout of a request, in seconds")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(self, "reward_workers reward_timeout remote_reward_timeout")

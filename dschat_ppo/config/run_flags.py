@@ -12,7 +12,6 @@ from dschat_ppo.config.schema import (
     LARGEST_BETA,
     SMALLEST_EPSILON,
     flag,
-    flag_list,
     old_flag,
     require,
     require_at_most,
@@ -33,65 +32,48 @@ class RunFlags:
 
     _argument_group_name: ClassVar[str] = "run"
 
-    output_dir: str | None = flag("output folder for models, metrics and the resolved configuration (required)", None)
-    overwrite_output_dir: bool = flag(
+    # fmt: off
+    output_dir: str | None = flag(None, "output folder for models, metrics and the resolved configuration (required)")
+    overwrite_output_dir: bool = flag(False,
         "start from the beginning if --output_dir holds another run; an interrupted run with the same settings still "
-        "resumes (see --resume)",
-        False,
-    )
-    seed: int = flag("global seed; it makes a run reproducible", 1234)
-    deterministic: bool = flag(
+        "resumes (see --resume)")
+    seed: int = flag(1234, "global seed; it makes a run reproducible")
+    deterministic: bool = flag(False,
         "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit; slower, and an operation "
-        "without such an algorithm stops the run (not needed on a CPU)",
-        False,
-    )
-    local_rank: int = flag("set by the deepspeed launcher", -1)
-    dtype: Literal["bf16", "fp16", "fp32"] = flag("number format of weights and activations", "bf16")
-    resize_vocabulary: bool = flag(
+        "without such an algorithm stops the run (not needed on a CPU)")
+    local_rank: int = flag(-1, "set by the deepspeed launcher")
+    dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "number format of weights and activations")
+    resize_vocabulary: bool = flag(False,
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
-        "initialised with the mean of the existing rows",
-        False,
-    )
+        "initialised with the mean of the existing rows")
     compute_fp32_loss: bool = old_flag("compute_fp32_loss", False)
-    adam_beta1: float = flag("first beta of AdamW", 0.9)
-    adam_beta2: float = flag("second beta of AdamW; above the square of the first", 0.95)
-    adam_epsilon: float = flag("epsilon of AdamW, from 1.1e-19 to 1", 1e-8)
-    report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag_list(
+    adam_beta1: float = flag(0.9, "first beta of AdamW")
+    adam_beta2: float = flag(0.95, "second beta of AdamW; above the square of the first")
+    adam_epsilon: float = flag(1e-8, "epsilon of AdamW, from 1.1e-19 to 1")
+    report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag([],
         "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
-        '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard',
-        list,
-        commas=True,
-    )
-    run_name: str | None = flag(
-        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output folder", None
-    )
-    project: str | None = flag(
+        '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard', commas=True)
+    run_name: str | None = flag(None,
+        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output folder")
+    project: str | None = flag(None,
         "project in wandb and trackio; not given: WANDB_PROJECT or TRACKIO_PROJECT, or the name of the parent of the "
-        "output folder",
-        None,
-    )
-    enable_tensorboard: bool = flag("the same as --report_to tensorboard, in addition to that flag's trackers", False)
-    tensorboard_path: str = flag(
-        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there", "tensorboard"
-    )
-    profile: int | None = flag(
+        "output folder")
+    enable_tensorboard: bool = flag(False, "the same as --report_to tensorboard, in addition to that flag's trackers")
+    tensorboard_path: str = flag("tensorboard",
+        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there")
+    profile: int | None = flag(None,
         "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
-        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
-        None,
-    )
+        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing")
     deepspeed: bool = old_flag("deepspeed", False, "; --deepspeed FILE.json is --deepspeed_config FILE.json")
-    deepspeed_config: str | None = flag(
-        "JSON file of DeepSpeed settings that override those derived from the flags", None
-    )
-    config: str | None = flag("YAML file of flag values; flags on the command line override it", None)
-    dry_run: bool = flag(
+    deepspeed_config: str | None = flag(None,
+        "JSON file of DeepSpeed settings that override those derived from the flags")
+    config: str | None = flag(None, "YAML file of flag values; flags on the command line override it")
+    dry_run: bool = flag(False,
         "check flags, models and data, print the batches and the expected peak of memory, and end; reads no weights, "
-        "starts no ranks and writes nothing to --output_dir",
-        False,
-    )
-    dry_run_ranks: int | None = flag(
-        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch", None
-    )
+        "starts no ranks and writes nothing to --output_dir")
+    dry_run_ranks: int | None = flag(None,
+        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch")
+    # fmt: on
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -156,33 +138,25 @@ class SafetyFlags:
 
     _argument_group_name: ClassVar[str] = "checkpoints and failures"
 
-    save_steps: int = flag("save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off", 0)
-    save_minutes: float = flag("save a checkpoint when the last one is this many minutes old; 0 = off", 30.0)
-    save_total_limit: int = flag(
-        "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation",
-        2,
-    )
-    keep_final_checkpoint: bool = flag(
+    # fmt: off
+    save_steps: int = flag(0, "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
+    save_minutes: float = flag(30.0, "save a checkpoint when the last one is this many minutes old; 0 = off")
+    save_total_limit: int = flag(2,
+        "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation")
+    keep_final_checkpoint: bool = flag(False,
         "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
-        "--num_train_epochs; without the flag they are removed once the models are saved",
-        False,
-    )
-    resume: str = flag(
-        "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder"
-        " names the checkpoint to resume from",
-        AUTO,
-    )
-    resume_force: bool = flag("resume even if flags or data that affect the result have changed", False)
-    collective_timeout: float = flag(
-        "seconds after which the run ends if no rank makes progress (the logs then have the stacks)",
-        1800.0,
-    )
-    on_nonfinite: Literal["stop", "skip"] = flag(
+        "--num_train_epochs; without the flag they are removed once the models are saved")
+    resume: str = flag(AUTO,
+        "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder "
+        "names the checkpoint to resume from")
+    resume_force: bool = flag(False, "resume even if flags or data that affect the result have changed")
+    collective_timeout: float = flag(1800.0,
+        "seconds after which the run ends if no rank makes progress (the logs then have the stacks)")
+    on_nonfinite: Literal["stop", "skip"] = flag("stop",
         "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip the update; either "
-        "way the batch is written to a file",
-        "stop",
-    )
-    max_nonfinite_skips: int = flag("with --on_nonfinite skip: stop after this many skipped updates in a row", 3)
+        "way the batch is written to a file")
+    max_nonfinite_skips: int = flag(3, "with --on_nonfinite skip: stop after this many skipped updates in a row")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "save_steps save_minutes")
@@ -201,12 +175,12 @@ class ConsoleFlags:
 
     _argument_group_name: ClassVar[str] = "console"
 
-    logging_steps: int = flag(
+    # fmt: off
+    logging_steps: int = flag(10,
         "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last "
-        "step; metrics.jsonl always has every step",
-        10,
-    )
-    verbose: bool = flag("also print the informational messages of DeepSpeed and transformers, on every rank", False)
+        "step; metrics.jsonl always has every step")
+    verbose: bool = flag(False, "also print the informational messages of DeepSpeed and transformers, on every rank")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_positive(self, "logging_steps")
@@ -240,11 +214,11 @@ class ExportFlags:
 
     _argument_group_name: ClassVar[str] = "export"
 
-    save_hf_steps: int = flag(
+    # fmt: off
+    save_hf_steps: int = flag(0,
         "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
-        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off",
-        0,
-    )
+        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "save_hf_steps")
@@ -256,12 +230,12 @@ class BestFlags:
 
     _argument_group_name: ClassVar[str] = "best model"
 
-    metric_for_best: str | None = flag(
+    # fmt: off
+    metric_for_best: str | None = flag(None,
         "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
         "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
-        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss",
-        None,
-    )
+        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss")
+    # fmt: on
 
     def __post_init__(self) -> None:
         _ = self.best_metric  # checked before anything is loaded

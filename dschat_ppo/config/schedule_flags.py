@@ -31,19 +31,16 @@ class ScheduleFlags:
 
     _argument_group_name: ClassVar[str] = "schedule"
 
-    warmup_ratio: float = flag(
-        "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps", 0.0
-    )
-    min_lr_ratio: float = flag(
+    # fmt: off
+    warmup_ratio: float = flag(0.0,
+        "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps")
+    min_lr_ratio: float = flag(0.0,
         "lowest learning rate after the warm-up, as a share of the peak; for the schedules linear, cosine, "
-        "cosine_with_restarts and polynomial",
-        0.0,
-    )
-    max_steps: int = flag(
+        "cosine_with_restarts and polynomial")
+    max_steps: int = flag(0,
         "length of the run in optimizer steps (step 3: PPO steps); replaces --num_train_epochs. The learning rate "
-        "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length",
-        0,
-    )
+        "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_fraction(self, "warmup_ratio min_lr_ratio")
@@ -72,22 +69,19 @@ class PPOScheduleFlags:
 
     _argument_group_name: ClassVar[str] = "critic's schedule and reference"
 
-    critic_lr_scheduler_type: SCHEDULERS | None = flag(
-        "learning rate schedule of the critic; not given: that of --lr_scheduler_type", None
-    )
-    critic_num_warmup_steps: int | None = flag(
-        "warm-up steps of the critic; not given: --warmup_ratio or --num_warmup_steps", None
-    )
-    critic_max_grad_norm: float | None = flag(
-        "clip gradients of the critic to this global norm; 0 = off; not given: --max_grad_norm", None
-    )
-    ref_model_name_or_path: str | None = flag(
-        "model of the reference, with the actor's tokenizer; not given: the model of --actor_model_name_or_path", None
-    )
-    ref_sync_interval: int = flag("move the reference towards the actor after every N PPO steps; 0 = never", 0)
-    ref_sync_mixup: float = flag(
-        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the actor", 1.0
-    )
+    # fmt: off
+    critic_lr_scheduler_type: SCHEDULERS | None = flag(None,
+        "learning rate schedule of the critic; not given: that of --lr_scheduler_type")
+    critic_num_warmup_steps: int | None = flag(None,
+        "warm-up steps of the critic; not given: --warmup_ratio or --num_warmup_steps")
+    critic_max_grad_norm: float | None = flag(None,
+        "clip gradients of the critic to this global norm; 0 = off; not given: --max_grad_norm")
+    ref_model_name_or_path: str | None = flag(None,
+        "model of the reference, with the actor's tokenizer; not given: the model of --actor_model_name_or_path")
+    ref_sync_interval: int = flag(0, "move the reference towards the actor after every N PPO steps; 0 = never")
+    ref_sync_mixup: float = flag(1.0,
+        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the actor")
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "critic_num_warmup_steps critic_max_grad_norm ref_sync_interval")

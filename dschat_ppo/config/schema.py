@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,8 @@ SMALLEST_EPSILON = 2.0**-63  # of AdamW: the squares of smaller gradients are su
 LARGEST_BETA = 1 - 1e-6  # of AdamW: 1 - beta of a larger one has hardly a significant digit in fp32
 SMALLEST_NORM = 1e-6  # of clipped gradients: smaller ones vanish against the usual epsilon
 
+REQUIRED: Any = MISSING  # in place of the default of a flag that must be given
+
 # Flags that scripts of DeepSpeed-Chat give and that change nothing here -> why, for the help and for a note.
 WITHOUT_EFFECT = {
     "deepspeed": "training always runs on DeepSpeed",
@@ -41,21 +43,21 @@ WITHOUT_EFFECT = {
 }
 
 
-def flag(help: str, default: Any = MISSING, *aliases: str, commas: bool = False) -> Any:
-    """A dataclass field that becomes the command-line flag of the same name; required without a default. `aliases` are
-    names of other libraries. With `commas` its text has parts between commas, which may also be words of their own."""
-    names = [f"--{name}" for name in aliases]
-    return field(default=default, metadata={"help": help, "aliases": names} | ({"commas": True} if commas else {}))
+def flag(default: Any, help: str, *aliases: str, commas: bool = False) -> Any:
+    """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of other libraries. A
+    list takes any number of values; with `commas` it takes them between commas too, and a text has such parts, which
+    may also be words of their own."""
+    metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]} | (
+        {"commas": True} if commas else {}
+    )
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def old_flag(name: str, default: Any, more: str = "") -> Any:
     """The flag `name` of `WITHOUT_EFFECT`; `more` follows in its help."""
-    return flag(f"no effect (kept for old scripts): {WITHOUT_EFFECT[name]}{more}", default)
-
-
-def flag_list(help: str, default: Callable[[], list[Any]], *, commas: bool = False) -> Any:
-    """A flag that takes any number of values; `commas`: also between commas."""
-    return field(default_factory=default, metadata={"help": help} | ({"commas": True} if commas else {}))
+    return flag(default, f"no effect (kept for old scripts): {WITHOUT_EFFECT[name]}{more}")
 
 
 def require(condition: bool, message: str) -> None:

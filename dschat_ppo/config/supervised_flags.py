@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
     MOST_EPOCHS,
+    REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
     flag,
-    flag_list,
     old_flag,
     require,
     require_at_most,
@@ -54,50 +54,42 @@ class SupervisedFlags:
 
     _argument_group_name: ClassVar[str] = "training"
 
-    model_name_or_path: str = flag("Hugging Face model: a folder or a hub name")
-    max_seq_len: int = flag(
-        "maximum tokens of a row, prompt and answer together; batches are padded to their longest row", 512
-    )
-    per_device_train_batch_size: int = flag("micro-batch size per device", 16)
-    packing: bool = flag(
-        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for each"
-        " packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has fewer"
-        " steps",
-        False,
-    )
-    per_device_eval_batch_size: int = flag("evaluation batch size per device", 16)
-    gradient_accumulation_steps: int = flag("micro-batches per optimizer step", 1)
-    learning_rate: float = flag("peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model", 2e-5)
-    weight_decay: float = flag("weight decay; biases and norm weights are exempt", 0.0)
-    num_train_epochs: float = flag(EPOCHS_HELP.format("training rows"), 1)
-    lr_scheduler_type: SCHEDULERS = flag("learning rate schedule, as in transformers, per optimizer step", "cosine")
-    num_warmup_steps: int = flag("warm-up steps of the learning rate, in optimizer steps", 0)
-    max_grad_norm: float = flag("clip gradients to this global norm; 0 = off", 1.0)
-    zero_stage: ZERO_STAGES = flag(
-        "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory", 0
-    )
-    offload: bool = flag("keep optimizer states (and parameters at stage 3) in host memory", False)
-    gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
-    dropout: float | None = flag(
+    # fmt: off
+    model_name_or_path: str = flag(REQUIRED, "Hugging Face model: a folder or a hub name")
+    max_seq_len: int = flag(512,
+        "maximum tokens of a row, prompt and answer together; batches are padded to their longest row")
+    per_device_train_batch_size: int = flag(16, "micro-batch size per device")
+    packing: bool = flag(False,
+        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for "
+        "each packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has "
+        "fewer steps")
+    per_device_eval_batch_size: int = flag(16, "evaluation batch size per device")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
+    learning_rate: float = flag(2e-5, "peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model")
+    weight_decay: float = flag(0.0, "weight decay; biases and norm weights are exempt")
+    num_train_epochs: float = flag(1, EPOCHS_HELP.format("training rows"))
+    lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
+    num_warmup_steps: int = flag(0, "warm-up steps of the learning rate, in optimizer steps")
+    max_grad_norm: float = flag(1.0, "clip gradients to this global norm; 0 = off")
+    zero_stage: ZERO_STAGES = flag(0,
+        "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory")
+    offload: bool = flag(False, "keep optimizer states (and parameters at stage 3) in host memory")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
+    dropout: float | None = flag(None,
         "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
-        "policy itself is trained)",
-        None,
-    )
-    router_loss_coef: float = flag(
-        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to 0.01"
-        " is usual). Each step then needs a second forward pass without gradients; 0 = off",
-        0.0,
-    )
-    eval_interval: int = flag(
-        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then", 0
-    )
-    eval_iters: int = flag("maximum evaluation batches per device; 0 = all", 100)
-    eval_data_path: list[str] = flag_list("evaluation data sets; not given: see --eval_fraction", list, commas=True)
-    eval_fraction: float = flag(
-        "share of the training rows held out for evaluation if a data set has no eval, test or validation split", 0.05
-    )
-    validate_only: bool = flag(VALIDATE_ONLY, False)
+        "policy itself is trained)")
+    router_loss_coef: float = flag(0.0,
+        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to "
+        "0.01 is usual). Each step then needs a second forward pass without gradients; 0 = off")
+    eval_interval: int = flag(0,
+        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then")
+    eval_iters: int = flag(100, "maximum evaluation batches per device; 0 = all")
+    eval_data_path: list[str] = flag([], "evaluation data sets; not given: see --eval_fraction", commas=True)
+    eval_fraction: float = flag(0.05,
+        "share of the training rows held out for evaluation if a data set has no eval, test or validation split")
+    validate_only: bool = flag(False, VALIDATE_ONLY)
     add_eot_token: bool = old_flag("add_eot_token", False)
+    # fmt: on
 
     def __post_init__(self) -> None:
         require(
@@ -127,16 +119,15 @@ class SFTFlags:
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
 
-    sft_only_data_path: list[str] = flag_list(
-        "data sets used whole in this step (--data_split does not apply)", list, commas=True
-    )
-    train_on_prompt: bool = flag("include prompt tokens in the loss; without it, answer tokens only", False)
-    train_on: Literal["all", "last"] = flag(
-        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one",
-        "all",
-    )
+    # fmt: off
+    sft_only_data_path: list[str] = flag([],
+        "data sets used whole in this step (--data_split does not apply)", commas=True)
+    train_on_prompt: bool = flag(False, "include prompt tokens in the loss; without it, answer tokens only")
+    train_on: Literal["all", "last"] = flag("all",
+        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one")
     eot_token: str | None = old_flag("eot_token", None)
     print_loss: bool = old_flag("print_loss", False)
+    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -145,44 +136,35 @@ class PreferenceFlags:
 
     _argument_group_name: ClassVar[str] = "preferences"
 
-    objective: OBJECTIVES = flag(
+    # fmt: off
+    objective: OBJECTIVES = flag("reward",
         "'reward' trains a reward model on pairs (Bradley-Terry), 'process' one on labelled steps. The others train "
         "the policy itself. On pairs, with the initial model as reference: 'dpo'; 'cdpo' and 'robust_dpo' for noisy "
         "labels (--label_smoothing); 'ipo' (squared loss, log-probs averaged over tokens); 'hinge'; 'dpo_nll' with an "
         "NLL term (--nll_coef). On single answers with a label: 'kto'. On pairs without a reference: 'orpo', 'simpo', "
-        "'cpo'. Policies train without dropout unless --dropout is given",
-        "reward",
-    )
-    use_margin: bool = flag(
-        "reward: require a lead of the chosen score, given by the column `margin` if the data have one", True
-    )
-    center_rewards_coef: float = flag(
-        "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off", 0.0
-    )
-    beta: float | None = flag(
+        "'cpo'. Policies train without dropout unless --dropout is given")
+    use_margin: bool = flag(True,
+        "reward: require a lead of the chosen score, given by the column `margin` if the data have one")
+    center_rewards_coef: float = flag(0.0,
+        "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off")
+    beta: float | None = flag(None,
         "objectives with a reference: strength of the constraint to the initial model; simpo, cpo: scale of the "
-        "difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not given: 0.1, for simpo 2",
-        None,
-    )
-    label_smoothing: float = flag("cdpo and robust_dpo: assumed share of wrong labels", 0.0)
-    nll_coef: float | None = flag(
+        "difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not given: 0.1, for simpo 2")
+    label_smoothing: float = flag(0.0, "cdpo and robust_dpo: assumed share of wrong labels")
+    nll_coef: float | None = flag(None,
         "dpo_nll, cpo and simpo: weight of the mean negative log-prob of the chosen answer's tokens. Not given: 0.2 "
-        "for dpo_nll, 1 for cpo, 0 for simpo",
-        None,
-    )
-    simpo_gamma: float = flag("simpo: required lead of beta x mean log-prob of the chosen over the rejected one", 1.0)
-    kto_desirable_weight: float = flag("kto: weight of the losses of desirable answers", 1.0)
-    kto_undesirable_weight: float = flag("kto: weight of the losses of undesirable answers", 1.0)
-    step_separator: str = flag(
+        "for dpo_nll, 1 for cpo, 0 for simpo")
+    simpo_gamma: float = flag(1.0, "simpo: required lead of beta x mean log-prob of the chosen over the rejected one")
+    kto_desirable_weight: float = flag(1.0, "kto: weight of the losses of desirable answers")
+    kto_undesirable_weight: float = flag(1.0, "kto: weight of the losses of undesirable answers")
+    step_separator: str = flag("\\n",
         "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab); the score of a "
-        "step is read at the token that completes it, that of the last step at the answer's final token",
-        "\\n",
-    )
+        "step is read at the token that completes it, that of the last step at the answer's final token")
     num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
-    offload_reference_model: bool = flag(
-        "no effect (kept for old scripts): the log-probs of the reference are computed once, before training", False
-    )
+    offload_reference_model: bool = flag(False,
+        "no effect (kept for old scripts): the log-probs of the reference are computed once, before training")
     print_loss: bool = old_flag("print_loss", False)
+    # fmt: on
 
     def __post_init__(self) -> None:
         require_not_negative(self, "center_rewards_coef label_smoothing nll_coef simpo_gamma")

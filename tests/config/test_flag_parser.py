@@ -8,7 +8,7 @@ from transformers import HfArgumentParser
 
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.schema import flag, flag_list
+from dschat_ppo.config.schema import REQUIRED, flag
 from dschat_ppo.errors import UserError
 
 
@@ -18,15 +18,15 @@ class Flags:
 
     _argument_group_name: ClassVar[str] = "all kinds"
 
-    model_path: str = flag("needed")
-    size: int = flag("a count", 3)
-    rate: float | None = flag("a rate", None, "lr")
-    level: Literal["low", 2] = flag("a level", 2)
-    quick: bool = flag("a switch", False)
-    with_text: bool = flag("a switch that is on", True)
-    maybe: bool | None = flag("a switch that may be open", None)
-    names: list[str] = flag_list("names", lambda: ["a"])
-    counts: list[int] = flag_list("counts", list)
+    model_path: str = flag(REQUIRED, "needed")
+    size: int = flag(3, "a count")
+    rate: float | None = flag(None, "a rate", "lr")
+    level: Literal["low", 2] = flag(2, "a level")
+    quick: bool = flag(False, "a switch")
+    with_text: bool = flag(True, "a switch that is on")
+    maybe: bool | None = flag(None, "a switch that may be open")
+    names: list[str] = flag(["a"], "names")
+    counts: list[int] = flag([], "counts")
 
 
 GIVEN = [

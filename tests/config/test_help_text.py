@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_type_hints
 import pytest
 
 from dschat_ppo.config.help_text import TITLES, USUAL, asked_for_help, flags_of, help_text, shown_default
-from dschat_ppo.config.schema import flag, flag_list
+from dschat_ppo.config.schema import REQUIRED, flag
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 
@@ -24,17 +24,17 @@ class Flags:
 
     _argument_group_name: ClassVar[str] = "all kinds"
 
-    model_path: str = flag("needed")
-    folder: str | None = flag("needed too (required)", None)
-    size: int = flag("a count", 3)
-    rate: float | None = flag("a rate", None, "lr")
-    between: str = flag("a separator", "\\n")
-    level: Literal["low", 2] = flag("a level", 2)
-    method: Literal["the first method", "the second method"] = flag("a method", "the first method")
-    quick: bool = flag("a switch", False)
-    with_text: bool = flag("a switch that is on", True)
-    names: list[str] = flag_list("names", lambda: ["a", "b"])
-    counts: list[int] = flag_list("counts", list)
+    model_path: str = flag(REQUIRED, "needed")
+    folder: str | None = flag(None, "needed too (required)")
+    size: int = flag(3, "a count")
+    rate: float | None = flag(None, "a rate", "lr")
+    between: str = flag("\\n", "a separator")
+    level: Literal["low", 2] = flag(2, "a level")
+    method: Literal["the first method", "the second method"] = flag("the first method", "a method")
+    quick: bool = flag(False, "a switch")
+    with_text: bool = flag(True, "a switch that is on")
+    names: list[str] = flag(["a", "b"], "names")
+    counts: list[int] = flag([], "counts")
 
 
 @pytest.fixture(autouse=True)
