@@ -139,25 +139,38 @@ def _require_few_updates(count: int, flags: str) -> None:
 class PPOPlan:
     """Batches of step 3. A PPO step is one collection of experience and all updates made from it."""
 
+    flags: PPOFlags
     prompts: int  # prompts in the data
     world_size: int  # ranks
-    generation_batch: int  # prompts per generation batch and device
-    generation_batches: int  # generation batches per PPO step
-    samples: int  # answers per prompt
-    micro_batch: int  # rows per micro-batch and device, at the maximum length
-    micro_batch_tokens: int  # maximum tokens per micro-batch, padding included
-    accumulation: int  # micro-batches per optimizer step, at the maximum length
-    ppo_epochs: int  # passes over the experience of a PPO step
-    train_epochs: float  # passes over the prompts; a fraction ends inside a pass
-    stop_step: int  # last PPO step in test mode; 0 = test mode is off
-    warmup_rollouts: int  # PPO steps at the start that train only the critic
+    warmup_rollouts: int = 0  # PPO steps at the start that train only the critic
     shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
-    max_steps: int = 0  # PPO steps of the run, in place of `train_epochs`; 0: by `train_epochs`
+    max_steps: int = 0  # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+
+    @property
+    def samples(self) -> int:
+        """Answers per prompt."""
+        return self.flags.n_samples_per_prompt
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows per micro-batch and device, at the maximum length."""
+        return self.flags.per_device_training_batch_size
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Maximum tokens per micro-batch, padding included."""
+        longest = self.flags.max_prompt_seq_len + self.flags.max_answer_seq_len
+        return self.flags.micro_batch_tokens or self.micro_batch * longest
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step, at the maximum length."""
+        return self.flags.gradient_accumulation_steps
 
     @property
     def prompts_per_rank(self) -> int:
         """Prompts of one rank in one PPO step."""
-        return self.generation_batch * self.generation_batches
+        return self.flags.per_device_generation_batch_size * self.flags.generation_batches
 
     @property
     def rows_per_rank(self) -> int:
@@ -182,13 +195,13 @@ class PPOPlan:
     @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps of one PPO step."""
-        return self.rollout_rows // self.global_batch * self.ppo_epochs
+        return self.rollout_rows // self.global_batch * self.flags.ppo_epochs
 
     @property
     def ppo_steps(self) -> int:
-        """PPO steps of the run, rounded up; at most `stop_step` in test mode."""
-        steps = self.max_steps or -(-times(self.prompts, self.train_epochs) // self.rollout_prompts)
-        return min(steps, self.stop_step) if self.stop_step else steps
+        """PPO steps of the run, rounded up; at most `--test_stop_step` in test mode."""
+        steps = self.max_steps or -(-times(self.prompts, self.flags.num_train_epochs) // self.rollout_prompts)
+        return min(steps, self.flags.test_stop_step or steps)
 
     @property
     def total_updates(self) -> int:
@@ -202,28 +215,23 @@ class PPOPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
+        flags, ranks = self.flags, counted(self.world_size, "rank")
+        rows, passes = self.rows_per_rank, counted(flags.ppo_epochs, "epoch")
         device = "device" if self.shared == 1 else "group"
+        of_prompts = f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
         return [
             ("prompts", f"{self.prompts}"),
             *_sharing(self.world_size, self.shared),
-            (
-                "rows per rank",
-                f"{self.generation_batch} x {self.generation_batches} prompts x {self.samples} answers = "
-                f"{self.rows_per_rank}",
-            ),
-            ("rows per PPO step", f"{self.rows_per_rank} x {counted(self.world_size, 'rank')} = {self.rollout_rows}"),
+            ("rows per rank", f"{of_prompts} x {self.samples} answers = {rows}"),
+            ("rows per PPO step", f"{rows} x {ranks} = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
             ("global batch", _global_batch(self, self.micro_batch, "row")),
             (
                 "updates per PPO step",
-                f"{self.rollout_rows} / {self.global_batch} x {counted(self.ppo_epochs, 'epoch')} = "
-                f"{self.updates_per_rollout}",
+                f"{self.rollout_rows} / {self.global_batch} x {passes} = {self.updates_per_rollout}",
             ),
             ("PPO steps", f"{self.ppo_steps}" + (" (--max_steps)" if self.max_steps == self.ppo_steps else "")),
-            (
-                "optimizer steps in all",
-                f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}",
-            ),
+            ("optimizer steps in all", f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}"),
         ]
 
 
@@ -232,23 +240,7 @@ def plan_ppo(
 ) -> PPOPlan:
     """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its steps has fewer
     `warmup_rollouts` if it must, so that its last step trains the actor."""
-    plan = PPOPlan(
-        prompts=prompts,
-        world_size=world_size,
-        generation_batch=flags.per_device_generation_batch_size,
-        generation_batches=flags.generation_batches,
-        samples=flags.n_samples_per_prompt,
-        micro_batch=flags.per_device_training_batch_size,
-        micro_batch_tokens=flags.micro_batch_tokens
-        or flags.per_device_training_batch_size * (flags.max_prompt_seq_len + flags.max_answer_seq_len),
-        accumulation=flags.gradient_accumulation_steps,
-        ppo_epochs=flags.ppo_epochs,
-        train_epochs=flags.num_train_epochs,
-        stop_step=flags.test_stop_step,
-        warmup_rollouts=warmup_rollouts,
-        shared=shared,
-        max_steps=max_steps,
-    )
+    plan = PPOPlan(flags, prompts, world_size, warmup_rollouts, shared, max_steps)
     if max_steps or flags.test_stop_step:  # a trial of a longer run, so its last PPO step trains the actor too
         plan = replace(plan, warmup_rollouts=min(warmup_rollouts, plan.ppo_steps - 1))
     require(
@@ -256,35 +248,30 @@ def plan_ppo(
         f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps of this run, "
         "or the actor is never trained",
     )
+    collected = (
+        f"--per_device_generation_batch_size {flags.per_device_generation_batch_size} x --generation_batches "
+        f"{flags.generation_batches} x --n_samples_per_prompt {plan.samples}"
+    )
     require(
         plan.rollout_rows <= MOST_ROWS,
-        f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; "
-        f"every rank holds all of them, and at most {MOST_ROWS} fit in memory",
+        f"{collected} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; every rank holds all of them, and "
+        f"at most {MOST_ROWS} fit in memory",
     )
-    _require_whole_updates(plan)
-    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.train_epochs)}"
-    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {plan.ppo_epochs}")
-    return plan
-
-
-def _require_whole_updates(plan: PPOPlan) -> None:
-    """Check that the rows of a PPO step are a whole number of optimizer steps."""
     # per device, or per group of ranks that share rows
-    rows, rows_per_update = plan.rows_per_rank * plan.shared, plan.micro_batch * plan.accumulation
-    sharing = f"x {plan.shared} ranks that share rows " if plan.shared > 1 else ""
+    rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation
+    sharing, device = (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
     # --generation_batches must be a multiple of this for a whole number of updates
-    multiple = rows_per_update // gcd(rows // plan.generation_batches, rows_per_update)
+    multiple = rows_per_update // gcd(rows // flags.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
-        "the rows of a PPO step are not a whole number of optimizer steps: "
-        f"--per_device_generation_batch_size {plan.generation_batch} x --generation_batches {plan.generation_batches} "
-        f"x --n_samples_per_prompt {plan.samples} {sharing}= {rows} "
-        f"rows per {'device' if plan.shared == 1 else 'group'}, but an optimizer step takes "
-        f"--per_device_training_batch_size {plan.micro_batch} x --gradient_accumulation_steps {plan.accumulation} "
-        f"= {rows_per_update}; {rows} / {rows_per_update} leaves {rows % rows_per_update}. "
-        f"Set --generation_batches {-(-plan.generation_batches // multiple) * multiple}",
+        f"the rows of a PPO step are not a whole number of optimizer steps: {collected}{sharing} = {rows} rows per "
+        f"{device}, but an optimizer step takes --per_device_training_batch_size {plan.micro_batch} x "
+        f"--gradient_accumulation_steps {plan.accumulation} = {rows_per_update}; {rows} / {rows_per_update} leaves "
+        f"{rows % rows_per_update}. Set --generation_batches {-(-flags.generation_batches // multiple) * multiple}",
     )
+    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(flags.num_train_epochs)}"
+    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {flags.ppo_epochs}")
+    return plan
 
 
 def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:

@@ -29,91 +29,64 @@ TITLES = {  # step -> what it does, and the path of its program
     "ppo": ("Step 3: train a policy with rewards, by PPO, GRPO and related methods", "training/step3_ppo/main.py"),
 }
 
-# What `--help` shows first: the flags that most runs set, each with a text of one line with its unit.
-Usual = dict[str, dict[str, str]]  # heading -> flag -> text, without the default
-
-_STEPS_1_AND_2: Usual = {
-    "length": {
-        "num_train_epochs": "passes over the training rows",
-        "max_steps": "optimizer steps; 0 = use epochs",
-    },
-    "updates": {
-        "per_device_train_batch_size": "rows per micro-batch and device",
-        "gradient_accumulation_steps": "micro-batches per optimizer step",
-        "learning_rate": "peak learning rate",
-        "num_warmup_steps": "warm-up, in optimizer steps",
-        "dtype": "bf16, fp16 or fp32",
-    },
-    "memory": {
-        "zero_stage": "0 to 3; 3 shards the weights",
-        "gradient_checkpointing": "less memory, about a third slower",
-        "lora_dim": "rank of LoRA; 0 = train all weights",
-    },
-    "output": {
-        "logging_steps": "optimizer steps per printed line",
-        "save_steps": "steps between checkpoints; 0 = off",
-    },
+# What `--help` shows first: the flags that most runs set, by heading, and for each a text of one line with its unit.
+_NEEDED = "model_name_or_path data_path output_dir"
+_OF_ROWS = "data_split eval_data_path max_seq_len"
+_STEPS_1_AND_2 = {
+    "length": "num_train_epochs max_steps",
+    "updates": "per_device_train_batch_size gradient_accumulation_steps learning_rate num_warmup_steps dtype",
+    "memory": "zero_stage gradient_checkpointing lora_dim",
+    "output": "logging_steps save_steps",
 }
-_ROWS = {
-    "data_split": "shares of the rows for steps 1, 2, 3",
-    "eval_data_path": "rows for evaluation",
-    "max_seq_len": "tokens, prompt and answer together",
-}
-_NEEDED = {
-    "model_name_or_path": "model: a folder or a hub name",
-    "data_path": "files, folders or hub names",
-    "output_dir": "folder for model, metrics and report",
-}
-
-USUAL: dict[str, Usual] = {
-    "sft": {
-        "needed": _NEEDED,
-        "data": {**_ROWS, "truncation": "for longer rows: left, drop, ...", "packing": "several samples per row"},
-        **_STEPS_1_AND_2,
-    },
-    "reward": {
-        "needed": _NEEDED,
-        "what is trained": {
-            "objective": "see --help objective",
-            "beta": "strength of the KL constraint (dpo, ...)",
-        },
-        "data": _ROWS,
-        **_STEPS_1_AND_2,
-    },
+USUAL = {
+    "sft": {"needed": _NEEDED, "data": f"{_OF_ROWS} truncation packing"} | _STEPS_1_AND_2,
+    "reward": {"needed": _NEEDED, "what is trained": "objective beta", "data": _OF_ROWS} | _STEPS_1_AND_2,
     "ppo": {
-        "needed": {
-            "actor_model_name_or_path": "SFT model: actor and reference",
-            "critic_model_name_or_path": "reward model; also initialises the critic",
-            "data_path": "prompts: files or hub names",
-            "output_dir": "models, metrics and report",
-        },
-        "reward and algorithm": {
-            "reward_function": "rules or file.py:function",
-            "advantage_estimator": "gae, grpo, rloo, ...",
-            "kl_coef": "weight of the KL in the reward",
-        },
-        "rollout": {
-            "max_prompt_seq_len": "tokens of a prompt",
-            "max_answer_seq_len": "new tokens of an answer",
-            "per_device_generation_batch_size": "prompts per device and batch",
-            "n_samples_per_prompt": "answers to each prompt",
-        },
-        "updates": {
-            "per_device_training_batch_size": "rows per micro-batch and device",
-            "ppo_epochs": "passes over a rollout",
-            "actor_learning_rate": "peak learning rate",
-            "critic_learning_rate": "peak learning rate",
-            "num_train_epochs": "passes over the prompts",
-        },
-        "memory and output": {
-            "actor_zero_stage": "0 to 3; 3 shards the weights",
-            "dtype": "bf16, fp16 or fp32",
-            "eval_data_path": "held-out prompts",
-            "logging_steps": "PPO steps per printed line",
-        },
+        "needed": "actor_model_name_or_path critic_model_name_or_path data_path output_dir",
+        "reward and algorithm": "reward_function advantage_estimator kl_coef",
+        "rollout": "max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size n_samples_per_prompt",
+        "updates": (
+            "per_device_training_batch_size ppo_epochs actor_learning_rate critic_learning_rate num_train_epochs"
+        ),
+        "memory and output": "actor_zero_stage dtype eval_data_path logging_steps",
     },
 }
 USUAL["dpo"] = USUAL["reward"]
+_IN_SHORT = {
+    "model_name_or_path": "model: a folder or a hub name",
+    "actor_model_name_or_path": "SFT model: actor and reference",
+    "critic_model_name_or_path": "reward model; also initialises the critic",
+    "data_path": "files, folders or hub names",
+    "output_dir": "folder for models, metrics and report",
+    "objective": "see --help objective",
+    "beta": "strength of the KL constraint (dpo, ...)",
+    "data_split": "shares of the rows for steps 1, 2, 3",
+    "eval_data_path": "rows for evaluation",
+    "max_seq_len": "tokens, prompt and answer together",
+    "truncation": "for longer rows: left, drop, ...",
+    "packing": "several samples per row",
+    "num_train_epochs": "passes over the rows",
+    "max_steps": "optimizer steps; 0 = use epochs",
+    "reward_function": "rules or file.py:function",
+    "advantage_estimator": "gae, grpo, rloo, ...",
+    "kl_coef": "weight of the KL in the reward",
+    "max_prompt_seq_len": "tokens of a prompt",
+    "max_answer_seq_len": "new tokens of an answer",
+    "per_device_generation_batch_size": "prompts per device and batch",
+    "n_samples_per_prompt": "answers to each prompt",
+    "per_device_train_batch_size": "rows per micro-batch and device",
+    "per_device_training_batch_size": "rows per micro-batch and device",
+    "gradient_accumulation_steps": "micro-batches per optimizer step",
+    "ppo_epochs": "passes over a rollout",
+    "num_warmup_steps": "warm-up, in optimizer steps",
+    "dtype": "bf16, fp16 or fp32",
+    "gradient_checkpointing": "less memory, about a third slower",
+    "lora_dim": "rank of LoRA; 0 = train all weights",
+    "logging_steps": "steps per printed line",
+    "save_steps": "steps between checkpoints; 0 = off",
+    **dict.fromkeys(("learning_rate", "actor_learning_rate", "critic_learning_rate"), "peak learning rate"),
+    **dict.fromkeys(("zero_stage", "actor_zero_stage"), "0 to 3; 3 shards the weights"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,20 +176,20 @@ def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
 
 def _usual(step: str, flags: Sequence[Flag]) -> str:
     """The usual flags of the step, one line each."""
-    known, usual, (title, program) = {flag.name: flag for flag in flags}, USUAL[step], TITLES[step]
-    column = max(len(name) for group in usual.values() for name in group) + 2
+    known, (title, program) = {flag.name: flag for flag in flags}, TITLES[step]
+    usual = {heading: names.split() for heading, names in USUAL[step].items()}
+    column = max(len(name) for names in usual.values() for name in names) + 2
     lines = [
         title, "", f"usage: deepspeed {program} --flag value ...", f"one rank:  python {program} ...",
         f"on a CPU:  deepspeed --num_accelerators 2 {program} ...",
         f"installed: dschat-{step} [--num_accelerators N] --flag value ...", "",
     ]  # fmt: skip
-    for heading, own in usual.items():
+    for heading, names in usual.items():
         lines.append(f"{heading}:")
-        for name, text in own.items():
-            flag = known[name]
-            default = "required" if flag.required else flag.default
+        for name in names:
+            default = "required" if known[name].required else known[name].default
             end = f" [{default}]" if default else ""
-            lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
+            lines.append(f"  {f'--{name}'.ljust(column)}  {_IN_SHORT[name]}{end}")
         lines.append("")
     lines += [
         f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",

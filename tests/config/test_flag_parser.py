@@ -157,7 +157,7 @@ def test_help_lists_many_choices_once_in_the_text():
     @dataclass
     class Many:
         _argument_group_name: ClassVar[str] = "many"
-        method: Literal["the first method", "the second method"] = flag("a method", "the first method")
+        method: Literal["the first method", "the second method"] = flag("the first method", "a method")
 
     help_text = " ".join(flag_parser([Many], usage="", add_help=False).format_help().split())
     assert "--method NAME a method; one of the first method, the second method (default: the first method)" in help_text
