@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers, mlps_of
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
@@ -67,9 +67,12 @@ class ModelParts:
         return self.embedding + sum(self.layers) + self.head + self.other
 
 
-def read_model_configs(config: Any, folder_of: Callable[[str, str], str] = model_folder) -> dict[str, PretrainedConfig]:
+def read_model_configs(
+    config: StepConfig, folder_of: Callable[[str, str], str] = model_folder
+) -> dict[str, PretrainedConfig]:
     """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
     has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder."""
+    named: dict[str, tuple[str, str | None]]
     if not isinstance(config, PPOConfig):
         named = {"model": ("--model_name_or_path", config.fit.model_name_or_path)}
     else:

@@ -13,7 +13,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.role_memory import Memory, Role
@@ -114,7 +114,7 @@ def _gib(size: float) -> str:
 
 
 def plan_step(
-    config: Any, model_configs: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, host_memory: int,
+    config: StepConfig, model_configs: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, host_memory: int,
     ranks_per_node: int | None = None, sleeps: bool | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a step. Nothing is loaded.
@@ -140,7 +140,7 @@ def plan_step(
     return Plan(phases, roles, rows, ranks, per_node, device_memory, host_memory)
 
 
-def show_memory_plan(config: Any) -> None:
+def show_memory_plan(config: StepConfig) -> None:
     """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved. If a
     model cannot be counted, the run continues without a plan: what is wrong with it is found when it is loaded."""
     models = read_model_configs(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.planner.plan_step import Plan
 
@@ -13,7 +13,7 @@ LORA_DIM = 16  # of the LoRA that is tried where nothing else fits
 Change = dict[str, Any]  # flag -> value
 
 
-def flags_that_fit(config: Any, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
+def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
     """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Of the rungs that
     lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are left out, the
     last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
@@ -45,7 +45,7 @@ def flags_that_fit(config: Any, plan_with: Callable[[list[str]], Plan]) -> tuple
     return best
 
 
-def _ladder(config: Any, given: Change) -> list[Change]:
+def _ladder(config: StepConfig, given: Change) -> list[Change]:
     """What makes a run smaller, in the order of what it costs."""
     if isinstance(config, PPOConfig):
         critic, reward = config.algorithm.has_critic, config.rewards.use_reward_model

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dschat_ppo.common.extras import require_extra
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.engine.ds_config import read_overlay, train_config
 from dschat_ppo.engine.whole_weights import OF_GATHERING, fits_whole
 from dschat_ppo.models.adapters import AdapterSettings
@@ -17,11 +17,11 @@ from dschat_ppo.planner.role_memory import ITEMSIZE, Role, running_stage
 
 
 def roles_of(
-    config: Any, models: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, on_gpu: bool
+    config: StepConfig, models: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, on_gpu: bool
 ) -> list[Role]:
     """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a rank's device, or on
     a CPU its share of the host's."""
-    dtype, adapters, lora = config.run.dtype, config.adapters, config.lora
+    dtype, adapters = config.run.dtype, config.adapters
     fit: Any = config.ppo if isinstance(config, PPOConfig) else config.fit
 
     def parts(role: str, scalar: bool, dim: int = 0, layers: str | None = None) -> ModelParts:
@@ -68,9 +68,9 @@ def roles_of(
 
     if not isinstance(config, PPOConfig):
         scalar = isinstance(config, PreferenceConfig) and config.reward.trains_classifier
-        size = parts("model", scalar, lora.lora_dim, lora.lora_module_name)
+        size = parts("model", scalar, config.lora.lora_dim, config.lora.lora_module_name)
         return [trained("model", size, fit.zero_stage, fit.gradient_checkpointing)]
-    ppo = config.ppo
+    ppo, lora = config.ppo, config.lora
     size = parts("actor", False, lora.actor_lora_dim, lora.actor_lora_module_name)
     actor = trained("actor", size, ppo.actor_zero_stage, ppo.actor_gradient_checkpointing,
                     layer_by_layer=ppo.unpin_actor_parameters)  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.role_memory import FP32, Memory, Role
@@ -67,7 +67,7 @@ def load_phase(roles: Sequence[Role], ema: bool) -> Phase:
 
 
 def update_phase(
-    name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, micro_batches: int, config: Any,
+    name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, micro_batches: int, config: StepConfig,
     ema: bool = False,
 ) -> Phase:  # fmt: skip
     """An update of one model: the larger of the beginning and the end of the backward pass of its last micro-batch.
@@ -99,7 +99,7 @@ def checkpoint_phase(roles: Sequence[Role], ema: bool) -> Phase:
     return phase
 
 
-def supervised_phases(config: Any, role: Role) -> list[Phase]:
+def supervised_phases(config: SFTConfig | PreferenceConfig, role: Role) -> list[Phase]:
     """The phases of steps 1 and 2. Pairs of answers make two rows of each row of a batch."""
     fit, roles = config.fit, [role]
     is_pair = isinstance(config, PreferenceConfig) and config.reward.data_use == "preference"

@@ -24,6 +24,7 @@ from typing import Any
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.exit_codes import DONE, exit_code
 
@@ -105,7 +106,7 @@ def settings_folder(name: str, flag: str) -> str:
         return str(Path(huggingface_hub.hf_hub_download(name, "config.json")).parent)
 
 
-def _print_plan(words: argparse.Namespace, rest: list[str], config: Any) -> None:
+def _print_plan(words: argparse.Namespace, rest: list[str], config: StepConfig) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face

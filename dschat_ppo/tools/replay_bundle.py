@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
 from dschat_ppo.engine.router_term import replayed_term
@@ -85,21 +86,21 @@ def replay(folder: Path, dtype: str | None = None) -> bool:
     return bad
 
 
-def load_model(folder: Path, what: dict[str, Any], config: Any, dtype: str) -> PolicyModel | ScalarModel | None:
+def load_model(folder: Path, what: dict[str, Any], config: StepConfig, dtype: str) -> PolicyModel | ScalarModel | None:
     """The model that computed the number; None if none did."""
     if what["model"] is None:
         return None
     path = str(folder / MODEL) if what["model"] == MODEL else model_folder(what["model"], "model")
     resize, layout = config.run.resize_vocabulary, Layout(**what["layout"])
     scalar = what["role"] in ("critic", "reward")
-    if what["step_name"] == "reward":
+    if isinstance(config, PreferenceConfig):
         scalar = config.reward.trains_classifier
     if scalar:
         return ScalarModel(load_sequence_classifier(path, dtype, None, new_head=False, resize=resize), layout)
     return PolicyModel(load_causal_lm(path, dtype, None, resize=resize), layout)
 
 
-def attention_of(config: Any, dtype: str, device: torch.device) -> str:
+def attention_of(config: StepConfig, dtype: str, device: torch.device) -> str:
     """The value of `--attn_implementation` of the run; "auto", with a note, if it cannot run here."""
     choice: str = config.memory.attn_implementation
     try:
@@ -152,7 +153,9 @@ def loss_function(
     return loss_of
 
 
-def late_ends_of(config: Any, tokenizer: PreTrainedTokenizerBase, model: PolicyModel | ScalarModel) -> LateEnds | None:
+def late_ends_of(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PolicyModel | ScalarModel
+) -> LateEnds | None:
     """The tokens that `--min_answer_seq_len` kept from being drawn in the run."""
     assert isinstance(model, PolicyModel)
     return generation_config(config.ppo, tokenizer, model.lm).stopping.late_ends
