@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dschat_ppo.config.own_names import is_own_function
-from dschat_ppo.config.schema import flag, require, require_not_negative, require_positive
+from dschat_ppo.config.schema import flag, refuse, require, require_not_negative, require_positive, require_share
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
@@ -31,8 +31,6 @@ SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean
 @dataclass(frozen=True)
 class AlgorithmFlags:
     """Reward shaping, advantages, losses and KL of step 3."""
-
-    _argument_group_name: ClassVar[str] = "algorithm"
 
     # fmt: off
     advantage_estimator: ESTIMATOR | str = flag("gae",
@@ -134,30 +132,23 @@ class AlgorithmFlags:
             "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef kl_loss_coef "
             "off_policy_delta router_loss_coef reward_clip missing_eos_penalty overlong_buffer overlong_penalty",
         )
-        for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
-            require(0 <= value <= 1, f"--{name} must lie between 0 and 1, got {value}")
-        for name, value in (
-            ("high_entropy_share", self.high_entropy_share),
-            ("covariance_share", self.covariance_share),
-        ):
-            require(0 < value <= 1, f"--{name} must be above 0 and at most 1, got {value}")
-        require(
-            self.dual_clip == 0 or self.dual_clip > 1, f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}"
-        )
-        require(self.importance_cap > 1, f"--importance_cap must be above 1, got {self.importance_cap}")
+        for name in ("gamma", "gae_lambda"):
+            require(0 <= vars(self)[name] <= 1, f"--{name} must lie between 0 and 1, got {vars(self)[name]}")
+        require_share(self, "high_entropy_share covariance_share")
         defaults = {field.name: field.default for field in fields(self)}
         for applies, purpose, names in self._requirements():
             for name in names.split():
                 value = vars(self)[name]
                 message = f"--{name} {value} has no effect: it is for {purpose}; omit it"
                 require(applies or value == defaults[name], message)
-        require(
-            (self.clip_eps_low or self.clip_eps) < 1, "the lower clip, --clip_eps_low or --clip_eps, must be below 1"
-        )
-        require(
-            self.entropy_target is None or self.entropy_coef <= self.entropy_coef_max,
-            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}",
-        )
+        refuse({
+            f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
+                not (self.dual_clip == 0 or self.dual_clip > 1),
+            f"--importance_cap must be above 1, got {self.importance_cap}": not self.importance_cap > 1,
+            "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (self.clip_eps_low or self.clip_eps) >= 1,
+            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}":
+                self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max,
+        })  # fmt: skip
 
     def _requirements(self) -> list[tuple[bool, str, str]]:
         """(whether the other flags let these flags have an effect, what these flags are for, their names)."""

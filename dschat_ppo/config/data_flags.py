@@ -6,11 +6,12 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from dschat_ppo.config.schema import (
     MOST_PROCESSES,
     flag,
+    refuse,
     require,
     require_at_most,
     require_positive,
@@ -47,9 +48,7 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class DataFlags:
-    """Data sets, their split among the steps, how their rows are read, and tokenisation."""
-
-    _argument_group_name: ClassVar[str] = "data"
+    """Data sets, how their rows are read, and tokenisation."""
 
     # fmt: off
     data_path: list[str] = flag([],
@@ -113,27 +112,21 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require(len(self.data_path) > 0, "--data_path is required: name at least one data set")
         require_positive(self, "preprocessing_num_workers streaming_rows")
         require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
-        require(
-            self.streaming == (self.streaming_rows is not None),
-            "--streaming and --streaming_rows need each other: the number of rows sets the length of an epoch",
-        )
-        require(
-            self.input_template is None or "{}" in self.input_template,
-            f"--input_template '{self.input_template}' must contain {{}}, which stands for the prompt",
-        )
-        require(
-            self.input_template is None or "\\n" not in self.input_template,
-            f"--input_template '{self.input_template}' contains a backslash and the letter n; in bash, $'...' makes "
-            "line breaks of them",
-        )
-        for name in COLUMN_FLAGS:
-            require(
-                getattr(self, name) != "" or name == "system_column",
-                f"--{name} is empty; name a column or omit the flag",
-            )
+        template = self.input_template
+        refuse({
+            "--data_path is required: name at least one data set": not self.data_path,
+            "--streaming and --streaming_rows need each other: the number of rows sets the length of an epoch":
+                self.streaming != (self.streaming_rows is not None),
+            f"--input_template '{template}' must contain {{}}, which stands for the prompt":
+                template is not None and "{}" not in template,
+            f"--input_template '{template}' contains a backslash and the letter n; in bash, $'...' makes line breaks "
+            "of them": template is not None and "\\n" in template,
+        } | {
+            f"--{name} is empty; name a column or omit the flag": vars(self)[name] == ""
+            for name in COLUMN_FLAGS if name != "system_column"
+        })  # fmt: skip
         if self.answer_pattern is not None:
             try:
                 groups = re.compile(self.answer_pattern).groups

@@ -130,9 +130,14 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
 def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], hidden: Collection[str] = ()) -> None:
     """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`."""
     for group in groups:
-        section, types = parser.add_argument_group(group._argument_group_name), get_type_hints(group)
+        section, types = parser.add_argument_group(title_of(group)), get_type_hints(group)
         for field in dataclasses.fields(group):
             _add_flag(section, field, types[field.name], field.name in hidden)
+
+
+def title_of(group: Any) -> str:
+    """The title of a group of flags: the first line of its docstring."""
+    return str(group.__doc__).partition("\n")[0].removesuffix(".")
 
 
 def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden: bool) -> None:

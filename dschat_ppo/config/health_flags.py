@@ -160,7 +160,6 @@ def _help(rules: Sequence[Rule], window: int) -> str:
 class PPOHealthFlags:
     """Health warnings of step 3."""
 
-    _argument_group_name: ClassVar[str] = "health warnings"
     rules: ClassVar[tuple[Rule, ...]] = PPO_RULES
     default_window: ClassVar[int] = 10  # PPO steps
 
@@ -177,7 +176,6 @@ class PPOHealthFlags:
 class FitHealthFlags:
     """Health warnings of steps 1 and 2."""
 
-    _argument_group_name: ClassVar[str] = "health warnings"
     rules: ClassVar[tuple[Rule, ...]] = FIT_RULES
     default_window: ClassVar[int] = 50  # optimizer steps
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from dschat_ppo.config.flag_parser import help_of, values_of
+from dschat_ppo.config.flag_parser import help_of, title_of, values_of
 from dschat_ppo.errors import UserError
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
@@ -137,7 +137,7 @@ def _flags_of(group: Any, defaults: dict[str, Any]) -> Iterator[Flag]:
         if read.get("nargs") == "*":
             kind += " ..."
         yield Flag(
-            field.name, group._argument_group_name, kind, text, shown_default(default),
+            field.name, title_of(group), kind, text, shown_default(default),
             tuple(field.metadata.get("aliases", ())),
             default is dataclasses.MISSING or "(required)" in text,
             f"--no_{field.name}" if own is True else "",

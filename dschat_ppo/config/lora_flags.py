@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import RunFlags
@@ -30,9 +30,7 @@ _RANK_BOUND = "no weight matrix of a layer has a higher rank"
 
 @dataclass(frozen=True)
 class AdapterFlags:
-    """What all adapters of a run share."""
-
-    _argument_group_name: ClassVar[str] = "adapters"
+    """Adapters of all models."""
 
     # fmt: off
     lora_alpha: float = flag(32.0,
@@ -62,8 +60,6 @@ class AdapterFlags:
 class LoraFlags:
     """LoRA of the one model of steps 1 and 2."""
 
-    _argument_group_name: ClassVar[str] = "LoRA"
-
     # fmt: off
     lora_dim: int = flag(0,
         "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off")
@@ -82,8 +78,6 @@ class LoraFlags:
 @dataclass(frozen=True)
 class PPOLoraFlags:
     """LoRA of actor and critic."""
-
-    _argument_group_name: ClassVar[str] = "LoRA"
 
     # fmt: off
     actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0 = off")

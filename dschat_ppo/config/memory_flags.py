@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.schema import flag, refuse, require, require_positive
@@ -12,9 +12,7 @@ from dschat_ppo.config.schema import flag, refuse, require, require_positive
 
 @dataclass(frozen=True)
 class MemoryFlags:
-    """Where tensors are kept, how a sequence is divided, and which attention runs."""
-
-    _argument_group_name: ClassVar[str] = "memory and attention"
+    """Memory, division of sequences, and attention."""
 
     # fmt: off
     offload_optimizer: bool = flag(False,
@@ -74,8 +72,6 @@ def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
 @dataclass(frozen=True)
 class PPOMemoryFlags:
     """Memory of step 3."""
-
-    _argument_group_name: ClassVar[str] = "memory of PPO"
 
     # fmt: off
     experience_on_host: bool = flag(False,

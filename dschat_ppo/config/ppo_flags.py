@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
@@ -21,6 +21,7 @@ from dschat_ppo.config.schema import (
     require_fraction,
     require_not_negative,
     require_positive,
+    require_share,
 )
 
 EMA_DECAY = 0.992  # as in DeepSpeed-Chat
@@ -29,8 +30,6 @@ EMA_DECAY = 0.992  # as in DeepSpeed-Chat
 @dataclass(frozen=True)
 class PPOFlags:
     """Models, rollout, optimisation and engines of step 3."""
-
-    _argument_group_name: ClassVar[str] = "PPO"
 
     # fmt: off
     actor_model_name_or_path: str = flag(REQUIRED,
@@ -139,19 +138,16 @@ class PPOFlags:
             "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm sample_interval",
         )
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
-        require_fraction(self, "actor_dropout critic_dropout ema_decay")
+        require_fraction(self, "actor_dropout critic_dropout ema_decay min_p")
+        require_share(self, "top_p")
         for role in ("actor", "critic"):
             require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")
-        require(0 <= self.min_p < 1, f"--min_p must be at least 0 and below 1, got {self.min_p}")
-        require(0 < self.top_p <= 1, f"--top_p must be above 0 and at most 1, got {self.top_p}")
-        require(
-            self.min_answer_seq_len <= self.max_answer_seq_len,
-            f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}",
-        )
-        require(all(number >= 0 for number in self.stop_token_ids), "--stop_token_ids must be 0 or above")
-        require(self.enable_ema or self.ema_decay == EMA_DECAY, "--ema_decay is for --enable_ema, which is not given")
-        require(all(self.stop_strings), "--stop_strings must not contain an empty string")
         refuse({
+            f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
+                self.min_answer_seq_len > self.max_answer_seq_len,
+            "--stop_token_ids must be 0 or above": any(number < 0 for number in self.stop_token_ids),
+            "--ema_decay is for --enable_ema, which is not given": not self.enable_ema and self.ema_decay != EMA_DECAY,
+            "--stop_strings must not contain an empty string": not all(self.stop_strings),
             "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
                 self.offload_reference_model and self.actor_zero_stage < 3,
             "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
@@ -164,8 +160,6 @@ class PPOFlags:
 @dataclass(frozen=True)
 class EvaluationFlags:
     """Evaluation on held-out prompts before, during and after training."""
-
-    _argument_group_name: ClassVar[str] = "evaluation"
 
     # fmt: off
     eval_data_path: list[str] = flag([],
@@ -186,18 +180,13 @@ class EvaluationFlags:
     def __post_init__(self) -> None:
         require_not_negative(self, "eval_interval eval_max_prompts")
         require_positive(self, "eval_samples eval_batch_size")
-        require(
-            bool(self.eval_data_path) or not self.validate_only,
-            "--validate_only needs held-out prompts: give --eval_data_path",
-        )
-        values = asdict(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]
-        given = [f"--{field.name}" for field in others if values[field.name] != field.default]
-        require(
-            bool(self.eval_data_path) or not given,
-            f"{', '.join(given)}: has no effect without --eval_data_path; omit it, or give --eval_data_path",
-        )
-        require(
-            not (self.eval_greedy and self.eval_samples > 1),
-            "--eval_greedy gives the same answer every time: omit --eval_samples",
-        )
+        given = [f"--{field.name}" for field in others if vars(self)[field.name] != field.default]
+        refuse({
+            "--validate_only needs held-out prompts: give --eval_data_path":
+                self.validate_only and not self.eval_data_path,
+            f"{', '.join(given)}: has no effect without --eval_data_path; omit it, or give --eval_data_path":
+                bool(given) and not self.eval_data_path,
+            "--eval_greedy gives the same answer every time: omit --eval_samples":
+                self.eval_greedy and self.eval_samples > 1,
+        })  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
@@ -20,9 +20,7 @@ from dschat_ppo.config.schema import (
 
 @dataclass(frozen=True)
 class RewardSourceFlags:
-    """Reward sources and their weights; the score of an answer is the weighted sum over the sources."""
-
-    _argument_group_name: ClassVar[str] = "reward sources"
+    """Reward sources; the score of an answer is their weighted sum."""
 
     # fmt: off
     use_reward_model: bool = flag(True,

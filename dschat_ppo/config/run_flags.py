@@ -6,20 +6,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dschat_ppo.config.schema import (
     LARGEST_BETA,
     SMALLEST_EPSILON,
     flag,
     old_flag,
+    refuse,
     require,
     require_at_most,
     require_fraction,
     require_not_negative,
     require_positive,
 )
-from dschat_ppo.errors import UserError
 
 AUTO, NEVER = "auto", "never"
 EVAL = "eval_"
@@ -29,8 +29,6 @@ _LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
 @dataclass(frozen=True)
 class RunFlags:
     """Output folder, seed, number format, AdamW and logging."""
-
-    _argument_group_name: ClassVar[str] = "run"
 
     # fmt: off
     output_dir: str | None = flag(None, "output folder for models, metrics and the resolved configuration (required)")
@@ -76,34 +74,25 @@ class RunFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        if self.output_dir is None:
-            raise UserError("--output_dir is required: name the folder for the model and its metrics")
-        require(
-            "none" not in self.report_to or len(set(self.report_to)) == 1,
-            f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them",
-        )
         require_not_negative(self, "seed")
         require_positive(self, "profile dry_run_ranks")
-        require(self.dry_run_ranks is None or self.dry_run, "--dry_run_ranks needs --dry_run")
         require_fraction(self, "adam_beta1 adam_beta2")
         # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
         # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.
         smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
-        require(
-            smallest <= epsilon <= 1,
-            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: a smaller one can make "
-            "fp32 divide by 0, and with a larger one the weights hardly move",
-        )
-        for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
-            require(
-                beta <= LARGEST_BETA,
-                f"--{name} must be at most {LARGEST_BETA:g}, got {beta}: above, fp32 rounds gradients away",
-            )
-        require(
-            beta1**2 < beta2,
-            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: otherwise an "
-            "update has no bound when small gradients follow large ones",
-        )
+        too_high = f"must be at most {LARGEST_BETA:g}, got"
+        refuse({
+            "--output_dir is required: name the folder for the model and its metrics": self.output_dir is None,
+            f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them":
+                "none" in self.report_to and len(set(self.report_to)) > 1,
+            "--dry_run_ranks needs --dry_run": self.dry_run_ranks is not None and not self.dry_run,
+            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: a smaller one can make fp32 "
+            "divide by 0, and with a larger one the weights hardly move": not smallest <= epsilon <= 1,
+            f"--adam_beta1 {too_high} {beta1}: above, fp32 rounds gradients away": beta1 > LARGEST_BETA,
+            f"--adam_beta2 {too_high} {beta2}: above, fp32 rounds gradients away": beta2 > LARGEST_BETA,
+            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: otherwise an update "
+            "has no bound when small gradients follow large ones": beta1**2 >= beta2,
+        })  # fmt: skip
 
     @property
     def folder(self) -> str:
@@ -135,8 +124,6 @@ class RunFlags:
 @dataclass(frozen=True)
 class SafetyFlags:
     """Checkpoints, resuming, timeouts and non-finite numbers."""
-
-    _argument_group_name: ClassVar[str] = "checkpoints and failures"
 
     # fmt: off
     save_steps: int = flag(0, "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
@@ -171,9 +158,7 @@ class SafetyFlags:
 
 @dataclass(frozen=True)
 class ConsoleFlags:
-    """What a run prints."""
-
-    _argument_group_name: ClassVar[str] = "console"
+    """Console."""
 
     # fmt: off
     logging_steps: int = flag(10,
@@ -210,9 +195,7 @@ LOWEST_LOSS = BestMetric("eval_loss", higher=False)
 
 @dataclass(frozen=True)
 class ExportFlags:
-    """Hugging Face folders that a run writes before its end."""
-
-    _argument_group_name: ClassVar[str] = "export"
+    """Hugging Face folders that are written before the end."""
 
     # fmt: off
     save_hf_steps: int = flag(0,
@@ -226,9 +209,7 @@ class ExportFlags:
 
 @dataclass(frozen=True)
 class BestFlags:
-    """The best model of steps 1 and 2."""
-
-    _argument_group_name: ClassVar[str] = "best model"
+    """Best model."""
 
     # fmt: off
     metric_for_best: str | None = flag(None,
@@ -250,9 +231,8 @@ class BestFlags:
             text, direction = self.metric_for_best, ""
         name = f"{EVAL}{text.removeprefix(EVAL)}"
         kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
-        known = kind in (*_LOWER, *_HIGHER)
         require(
-            bool(direction) or known,
+            bool(direction) or kind in (*_LOWER, *_HIGHER),
             f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
             f"{name}:min",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.batch_plan import times
@@ -17,6 +16,7 @@ from dschat_ppo.config.schema import (
     require_clip_norm,
     require_fraction,
     require_not_negative,
+    require_share,
 )
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
@@ -28,8 +28,6 @@ POLYNOMIAL_END = 1e-7  # transformers' polynomial schedule ends at this rate, an
 @dataclass(frozen=True)
 class ScheduleFlags:
     """Schedule and length of a run."""
-
-    _argument_group_name: ClassVar[str] = "schedule"
 
     # fmt: off
     warmup_ratio: float = flag(0.0,
@@ -65,9 +63,7 @@ class ScheduleFlags:
 
 @dataclass(frozen=True)
 class PPOScheduleFlags:
-    """What differs for the critic, and what the reference is."""
-
-    _argument_group_name: ClassVar[str] = "critic's schedule and reference"
+    """Schedule of the critic, and the reference."""
 
     # fmt: off
     critic_lr_scheduler_type: SCHEDULERS | None = flag(None,
@@ -86,20 +82,21 @@ class PPOScheduleFlags:
     def __post_init__(self) -> None:
         require_not_negative(self, "critic_num_warmup_steps critic_max_grad_norm ref_sync_interval")
         require_clip_norm(self, "critic_max_grad_norm")
-        mixup = self.ref_sync_mixup
-        require(0 < mixup <= 1, f"--ref_sync_mixup must be above 0 and at most 1, got {mixup}")
-        require(self.ref_sync_interval > 0 or mixup == 1, "--ref_sync_mixup has no effect without --ref_sync_interval")
+        require_share(self, "ref_sync_mixup")
+        require(
+            self.ref_sync_interval > 0 or self.ref_sync_mixup == 1,
+            "--ref_sync_mixup has no effect without --ref_sync_interval",
+        )
 
     def require_roles(self, algorithm: AlgorithmFlags, lora: PPOLoraFlags) -> None:
         """Refuse flags of a critic or a reference that the run does not have."""
-        for name in ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm"):
-            require(
-                algorithm.has_critic or vars(self)[name] is None,
-                f"--{name}: this --advantage_estimator has no critic; omit the flag",
-            )
+        of_critic = ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm")
         none = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
         named, syncs = self.ref_model_name_or_path is not None, self.ref_sync_interval > 0
         refuse({
+            f"--{name}: this --advantage_estimator has no critic; omit the flag":
+                not algorithm.has_critic and vars(self)[name] is not None for name in of_critic
+        } | {
             f"--ref_model_name_or_path: {none}": named and not algorithm.has_reference,
             f"--ref_sync_interval: {none}": syncs and not algorithm.has_reference,
             "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "

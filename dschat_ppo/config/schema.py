@@ -92,21 +92,23 @@ def require_fraction(flags: object, names: str) -> None:
         require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
 
 
+def require_share(flags: object, names: str) -> None:
+    """Require these flags to be in (0, 1]."""
+    for name, value in _named(flags, names):
+        require(value is None or 0 < value <= 1, f"--{name} must be above 0 and at most 1, got {value}")
+
+
 def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str) -> None:
     """Require these two flags and `--max_grad_norm` to bound the update of AdamW. With the betas that `RunFlags`
     allows, an update moves each weight by at most the learning rate times a small number, and weight decay multiplies
     it by `1 - learning_rate * weight_decay`."""
-    (_, rate), (_, decay) = _named(flags, f"{learning_rate} {weight_decay}")
-    assert rate is not None and decay is not None
-    require(
-        rate <= 1,
-        f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about this rate",
-    )
-    require(
-        rate * decay < 1,
+    rate, decay = vars(flags)[learning_rate], vars(flags)[weight_decay]
+    refuse({
+        f"--{learning_rate} must be at most 1, got {rate}: an update of AdamW moves each weight by about this rate":
+            rate > 1,
         f"--{learning_rate} x --{weight_decay} must be below 1, got {rate * decay:g}: otherwise the decay changes the "
-        "sign of the weights or makes them grow",
-    )
+        "sign of the weights or makes them grow": rate * decay >= 1,
+    })  # fmt: skip
     require_clip_norm(flags, "max_grad_norm")
 
 

@@ -36,7 +36,7 @@ from dschat_ppo.config.schedule_flags import (
     ppo_schedules,
     require_schedule,
 )
-from dschat_ppo.config.schema import refuse, require
+from dschat_ppo.config.schema import refuse
 from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
 
 
@@ -86,11 +86,10 @@ class PreferenceConfig:
     health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
-        require(
-            not (self.reward.has_reference and self.data.streaming),
+        refuse({
             f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
-            "it does not go with --streaming",
-        )
+            "it does not go with --streaming": self.reward.has_reference and self.data.streaming,
+        })  # fmt: skip
         self.best.require_metric(self.reward.eval_metrics)
         _check_fit(self)
 
@@ -106,11 +105,10 @@ def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
 def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
     fit = config.fit
     check_memory(config.memory, {"--zero_stage": fit.zero_stage}, config.run.dtype)
-    require(
-        not (fit.packing and config.data.streaming),
+    refuse({
         "--packing needs the length of every training row before the first step, which --streaming does not know; use "
-        "one of the two",
-    )
+        "one of the two": fit.packing and config.data.streaming,
+    })  # fmt: skip
     require_usable_lora(_adapted(fit), config.lora, config.adapters, config.run)
     require_schedule(config.schedule, fit_schedules(fit), fit)
 
@@ -169,10 +167,10 @@ class PPOConfig:
             self.ppo_memory, ppo.actor_zero_stage, ppo.unpin_actor_parameters, self.run.dtype,
             self.lora.actor_lora_dim,
         )  # fmt: skip
-        require(
-            not ppo.offload or min(stages.values()) > 0,
-            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device",
-        )
+        refuse({
+            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device":
+                ppo.offload and min(stages.values()) == 0,
+        })  # fmt: skip
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, self.rewards.use_reward_model)
         self.ppo_schedule.require_roles(algorithm, self.lora)

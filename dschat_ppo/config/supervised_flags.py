@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
@@ -14,6 +14,7 @@ from dschat_ppo.config.schema import (
     ZERO_STAGES,
     flag,
     old_flag,
+    refuse,
     require,
     require_at_most,
     require_bounded_updates,
@@ -51,8 +52,6 @@ _DATA_USES: dict[str, Literal["unpaired", "steps"]] = {"kto": "unpaired", "proce
 @dataclass(frozen=True)
 class SupervisedFlags:
     """Training of one model on rows of data (steps 1 and 2)."""
-
-    _argument_group_name: ClassVar[str] = "training"
 
     # fmt: off
     model_name_or_path: str = flag(REQUIRED, "Hugging Face model: a folder or a hub name")
@@ -92,10 +91,6 @@ class SupervisedFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require(
-            self.max_seq_len >= 2,
-            f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}",
-        )
         require_positive(
             self,
             "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
@@ -104,10 +99,12 @@ class SupervisedFlags:
         require_not_negative(
             self, "weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"
         )
-        require(
-            not self.offload or self.zero_stage > 0,
-            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device",
-        )
+        refuse({
+            f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}":
+                self.max_seq_len < 2,
+            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device":
+                self.offload and self.zero_stage == 0,
+        })  # fmt: skip
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
         require_fraction(self, "dropout eval_fraction")
         require_bounded_updates(self, "learning_rate", "weight_decay")
@@ -115,9 +112,7 @@ class SupervisedFlags:
 
 @dataclass(frozen=True)
 class SFTFlags:
-    """Flags of step 1 only."""
-
-    _argument_group_name: ClassVar[str] = "supervised fine-tuning"
+    """Supervised fine-tuning."""
 
     # fmt: off
     sft_only_data_path: list[str] = flag([],
@@ -132,9 +127,7 @@ class SFTFlags:
 
 @dataclass(frozen=True)
 class PreferenceFlags:
-    """Flags of step 2 only."""
-
-    _argument_group_name: ClassVar[str] = "preferences"
+    """Preferences and rewards of steps."""
 
     # fmt: off
     objective: OBJECTIVES = flag("reward",
@@ -169,7 +162,6 @@ class PreferenceFlags:
     def __post_init__(self) -> None:
         require_not_negative(self, "center_rewards_coef label_smoothing nll_coef simpo_gamma")
         require_positive(self, "beta kto_desirable_weight kto_undesirable_weight")
-        require(bool(self.step_separator), "--step_separator must not be an empty string")
         defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
             value = vars(self)[name]
@@ -178,16 +170,14 @@ class PreferenceFlags:
                 f"--{name} {value} has no effect with --objective {self.objective}; leave it out, or use --objective "
                 f"{' or '.join(objectives)}",
             )
-        if self.objective in ONLY_FOR["label_smoothing"]:
-            require(
-                0 < self.label_smoothing < 0.5,
-                f"--label_smoothing must be above 0 and below 0.5 for --objective {self.objective}, got "
-                f"{self.label_smoothing}",
-            )
-        require(
-            self.objective != "dpo_nll" or self.nll_weight > 0,
-            "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no NLL term",
-        )
+        refuse({
+            "--step_separator must not be an empty string": not self.step_separator,
+            f"--label_smoothing must be above 0 and below 0.5 for --objective {self.objective}, got "
+            f"{self.label_smoothing}":
+                self.objective in ONLY_FOR["label_smoothing"] and not 0 < self.label_smoothing < 0.5,
+            "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no NLL term":
+                self.objective == "dpo_nll" and self.nll_weight == 0,
+        })  # fmt: skip
 
     @property
     def idle(self) -> dict[str, str]:

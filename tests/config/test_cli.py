@@ -61,8 +61,9 @@ def test_configurations_are_frozen():
 
 @pytest.mark.parametrize(("words", "printed"), [
     (["--help"], "needed:"), (["-h"], "needed:"), (["--no_such_flag", "--help"], "needed:"),
-    (["--help", "all"], "All "), (["--help=truncation"], "data:\n  --truncation "),
-    (["--help", "--learning-rate"], "training:\n  --learning_rate X "),
+    (["--help", "all"], "All "),
+    (["--help=truncation"], "Data sets, how their rows are read, and tokenisation:\n  --truncation "),
+    (["--help", "--learning-rate"], "Training of one model on rows of data (steps 1 and 2):\n  --learning_rate X "),
 ])  # fmt: skip
 def test_help_prints_what_is_asked_for_and_ends(words, printed, capsys):
     with pytest.raises(SystemExit) as leaving:

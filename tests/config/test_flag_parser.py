@@ -1,7 +1,7 @@
 """Flags from the fields of dataclasses: names, types, defaults and help."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 from transformers import HfArgumentParser
@@ -14,9 +14,7 @@ from dschat_ppo.errors import UserError
 
 @dataclass
 class Flags:
-    """One field of each kind."""
-
-    _argument_group_name: ClassVar[str] = "all kinds"
+    """All kinds."""
 
     model_path: str = flag(REQUIRED, "needed")
     size: int = flag(3, "a count")
@@ -156,7 +154,6 @@ def test_help_shows_types_and_defaults_but_no_empty_ones():
 def test_help_lists_many_choices_once_in_the_text():
     @dataclass
     class Many:
-        _argument_group_name: ClassVar[str] = "many"
         method: Literal["the first method", "the second method"] = flag("the first method", "a method")
 
     help_text = " ".join(flag_parser([Many], usage="", add_help=False).format_help().split())

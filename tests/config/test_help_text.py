@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 import pytest
 
@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass
 class Flags:
-    """One field of each kind."""
-
-    _argument_group_name: ClassVar[str] = "all kinds"
+    """All kinds."""
 
     model_path: str = flag(REQUIRED, "needed")
     folder: str | None = flag(None, "needed too (required)")
@@ -58,7 +56,7 @@ def test_each_flag_is_in_the_whole_help_exactly_once():
 def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
     printed = help_text("sft", flags_of([Flags], {"size": 7}), "all").partition("\n\n")[2]
     assert printed.splitlines() == [
-        "all kinds:",
+        "All kinds:",
         "  --model_path TEXT               needed (required)",
         "  --folder TEXT                   needed too (required)",
         "  --size N                        a count (default: 7)",
