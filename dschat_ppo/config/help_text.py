@@ -57,7 +57,7 @@ _IN_SHORT = {
     "actor_model_name_or_path": "SFT model: actor and reference",
     "critic_model_name_or_path": "reward model; also initialises the critic",
     "data_path": "files, folders or hub names",
-    "output_dir": "folder for models, metrics and report",
+    "output_dir": "models, metrics and report",
     "objective": "see --help objective",
     "beta": "strength of the KL constraint (dpo, ...)",
     "data_split": "shares of the rows for steps 1, 2, 3",

@@ -140,7 +140,7 @@ def test_help_shows_types_and_defaults_but_no_empty_ones():
     lines = flag_parser([Flags], usage="", add_help=False).format_help().splitlines()
     shown = [" ".join(line.split()) for line in lines]
     shown = [line.replace("--rate X, --lr X", "--rate, --lr X") for line in shown]  # before Python 3.13
-    assert "all kinds:" in shown
+    assert "All kinds:" in shown
     assert any(line.endswith("needed (required)") for line in shown)
     assert "--size N a count (default: 3)" in shown
     assert "--rate, --lr X a rate" in shown
