@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from dschat_ppo.config.own_names import is_own_function
-from dschat_ppo.config.schema import flag, refuse, require, require_not_negative, require_positive, require_share
+from dschat_ppo.config.schema import flag, refuse, require, require_ranges
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
@@ -122,19 +122,22 @@ class AlgorithmFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(
+        require_ranges(
             self,
-            "clip_eps clip_eps_low clip_eps_high sapo_tau_positive sapo_tau_negative entropy_delta entropy_coef_max "
-            "kl_target target_kl max_log_ratio kl_horizon dynamic_sampling_rounds",
-        )
-        require_not_negative(
-            self,
-            "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef kl_loss_coef "
-            "off_policy_delta router_loss_coef reward_clip missing_eos_penalty overlong_buffer overlong_penalty",
+            positive=(
+                "clip_eps clip_eps_low clip_eps_high sapo_tau_positive sapo_tau_negative "
+                "entropy_delta entropy_coef_max kl_target target_kl max_log_ratio kl_horizon "
+                "dynamic_sampling_rounds"
+            ),
+            not_negative=(
+                "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef "
+                "kl_loss_coef off_policy_delta router_loss_coef reward_clip missing_eos_penalty "
+                "overlong_buffer overlong_penalty"
+            ),
+            share="high_entropy_share covariance_share",
         )
         for name in ("gamma", "gae_lambda"):
             require(0 <= vars(self)[name] <= 1, f"--{name} must lie between 0 and 1, got {vars(self)[name]}")
-        require_share(self, "high_entropy_share covariance_share")
         defaults = {field.name: field.default for field in fields(self)}
         for applies, purpose, names in self._requirements():
             for name in names.split():

@@ -8,14 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import (
-    MOST_PROCESSES,
-    flag,
-    refuse,
-    require,
-    require_at_most,
-    require_positive,
-)
+from dschat_ppo.config.schema import MOST_PROCESSES, flag, refuse, require, require_at_most, require_ranges
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
@@ -112,7 +105,7 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require_positive(self, "preprocessing_num_workers streaming_rows")
+        require_ranges(self, positive="preprocessing_num_workers streaming_rows")
         require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
         template = self.input_template
         refuse({

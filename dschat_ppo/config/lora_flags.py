@@ -8,15 +8,7 @@ from typing import Any
 
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import RunFlags
-from dschat_ppo.config.schema import (
-    flag,
-    refuse,
-    require,
-    require_at_most,
-    require_fraction,
-    require_not_negative,
-    require_positive,
-)
+from dschat_ppo.config.schema import flag, refuse, require, require_at_most, require_ranges
 
 _TARGETS = (
     "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
@@ -51,8 +43,7 @@ class AdapterFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(self, "lora_alpha")
-        require_fraction(self, "lora_dropout")
+        require_ranges(self, positive="lora_alpha", fraction="lora_dropout")
         require(not (self.load_in_4bit and self.load_in_8bit), "--load_in_4bit and --load_in_8bit: use one of the two")
 
 
@@ -69,9 +60,8 @@ class LoraFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "lora_dim")
+        require_ranges(self, positive="lora_learning_rate", not_negative="lora_dim")
         require_at_most(self, "lora_dim", _MOST_RANK, _RANK_BOUND)
-        require_positive(self, "lora_learning_rate")
         require_at_most(self, "lora_learning_rate", 1, _BOUND)
 
 
@@ -94,10 +84,13 @@ class PPOLoraFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "actor_lora_dim critic_lora_dim")
+        require_ranges(
+            self,
+            positive="actor_lora_learning_rate critic_lora_learning_rate",
+            not_negative="actor_lora_dim critic_lora_dim",
+        )
         require_at_most(self, "actor_lora_dim critic_lora_dim", _MOST_RANK, _RANK_BOUND)
         rates = "actor_lora_learning_rate critic_lora_learning_rate"
-        require_positive(self, rates)
         require_at_most(self, rates, 1, _BOUND)
 
 

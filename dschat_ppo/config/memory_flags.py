@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.schema import flag, refuse, require, require_positive
+from dschat_ppo.config.schema import flag, refuse, require, require_ranges
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MemoryFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(self, "sequence_parallel_size zero_hpz_partition_size")
+        require_ranges(self, positive="sequence_parallel_size zero_hpz_partition_size")
 
 
 def possible_sizes(ranks: int, heads: int | None = None) -> str:
@@ -89,7 +89,7 @@ class PPOMemoryFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(self, "inference_tp_size tp_gather_partition_size")
+        require_ranges(self, positive="inference_tp_size tp_gather_partition_size")
 
 
 def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:

@@ -18,10 +18,7 @@ from dschat_ppo.config.schema import (
     require,
     require_at_most,
     require_bounded_updates,
-    require_fraction,
-    require_not_negative,
-    require_positive,
-    require_share,
+    require_ranges,
 )
 
 EMA_DECAY = 0.992  # as in DeepSpeed-Chat
@@ -125,21 +122,23 @@ class PPOFlags:
 
     def __post_init__(self) -> None:
         require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
-        require_positive(
+        require_ranges(
             self,
-            "per_device_generation_batch_size per_device_training_batch_size generation_batches ppo_epochs "
-            "gradient_accumulation_steps num_train_epochs max_prompt_seq_len max_answer_seq_len temperature "
-            "actor_learning_rate critic_learning_rate print_answers_interval n_samples_per_prompt "
-            "repetition_penalty",
-        )
-        require_not_negative(
-            self,
-            "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef actor_weight_decay "
-            "critic_weight_decay num_warmup_steps test_stop_step max_grad_norm sample_interval",
+            positive=(
+                "per_device_generation_batch_size per_device_training_batch_size generation_batches "
+                "ppo_epochs gradient_accumulation_steps num_train_epochs max_prompt_seq_len "
+                "max_answer_seq_len temperature actor_learning_rate critic_learning_rate "
+                "print_answers_interval n_samples_per_prompt repetition_penalty"
+            ),
+            not_negative=(
+                "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef "
+                "actor_weight_decay critic_weight_decay num_warmup_steps test_stop_step max_grad_norm "
+                "sample_interval"
+            ),
+            fraction="actor_dropout critic_dropout ema_decay min_p",
+            share="top_p",
         )
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
-        require_fraction(self, "actor_dropout critic_dropout ema_decay min_p")
-        require_share(self, "top_p")
         for role in ("actor", "critic"):
             require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")
         refuse({
@@ -178,8 +177,7 @@ class EvaluationFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "eval_interval eval_max_prompts")
-        require_positive(self, "eval_samples eval_batch_size")
+        require_ranges(self, positive="eval_samples eval_batch_size", not_negative="eval_interval eval_max_prompts")
         others = [field for field in fields(self) if field.name != "eval_data_path"]
         given = [f"--{field.name}" for field in others if vars(self)[field.name] != field.default]
         refuse({

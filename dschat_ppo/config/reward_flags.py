@@ -8,14 +8,7 @@ from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import (
-    MOST_PROCESSES,
-    flag,
-    refuse,
-    require,
-    require_at_most,
-    require_positive,
-)
+from dschat_ppo.config.schema import MOST_PROCESSES, flag, refuse, require, require_at_most, require_ranges
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class RewardSourceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(self, "reward_workers reward_timeout remote_reward_timeout")
+        require_ranges(self, positive="reward_workers reward_timeout remote_reward_timeout")
         require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process on this machine")
         require_at_most(self, "reward_timeout remote_reward_timeout", 10**6, "10^6 seconds are eleven days")
         for name, value in (

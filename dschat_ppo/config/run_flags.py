@@ -16,9 +16,7 @@ from dschat_ppo.config.schema import (
     refuse,
     require,
     require_at_most,
-    require_fraction,
-    require_not_negative,
-    require_positive,
+    require_ranges,
 )
 
 AUTO, NEVER = "auto", "never"
@@ -74,9 +72,7 @@ class RunFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "seed")
-        require_positive(self, "profile dry_run_ranks")
-        require_fraction(self, "adam_beta1 adam_beta2")
+        require_ranges(self, positive="profile dry_run_ranks", not_negative="seed", fraction="adam_beta1 adam_beta2")
         # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
         # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.
         smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
@@ -146,8 +142,11 @@ class SafetyFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "save_steps save_minutes")
-        require_positive(self, "save_total_limit collective_timeout max_nonfinite_skips")
+        require_ranges(
+            self,
+            positive="save_total_limit collective_timeout max_nonfinite_skips",
+            not_negative="save_steps save_minutes",
+        )
         require(
             self.collective_timeout >= 1,
             f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
@@ -168,7 +167,7 @@ class ConsoleFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(self, "logging_steps")
+        require_ranges(self, positive="logging_steps")
 
     def prints(self, step: int, total: int) -> bool:
         """Whether the run prints a line after `step`, counted from 1, of `total`."""
@@ -204,7 +203,7 @@ class ExportFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "save_hf_steps")
+        require_ranges(self, not_negative="save_hf_steps")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.lora_flags import PPOLoraFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import (
-    SCHEDULERS,
-    flag,
-    refuse,
-    require,
-    require_clip_norm,
-    require_fraction,
-    require_not_negative,
-    require_share,
-)
+from dschat_ppo.config.schema import SCHEDULERS, flag, refuse, require, require_clip_norm, require_ranges
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
@@ -41,8 +32,7 @@ class ScheduleFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_fraction(self, "warmup_ratio min_lr_ratio")
-        require_not_negative(self, "max_steps")
+        require_ranges(self, not_negative="max_steps", fraction="warmup_ratio min_lr_ratio")
 
     def warmup_steps(self, number: int, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
@@ -80,9 +70,12 @@ class PPOScheduleFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "critic_num_warmup_steps critic_max_grad_norm ref_sync_interval")
+        require_ranges(
+            self,
+            not_negative="critic_num_warmup_steps critic_max_grad_norm ref_sync_interval",
+            share="ref_sync_mixup",
+        )
         require_clip_norm(self, "critic_max_grad_norm")
-        require_share(self, "ref_sync_mixup")
         require(
             self.ref_sync_interval > 0 or self.ref_sync_mixup == 1,
             "--ref_sync_mixup has no effect without --ref_sync_interval",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
 from pathlib import Path
 from typing import Any, Literal
@@ -72,30 +72,23 @@ def refuse(problems: Mapping[str, bool]) -> None:
         require(not holds, message)
 
 
-def require_positive(flags: object, names: str) -> None:
-    """Require these flags (names separated by spaces) to be above 0; None (not given) passes."""
-    for name, value in _named(flags, names):
-        require(value is None or 0 < value < math.inf, f"--{name} must be finite and above 0, got {value}")
-
-
-def require_not_negative(flags: object, names: str) -> None:
-    """Require these flags to be 0 or above; None passes. The message says what 0 means, for which others have -1."""
-    for name, value in _named(flags, names):
-        meaning = re.search(r"\b0 = [^;,)]+", type(flags).__dataclass_fields__[name].metadata["help"])  # type: ignore[attr-defined]
-        zero = f"; {meaning[0]}" if meaning else ""
-        require(value is None or 0 <= value < math.inf, f"--{name} must be finite, 0 or above, got {value}{zero}")
-
-
-def require_fraction(flags: object, names: str) -> None:
-    """Require these flags to be in [0, 1); None passes."""
-    for name, value in _named(flags, names):
-        require(value is None or 0 <= value < 1, f"--{name} must be at least 0 and below 1, got {value}")
-
-
-def require_share(flags: object, names: str) -> None:
-    """Require these flags to be in (0, 1]."""
-    for name, value in _named(flags, names):
-        require(value is None or 0 < value <= 1, f"--{name} must be above 0 and at most 1, got {value}")
+def require_ranges(
+    flags: object, *, positive: str = "", not_negative: str = "", fraction: str = "", share: str = ""
+) -> None:
+    """Require flags, whose names are separated by spaces, to be in a range; None (not given) passes. Of flags that are
+    0 or above the message says what 0 means, for which others have -1."""
+    ranges: list[tuple[str, str, Callable[[float], bool]]] = [
+        (positive, "finite and above 0", lambda value: 0 < value < math.inf),
+        (not_negative, "finite, 0 or above", lambda value: 0 <= value < math.inf),
+        (fraction, "at least 0 and below 1", lambda value: 0 <= value < 1),
+        (share, "above 0 and at most 1", lambda value: 0 < value <= 1),
+    ]
+    for names, wanted, fits in ranges:
+        for name, value in _named(flags, names):
+            help = type(flags).__dataclass_fields__[name].metadata["help"]  # type: ignore[attr-defined]
+            zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
+            message = f"--{name} must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else "")
+            require(value is None or fits(value), message)
 
 
 def require_bounded_updates(flags: object, learning_rate: str, weight_decay: str) -> None:

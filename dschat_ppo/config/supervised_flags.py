@@ -18,9 +18,7 @@ from dschat_ppo.config.schema import (
     require,
     require_at_most,
     require_bounded_updates,
-    require_fraction,
-    require_not_negative,
-    require_positive,
+    require_ranges,
 )
 
 OBJECTIVES = Literal[
@@ -91,13 +89,14 @@ class SupervisedFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_positive(
+        require_ranges(
             self,
-            "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
-            "num_train_epochs",
-        )
-        require_not_negative(
-            self, "weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"
+            positive=(
+                "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+                "learning_rate num_train_epochs"
+            ),
+            not_negative=("weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"),
+            fraction="dropout eval_fraction",
         )
         refuse({
             f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}":
@@ -106,7 +105,6 @@ class SupervisedFlags:
                 self.offload and self.zero_stage == 0,
         })  # fmt: skip
         require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
-        require_fraction(self, "dropout eval_fraction")
         require_bounded_updates(self, "learning_rate", "weight_decay")
 
 
@@ -160,8 +158,11 @@ class PreferenceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "center_rewards_coef label_smoothing nll_coef simpo_gamma")
-        require_positive(self, "beta kto_desirable_weight kto_undesirable_weight")
+        require_ranges(
+            self,
+            positive="beta kto_desirable_weight kto_undesirable_weight",
+            not_negative="center_rewards_coef label_smoothing nll_coef simpo_gamma",
+        )
         defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
             value = vars(self)[name]
