@@ -22,8 +22,7 @@ from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
-from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
-from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
+from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.skip_update import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import unwrap

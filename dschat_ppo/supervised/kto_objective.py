@@ -26,7 +26,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.label_collators import (
+from dschat_ppo.data.collators import (
     OTHER_REF_LOGPROB,
     OTHER_ROW,
     REF_LOGPROB,

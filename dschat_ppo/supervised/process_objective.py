@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.process_loss import step_losses
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.data.label_collators import StepBatch, collate_steps
+from dschat_ppo.data.collators import StepBatch, collate_steps
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.monitor.metric_sums import MetricSums, moments

@@ -168,9 +168,8 @@ def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: Any) -> I
     are the last ones of answers or steps, whose scores the loss reads."""
     import torch
 
-    from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft
+    from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft, collate_steps
     from dschat_ppo.data.examples import ADDED
-    from dschat_ppo.data.label_collators import collate_steps
     from dschat_ppo.models.tokenizers import filler_id
 
     row, pad_id, names = rows[index], filler_id(tokenizer), ["chosen", "rejected"]

@@ -17,8 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
-from dschat_ppo.data.collators import SFTBatch, real_rows
-from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
+from dschat_ppo.data.collators import LabelledBatch, SFTBatch, StepBatch, real_rows
 from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError, counted

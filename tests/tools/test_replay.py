@@ -15,8 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import AnswerBatch, PairBatch, PreferenceBatch, SFTBatch
-from dschat_ppo.data.label_collators import LabelledBatch, StepBatch
+from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.skip_update import random_state
 from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
