@@ -206,7 +206,7 @@ def checkpoint_resume(rng: random.Random, material: Path, own: Path) -> int:
 
 def report(rng: random.Random, material: Path, own: Path) -> int:
     """A mutated output folder in the report."""
-    from dschat_ppo.tools.report.__main__ import main
+    from dschat_ppo.tools.report import main
 
     run = copy_of(material / "run", own / "run")
     _ppo_outputs(rng, run)
@@ -221,7 +221,8 @@ def _ppo_outputs(rng: random.Random, run: Path) -> None:
     """What step 3 writes beside the outputs of step 1, with strange numbers."""
     names = ("reward/score_mean", "kl/ref_k1", "policy/entropy", "time/rollout", "memory/train_peak_gib")
     lines = {
-        "samples": [{"step": step, "prompt": "a <b>", "answer": "c", "score": 0.5, "scores": {"rule": 1.0}}
+        "samples": [{"step": step, "prompt": "a <b>", "answer": "c", "score": 0.5, "scores": {"rule": 1.0},
+                     "kl": 0.1, "length": 3, "ended": "eos"}
                     for step in range(3)],
         "health": [{"step": 1, "rule": "kl_high", "message": "KL is high"}],
         "eval/step_000001": [
