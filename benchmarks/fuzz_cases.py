@@ -206,7 +206,7 @@ def checkpoint_resume(rng: random.Random, material: Path, own: Path) -> int:
 
 def report(rng: random.Random, material: Path, own: Path) -> int:
     """A mutated output folder in the report."""
-    from dschat_ppo.tools.report import main
+    from dschat_ppo.tools.report.__main__ import main
 
     run = copy_of(material / "run", own / "run")
     _ppo_outputs(rng, run)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from report_runs import ppo_lines, write_run
 
-from dschat_ppo.tools.report import main
+from dschat_ppo.tools.report.__main__ import main
 
 
 def test_one_run_gets_its_report_into_its_folder(tmp_path, capsys):
