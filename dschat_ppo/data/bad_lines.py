@@ -11,7 +11,6 @@ AROUND_CHARACTERS = 40  # shown before and after a byte that is not UTF-8
 NOT_UTF8 = "is not UTF-8 text (save the file as UTF-8)"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
 WAY_OUT = "--bad_rows skip leaves such rows out"
-BATCH_BYTES = 2**22  # of a file that are read at a time
 
 
 def too_many(bad: int, rows: int, policy: str) -> bool:
@@ -33,21 +32,18 @@ class BadLines:
     first: str = ""
 
     def add(self, place: str, cause: str, content: str, lines: int = 1) -> None:
-        """Count a bad line of a file, or the several lines of one bad row. The message of the error does not name the
-        file.
-
-        Args:
-            place: such as "line 7".
-            cause: a predicate, such as "is not JSON".
-            content: of the line; its first `QUOTED_CHARACTERS` are quoted.
-            lines: how many lines are skipped.
-        """
+        """Count a bad row of `lines` lines at `place`, such as "line 7". The error does not name the file. `cause`: a
+        predicate, such as "is not JSON"; the first `QUOTED_CHARACTERS` of `content` are quoted."""
         shown = f"{content[:QUOTED_CHARACTERS]!r}" + ("..." if len(content) > QUOTED_CHARACTERS else "")
         message = f"{place} {cause}: {shown}"
         if not self.skip:
             raise UserError(f"{message}; {WAY_OUT}")
         self.first = self.first or message
         self.count += lines
+
+    def forget(self) -> None:
+        """Count from here on."""
+        self.count, self.first = 0, ""
 
     def add_bytes(self, place: str, content: bytes) -> None:
         """Count a line that is not UTF-8; the text around its first bad byte is quoted."""

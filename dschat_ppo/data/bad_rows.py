@@ -6,14 +6,14 @@ import re
 from collections import Counter
 
 import numpy as np
-from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.examples import Use
 from dschat_ppo.data.form_labels import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
-from dschat_ppo.data.splits import ORIGIN, Origins, Splits
+from dschat_ppo.data.rows import Origins, Rows
+from dschat_ppo.data.splits import Splits
 from dschat_ppo.data.tokenise import TokenTable
 from dschat_ppo.errors import UserError
 
@@ -57,14 +57,16 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
         logger().warning(f"data: skipped: {message}")
 
 
-def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray, form: str, use: Use) -> None:
+def report_left_out(name: str, table: TokenTable, raw: Rows, used: np.ndarray, form: str, use: Use) -> None:
     """Log what gives this step no sample although nothing is wrong with it: answers of KTO that are labelled bad in
     SFT, and rows of other forms without a pair."""
     bad = table.fitted == Fitted.UNUSABLE
     if form == "kto" and use == "sft":
         good = np.setdiff1d(used, table.number[bad])
-        is_grouped = GROUP_ANSWERS in raw.column_names
-        answers = sum(map(len, raw.select(good)[GROUP_ANSWERS])) if is_grouped else len(good)
+        is_grouped = GROUP_ANSWERS in raw.columns
+        answers = sum(
+            map(len, (row[GROUP_ANSWERS] for row in raw.select(good.tolist()))) if is_grouped else [len(good)]
+        )
         if left := answers - int((~bad).sum()):
             way = "--ignore_columns label trains all of them"
             logger().info(f"data: {name}: {left} of {answers} answers are labelled bad and not trained; {way}")
@@ -72,7 +74,7 @@ def report_left_out(name: str, table: TokenTable, raw: Dataset, used: np.ndarray
         logger().info(f"data: {name}: {left} of {len(used)} rows have nothing for this step, as without a worse answer")
 
 
-def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origins, skips: bool) -> np.ndarray:
+def report_duplicates(name: str, table: TokenTable, raw: Rows, origins: Origins, skips: bool) -> np.ndarray:
     """Log the rows that repeat an earlier row of the data set: the same prompt and answers, compared by hashes. Returns
     (N,) bool, True on the token rows to drop: all repetitions if `skips`, otherwise none."""
     usable = np.flatnonzero(table.usable)
@@ -84,7 +86,7 @@ def report_duplicates(name: str, table: TokenTable, raw: Dataset, origins: Origi
     if count:
         later = int(repeats.argmax())
         earlier = int(usable[(table.key[usable] == table.key[later]).argmax()])
-        pair = " repeats ".join(origins.describe(raw[int(table.number[place])][ORIGIN]) for place in (later, earlier))
+        pair = " repeats ".join(origins.describe(raw.origin(int(table.number[place]))) for place in (later, earlier))
         done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
         logger().warning(f"data: {name}: {count} rows repeat an earlier row and {done}: {pair}")
     return repeats if skips else np.zeros_like(repeats)

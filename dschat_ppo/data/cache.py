@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import datasets
 import tokenizers
@@ -43,6 +44,7 @@ POLL_SECONDS = 0.5
 _READERS = 4  # files that are read at once
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of a data file in its key
 _FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of their rows
+NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
 
 def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
@@ -65,9 +67,15 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
                 if folder.exists():
                     logger().warning(f"data: {folder} is damaged and is made again")
                 names = _write_entry(folder, make)
-    rows = datasets.concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
+    tables = [Dataset.from_file(str(folder / name)) for name in names if name != NOTES_FILE]
+    rows = datasets.concatenate_datasets(tables)
     rows._fingerprint = key
     return rows
+
+
+def notes_of(rows: Dataset) -> Any:
+    """The JSON that the maker of an entry left in `NOTES_FILE`."""
+    return json.loads(Path(rows.cache_files[0]["filename"]).with_name(NOTES_FILE).read_bytes())
 
 
 @contextmanager
@@ -97,11 +105,13 @@ def _entry_lock(folder: Path) -> Iterator[None]:
 def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
     unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
     try:
-        rows = make(empty_folder(unfinished / "work"))
+        work = empty_folder(unfinished / "work")
+        made = [(f"rows_{number:05d}.arrow", file["filename"]) for number, file in enumerate(make(work).cache_files)]
+        made += [(NOTES_FILE, str(work / NOTES_FILE))] if (work / NOTES_FILE).exists() else []
         content = {}
-        for number, file in enumerate(rows.cache_files):
-            path = unfinished / f"rows_{number:05d}.arrow"
-            os.replace(file["filename"], path)
+        for name, file in made:
+            path = unfinished / name
+            os.replace(file, path)
             content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
         remove_folder(unfinished / "work")
         write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
@@ -137,28 +147,22 @@ def _intact_files(folder: Path) -> list[str] | None:
     return list(content)
 
 
-def regrouped(rows: Dataset, identity: str, regroup: Callable[[Dataset], Dataset], root: str | None) -> Dataset:
-    """`regroup(rows)`, from the cache. `identity` differs between functions that give other rows."""
-    key = _digest(rows._fingerprint, identity, _code())
-
-    def make(folder: Path) -> Dataset:
-        return regroup(rows).map(None, cache_file_name=str(folder / "groups.arrow"), new_fingerprint=key)
-
-    return cached_dataset(root, key, make)
+def rows_key(*parts: object) -> str:
+    """Key of rows as they are read: what they are made from and how, and the code that does it."""
+    return _digest(datasets.__version__, _code(), *parts)
 
 
-def file_key(path: Path, *settings: object) -> str:
-    """Key of a data file as a table: path, size, modification time, a sample of its content, and how it is read. Tools
-    that copy files may keep the modification time. The sample finds a change of a file up to 1 MiB, and most of those
-    of a larger one, without reading it whole at each start."""
+def file_key(path: Path) -> str:
+    """Key of a data file: path, size, modification time and a sample of its content. Tools that copy files may keep the
+    modification time. The sample finds a change of a file up to 1 MiB, and most of those of a larger one, without
+    reading it whole at each start."""
     found = path.stat()
     sample = hashlib.sha256()
     with path.open("rb") as file:
         for number in range(_SAMPLES):
             file.seek(max(number * _SAMPLE_BYTES, number * (found.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1)))
             sample.update(file.read(_SAMPLE_BYTES))
-    version = datasets.__version__
-    return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, sample.hexdigest(), version, *settings)
+    return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, sample.hexdigest())
 
 
 def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:

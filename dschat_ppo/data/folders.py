@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.data.files import SUPPORTED, kind_of
-from dschat_ppo.errors import UserError, in_one_line, reading
+from dschat_ppo.data.parts import SUPPORTED, kind_of
+from dschat_ppo.errors import UserError, reading
 
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
 TRAIN = "train"
@@ -32,10 +31,10 @@ Files = dict[str, list[Path]]  # split -> its files in order
 def split_files(folder: Path, config: str | None, what: str) -> Files:
     """The files of each split of a folder, sorted by path.
 
-    A `save_to_disk` folder says itself which files it has. So does the README.md of a clone of a hub data set, if it
-    lists configurations. In any other folder, a file named `NAME-00000-of-00002` is of the split NAME; a file whose
-    name, or whose folder's name, starts with "eval", "validation", "valid", "val", "dev" or "test" is of that split;
-    all others are training files. Subfolders count only if the folder itself has no training file.
+    The README.md of a clone of a hub data set says it, if it lists configurations. In any other folder, a file named
+    `NAME-00000-of-00002` is of the split NAME; a file whose name, or whose folder's name, starts with "eval",
+    "validation", "valid", "val", "dev" or "test" is of that split; all others are training files. Subfolders count only
+    if the folder itself has no training file.
 
     `config` is a configuration in README.md or a subfolder; None if there is only one. `what` is for messages.
     """
@@ -52,9 +51,6 @@ def split_files(folder: Path, config: str | None, what: str) -> Files:
             shown = ", ".join(names) or "none"
             raise UserError(f"{what}: has no configuration or subfolder '{config}' (subfolders: {shown})")
         folder = folder / config
-    saved = _saved_files(folder, what)
-    if saved is not None:
-        return saved
     found = _data_files(folder)
     if not found:
         raise UserError(f"{what}: the folder holds no data file; supported are {SUPPORTED}")
@@ -126,33 +122,6 @@ def _group(path: Path, folder: Path) -> tuple[str, ...]:
     names_split = [part.lower() in (TRAIN, "training") or is_eval(part) for part in parts]
     parts = parts[: names_split.index(True)] if True in names_split else parts
     return () if parts == ("data",) else parts
-
-
-def _saved_files(folder: Path, what: str) -> Files | None:
-    """The files of a folder that `save_to_disk` wrote; None if it did not."""
-    if (folder / "dataset_dict.json").is_file():
-        names = _json(folder / "dataset_dict.json", what).get("splits")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"{what}: its dataset_dict.json lists no splits")
-        return {name: _state_files(folder / name, what) for name in names}
-    return {TRAIN: _state_files(folder, what)} if (folder / "state.json").is_file() else None
-
-
-def _state_files(folder: Path, what: str) -> list[Path]:
-    listed = _json(folder / "state.json", what).get("_data_files")
-    entries = listed if isinstance(listed, list) else []
-    names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and "filename" in entry]
-    if not names:
-        raise UserError(f"{what}: {folder / 'state.json'} lists no data files")
-    return [folder / name for name in names]
-
-
-def _json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as problem:
-        raise UserError(f"{what}: {path} cannot be read: {in_one_line(problem)}") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _configs(folder: Path, what: str) -> list[dict[str, Any]]:

@@ -3,24 +3,22 @@ answer; see `form_readers.py`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Any
-
-import pyarrow
-from datasets import Dataset
 
 from dschat_ppo.data.examples import Example, Use
 from dschat_ppo.data.form_readers import prompt_value
-from dschat_ppo.data.form_rows import LABELS, RANKS, SCORES, Cells
+from dschat_ppo.data.form_rows import LABELS, Cells
 from dschat_ppo.data.messages import Message, Messages, from_json, kind_of, looks_like_messages, split_answer
+from dschat_ppo.data.rows import Row, Rows
 from dschat_ppo.errors import UserError
 
+SCORES = ("scores", "ratings", "rewards")  # columns with a number per answer: more is better
+RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 _TEXTS = ("text", "answer", "response", "completion", "content")  # keys of an answer that is an object
 _SCORE = ("score", "overall_score", "rating", "reward")
-_GROUPS = 10_000
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_prompt` adds
 _STEP_LABELS = {"+": 1.0, "-": 0.0, "true": 1.0, "false": 0.0}
 _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
@@ -151,38 +149,23 @@ def _is_good(label: Any) -> bool:
     return LABELS[text]
 
 
-def group_by_prompt(rows: Dataset, prompt: str, answer: str, label: str, context: tuple[str, ...] = ()) -> Dataset:
-    """One row for each prompt of a whole data set of KTO rows; `prompt`, `answer` and `label` name its columns,
-    `context` further ones that are part of what is asked, such as that of the system message.
+def group_by_prompt(
+    rows: Rows, prompt: str, answer: str, label: str, context: tuple[str, ...] = ()
+) -> Iterator[tuple[Row, int]]:
+    """One row for each prompt of a whole data set of KTO rows, with its origin; `prompt`, `answer` and `label` name its
+    columns, `context` further ones that are part of what is asked, such as that of the system message.
 
-    Returns:
-        The first row of each prompt, in order, with all its answers in `GROUP_ANSWERS` and their labels in
-        `GROUP_LABELS`, in the order of the rows.
+    It is the first row of the prompt, in the order of the rows, with all answers to the prompt in `GROUP_ANSWERS` and
+    their labels in `GROUP_LABELS`.
     """
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows.select_columns([prompt, *context])):
-        asked = row[prompt] if not context else [row[name] for name in (prompt, *context)]
-        key = asked if isinstance(asked, str) else json.dumps(asked, default=str)
-        groups.setdefault(key, []).append(number)
-    order = [number for numbers in groups.values() for number in numbers]
-    members = rows.select_columns([answer, label]).select(order).with_format("arrow")[:]
-    grouped = rows.select([numbers[0] for numbers in groups.values()])
-    for name, column in ((GROUP_ANSWERS, answer), (GROUP_LABELS, label)):
-        key = hashlib.sha256(f"{grouped._fingerprint} {name} {column}".encode()).hexdigest()[:32]
-        lists = _lists(members[column], [len(numbers) for numbers in groups.values()])
-        grouped = grouped.add_column(name, lists, new_fingerprint=key)
-    return grouped
-
-
-def _lists(values: pyarrow.ChunkedArray, lengths: list[int]) -> pyarrow.ChunkedArray:
-    """Consecutive values as lists of these lengths, some thousands at a time: 32-bit offsets hold 2 GiB of text."""
-    parts, start = [], 0
-    for at in range(0, len(lengths), _GROUPS):
-        offsets = [0, *accumulate(lengths[at : at + _GROUPS])]
-        part = values.slice(start, offsets[-1]).combine_chunks()
-        parts.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets, pyarrow.int32()), part))
-        start += offsets[-1]
-    return pyarrow.chunked_array(parts)
+    groups: dict[str, tuple[int, list[Any], list[Any]]] = {}
+    for number, row in enumerate(rows):
+        key = json.dumps([row.get(name) for name in (prompt, *context)])
+        _, answers, labels = groups.setdefault(key, (number, [], []))
+        answers.append(row.get(answer))
+        labels.append(row.get(label))
+    for number, answers, labels in groups.values():
+        yield rows[number] | {GROUP_ANSWERS: answers, GROUP_LABELS: labels}, rows.origin(number)
 
 
 # A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong one, or a number

@@ -21,13 +21,13 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_left_out, report_unreadable
-from dschat_ppo.data.cache import regrouped
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step, table_of
+from dschat_ppo.data.rows import Origins, Rows, regrouped
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.splits import ORIGIN, Origins, Splits, load_all, load_splits
+from dschat_ppo.data.splits import Splits, load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
@@ -55,7 +55,7 @@ class TokenRows:
 class TokenisedSet:
     """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`."""
 
-    raw: Dataset
+    raw: Rows
     origins: Origins
     table: TokenTable
     numbers: np.ndarray  # of the raw rows, in the order of use
@@ -102,8 +102,7 @@ class Preparation:
         raw = splits.train
         if self.most_rows is not None:
             raw = raw.select(range(min(self.most_rows, len(raw))))
-        columns = [name for name in raw.column_names if name != ORIGIN]
-        first = [{name: row[name] for name in columns} for row in raw.select(range(min(FIRST_ROWS, len(raw))))]
+        columns, first = list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))]
         form = self.form_of(source, columns, first)
         raw = self.grouped(form, raw)
         if is_eval:
@@ -128,7 +127,7 @@ class Preparation:
         self.forms[source.label] = form
         return form
 
-    def grouped(self, form: Form, raw: Dataset) -> Dataset:
+    def grouped(self, form: Form, raw: Rows) -> Rows:
         """The rows that the form reads: some forms join several rows of a file into one."""
         if form.regroup is None:
             return raw
@@ -164,7 +163,7 @@ class Preparation:
             truth_replaces, self.step_separator,
         )  # fmt: skip
 
-    def tokenise(self, source: DataSource, raw: Dataset, origins: Origins, form: Form, parts: list[Numbers]) -> None:
+    def tokenise(self, source: DataSource, raw: Rows, origins: Origins, form: Form, parts: list[Numbers]) -> None:
         """Tokenise rows of one data set, and add those of its parts that are within the length limit, can be used and
         are no duplicates. Log what is dropped, and why. `UserError` if `--bad_rows` does not accept it, or if the limit
         leaves training no row or no whole answer."""

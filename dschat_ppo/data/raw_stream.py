@@ -4,58 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.file_formats import Batch, Row
+from dschat_ppo.data.parts import Part, read_part
 
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
 START: dict[str, Any] = {"part": 0, "number": 0, "place": None}  # position before the first row
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class PartBatch:
-    """Some rows of a part, with their numbers in it, from 1 on.
-
-    Attributes:
-        place: after them, in values that JSON can hold.
-        unreadable: lines between them that are skipped because they cannot be read.
-        problem: of the first such line, "" if there is none.
-    """
-
-    numbers: Sequence[int]
-    rows: list[Row]
-    place: Any
-    unreadable: int = 0
-    problem: str = ""
-
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some rows of a stream that belong to this step, "FILE, row N" of each, and the lines left out (`PartBatch`)."""
+    """Some rows of a stream that belong to this step, "FILE, row N" of each, how many lines between them are left out
+    because they cannot be read, and the problem of the first one, or ""."""
 
     origins: list[str]
     rows: list[Row]
     unreadable: int = 0
     problem: str = ""
-
-
-class StreamPart(Protocol):
-    """A file, or a split on the hub. `name`: in messages, with its flag."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def flag(self) -> str: ...
-
-    def batches(self, place: Any) -> Iterator[PartBatch]:
-        """The rows from `place` on, None for the start."""
 
 
 @dataclass(frozen=True)
@@ -89,37 +60,40 @@ class StepShare:
 
 
 class RawStream:
-    """Reads the rows of one data set, batch by batch: of all its files or splits, or those of `share` alone. `position`
-    is the place after the last batch, for `seek`, in values that JSON can hold."""
+    """Reads the rows of one data set, batch by batch: of all its parts, or those of `share` alone. `position` is the
+    place after the last batch, for `seek`, in values that JSON can hold. `skip` leaves out lines that cannot be read;
+    otherwise they are an error."""
 
-    def __init__(self, parts: Sequence[StreamPart], share: StepShare | None):
+    def __init__(self, parts: Sequence[Part], share: StepShare | None, skip: bool = False):
         self._parts = parts
         self._share = share
-        self._batches: Iterator[PartBatch] | None = None
+        self._bad = BadLines(skip)
+        self._batches: Iterator[Batch] | None = None
         self.position = START
 
     def batch(self) -> RawBatch | None:
         """The next batch, without rows if all belong to other steps; None at the end."""
         while (number := self.position["part"]) < len(self._parts):
             part = self._parts[number]
-            try:
-                with reading("cannot be read"):
-                    if self._batches is None:
-                        self._batches = part.batches(self.position["place"])
-                    found = next(self._batches, None)
-            except UserError as reason:
-                raise UserError(f"{part.flag} {part.name}: {reason}") from reason.__cause__
+            if self._batches is None:
+                self._batches = read_part(part, self._bad, self.position["place"])
+            found = next(self._batches, None)
+            unreadable, problem = self._bad.count, self._bad.first and f"{part.name}, {self._bad.first}"
+            self._bad.forget()
+            first = self.position["number"]
             if found is None:
                 self._batches = None
-                self.position = {**self.position, "part": number + 1, "place": None}
+                self.position = {"part": number + 1, "number": first, "place": None}
+                if unreadable:
+                    return RawBatch([], [], unreadable, problem)
                 continue
-            first, count = self.position["number"], len(found.rows)
-            self.position = {"part": number, "number": first + count, "place": found.place}
-            mine = [True] * count if self._share is None or not count else self._share.includes(first, count)
+            self.position = {"part": number, "number": first + len(found.rows), "place": found.place}
+            mine = [True] * len(found.rows)
+            if self._share is not None and found.rows:
+                mine = self._share.includes(first, len(found.rows))
             kept = [i for i, is_mine in enumerate(mine) if is_mine]
             origins = [f"{part.name}, row {found.numbers[i]}" for i in kept]
-            problem = found.problem and f"{part.name}, {found.problem}"
-            return RawBatch(origins, [found.rows[i] for i in kept], found.unreadable, problem)
+            return RawBatch(origins, [found.rows[i] for i in kept], unreadable, problem)
         return None
 
     def seek(self, position: dict[str, Any]) -> None:

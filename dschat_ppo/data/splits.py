@@ -1,4 +1,4 @@
-"""Read data sets (files, folders, hub names), choose their splits, and divide their rows over the three steps."""
+"""Open data sets (files, folders, hub names), choose their splits, and read their rows."""
 
 from __future__ import annotations
 
@@ -6,144 +6,102 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
-import numpy
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
-from dschat_ppo.data.files import SUPPORTED, read_files
-from dschat_ppo.data.folders import TRAIN, Files, find_split, is_eval, split_files
-from dschat_ppo.data.hub import hub_dataset
-from dschat_ppo.data.row_readers import FILE_SHIFT, ORIGIN, Skipped
+from dschat_ppo.data.folders import TRAIN, find_split, is_eval, split_files
+from dschat_ppo.data.hub import hub_dataset, hub_stream
+from dschat_ppo.data.parts import SUPPORTED, FilePart, HubPart, Part, TablePart
+from dschat_ppo.data.rows import Origins, Rows, Skipped, joined_rows, stored_rows
 from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, nearest_path, reading
 
-__all__ = ["ORIGIN", "Origins", "Splits", "load_all", "load_splits"]
 _SHOWN = 8  # files in the log
-
-
-@dataclass(frozen=True)
-class Origins:
-    """Names the rows of one data set for messages, by its files or its splits on the hub, in the order of their
-    numbers. Small and picklable, for the processes of `Dataset.map`."""
-
-    names: tuple[str, ...]
-
-    def describe(self, origin: int) -> str:
-        """The row with this value in the column `ORIGIN`, such as "data.jsonl, row 7"."""
-        return f"{shown_path(self.names[origin >> FILE_SHIFT])}, row {origin & ((1 << FILE_SHIFT) - 1)}"
 
 
 @dataclass(frozen=True)
 class Splits:
     """The rows of one data set, for training and for evaluation (or None), and the lines of its files that are skipped
-    because they cannot be read. Each row has an int64 column `ORIGIN` that survives shuffling, splitting and selecting;
-    `origins.describe` turns its value into "FILE, row N"."""
+    because they cannot be read."""
 
-    train: Dataset
-    eval: Dataset | None
+    train: Rows
+    eval: Rows | None
     origins: Origins
     skipped: Skipped = Skipped()
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A data set whose splits are known: files that are not read yet, or tables of the hub."""
+class OpenSet:
+    """A data set whose splits are known and not read yet."""
 
     source: DataSource
-    cache_dir: str | None
-    skip: bool
-    splits: Mapping[str, list[Path] | Dataset]
-    origins: Origins
+    splits: Mapping[str, Sequence[Part]]
 
     @property
     def what(self) -> str:
+        """The data set with its flag, for messages."""
         return f"{self.source.flag} {self.source.location}"
 
-    def files_of(self, name: str) -> list[Path]:
-        """The files of a split; none of a split on the hub."""
-        found = self.splits[name]
-        return found if isinstance(found, list) else []
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, in the order of their numbers: files by their paths."""
+        parts = [part for split in self.splits.values() for part in split]
+        return sorted(parts, key=lambda part: part.name) if isinstance(parts[0], FilePart) else parts
 
-    def read(self, names: Sequence[str]) -> tuple[Dataset, Skipped]:
-        """The rows of these splits, one after the other."""
-        wanted = [self.splits[name] for name in names]
-        paths = sorted(path for name in names for path in self.files_of(name))
-        if not paths:
-            return datasets.concatenate_datasets([part for part in wanted if isinstance(part, Dataset)]), Skipped()
-        numbers = [self.origins.names.index(str(path)) for path in paths]
-        return read_files(paths, numbers, self.what, self.cache_dir, self.skip)
+    @property
+    def origins(self) -> Origins:
+        """The names of its parts."""
+        return Origins(tuple(part.name for part in self.parts))
 
-
-def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
-    """Read one data set.
-
-    Training rows are those of the split that the source names, or of its training files, or of its split "train".
-    Evaluation rows are those of its other splits with a name such as "validation" or "test" (of a hub data set, of the
-    first one); if the source names a split such as "train_sft", only "test_sft" and its like. Unless `bad_rows` is
-    "error", lines that cannot be read are counted in `Splits.skipped`.
-    """
-    opened = _open(source, cache_dir, bad_rows != "error")
-    names = list(opened.splits)
-    if source.split is None:
-        chosen = [name for name in names if not is_eval(name)]
-        if TRAIN in chosen:
-            chosen = [TRAIN]
-        if len(chosen) != 1:
-            if chosen:
-                holds = f"has the training splits {', '.join(chosen)}"
-            elif is_hub_name(source.location):
-                holds = f"has no 'train' split with rows (it has {', '.join(names)})"
-            else:
-                holds = f"the folder holds only evaluation files ({', '.join(names)})"
-            raise UserError(f"{opened.what}: {holds}; choose one, as in {_example(source, (chosen or names)[0])}")
-        train, skipped = opened.read(chosen)
+    def chosen(self) -> tuple[list[tuple[str, str]], list[str]]:
+        """(the splits for training, each with its slice such as "train[:10%]" or "", those for evaluation)."""
+        source, names = self.source, list(self.splits)
         for_eval = [name for name in names if is_eval(name)]
-    else:
-        train, skipped, chosen = _read_chosen(opened, source.split)
-        for_eval = [name for name in names if is_eval(name) and name not in chosen]
-        suffix = chosen[0].removeprefix(TRAIN)
-        if not chosen[0].startswith(TRAIN):
-            for_eval = []
-        elif suffix:
-            for_eval = [name for name in for_eval if name.endswith(suffix)]
-    if is_hub_name(source.location):
-        for_eval = for_eval[:1]
-    if not for_eval:
-        return Splits(train, None, opened.origins, skipped)
-    files = [path for name in for_eval for path in opened.files_of(name)]
-    if files:
-        is_local = os.path.isdir(source.location)  # not an earlier download of a hub data set
-        names = [os.path.relpath(path, source.location) if is_local else path.name for path in files[:_SHOWN]]
-        more_files = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-        logger().info(f"data: {source.label}: files for evaluation: {', '.join(names)}{more_files}")
-    evaluation, more = opened.read(for_eval)
-    return Splits(train, evaluation, opened.origins, Skipped(skipped.count + more.count, skipped.first or more.first))
+        if source.split is None:
+            found = [name for name in names if not is_eval(name)]
+            found = [TRAIN] if TRAIN in found else found
+            if len(found) != 1:
+                if found:
+                    holds = f"has the training splits {', '.join(found)}"
+                elif is_hub_name(source.location):
+                    holds = f"has no 'train' split with rows (it has {', '.join(names)})"
+                else:
+                    holds = f"the folder holds only evaluation files ({', '.join(names)})"
+                raise UserError(f"{self.what}: {holds}; choose one, as in {self.example((found or names)[0])}")
+            cuts = [(found[0], "")]
+        else:
+            cuts = self.cuts(source.split)
+            first = cuts[0][0]
+            used = [name for name, _ in cuts]
+            for_eval = [name for name in for_eval if name not in used and first.startswith(TRAIN)]
+            for_eval = [name for name in for_eval if name.endswith(first.removeprefix(TRAIN))]
+        return cuts, for_eval[:1] if is_hub_name(source.location) else for_eval
+
+    def cuts(self, wanted: str) -> list[tuple[str, str]]:
+        """The splits that `wanted` names, with slices, such as `train[:10%]+test`."""
+        names = list(self.splits)
+        if (whole := find_split(names, wanted)) is not None:
+            return [(whole, "")]
+        found = []
+        for part in map(str.strip, wanted.split("+")):
+            word, bracket, _ = part.partition("[")
+            name = find_split(names, word.strip())
+            if name is None:
+                raise UserError(f"{self.what}: has no split '{word.strip()}'; it has {', '.join(names)}")
+            found.append((name, part if bracket else ""))
+        return found
+
+    def example(self, split: str) -> str:
+        """How to name a split of this data set."""
+        source = self.source
+        return f"{source.location}{f':{source.config}' if source.config else ''}[{split}]"
 
 
-def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
-    """Read as `train` a data set that is used whole, for evaluation: all files of a folder, whatever they are named. A
-    hub data set with several splits must name one."""
-    opened = _open(source, cache_dir, bad_rows != "error")
-    names = list(opened.splits)
-    if source.split is not None:
-        rows, skipped, _ = _read_chosen(opened, source.split)
-    elif is_hub_name(source.location) and len(names) > 1:
-        raise UserError(
-            f"{opened.what}: has the splits {', '.join(names)}; choose one, as in {_example(source, names[-1])}"
-        )
-    else:
-        if len(names) > 1:
-            logger().info(f"data: {source.label}: all its splits are used for evaluation: {', '.join(names)}")
-        rows, skipped = opened.read(names)
-    return Splits(rows, None, opened.origins, skipped)
-
-
-def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
+def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False) -> OpenSet:
+    """Find the parts of a data set; reads no row of a file. With `streaming` a hub data set is not downloaded."""
     what = f"{source.flag} {source.location}"
     if cache_dir is not None:
         cache_dir = os.path.expanduser(cache_dir)
@@ -154,61 +112,135 @@ def _open(source: DataSource, cache_dir: str | None, skip: bool) -> _Opened:
     path, config = Path(source.location), source.config
     if is_hub_name(source.location):
         name, config = hub_name(source.location, source.config)
+        shown = source.location + (f":{source.config}" if source.config else "")
+        if streaming:
+            revision, streams = hub_stream(name, config, source.flag)
+            return OpenSet(source, {
+                split: [HubPart(f"{shown} ({split})", source.flag, rows, f"{shown} {split} {revision}")]
+                for split, rows in streams.items()
+            })  # fmt: skip
         found = hub_dataset(name, config, cache_dir, source.flag)
         if not isinstance(found, Path):
-            return _open_hub(source, found, cache_dir, what)
+            return _tables(source, found, shown, what)
         path = found
+    saved_in = path / config if config else path
+    if (saved_in / "state.json").is_file() or (saved_in / "dataset_dict.json").is_file():
+        with reading(f"{what}: cannot be read as a folder of save_to_disk"):
+            saved = datasets.load_from_disk(str(saved_in))
+        splits = DatasetDict({TRAIN: saved}) if isinstance(saved, Dataset) else saved
+        return _tables(source, splits, str(saved_in), what)
     if path.is_dir():
-        files: Files = split_files(path, config, what)
+        files = split_files(path, config, what)
     elif not os.path.lexists(path):
         raise UserError(f"{what}: no such file or folder{nearest_path(path)}")
     elif source.config is not None:
         raise UserError(f"{what}: a file has no configuration '{source.config}'; supported files: {SUPPORTED}")
     else:
         files = {TRAIN: [path]}
-    names = tuple(str(path) for path in sorted({path for paths in files.values() for path in paths}))
-    return _Opened(source, cache_dir, skip, files, Origins(names))
+    return OpenSet(source, {split: [FilePart(file, source.flag) for file in paths] for split, paths in files.items()})
 
 
-def _open_hub(source: DataSource, found: Mapping[Any, Dataset], cache_dir: str | None, what: str) -> _Opened:
-    name = source.location + (f":{source.config}" if source.config else "")
+def _tables(source: DataSource, found: DatasetDict, shown: str, what: str) -> OpenSet:
+    """A data set whose splits are tables; those without rows do not count."""
     splits = {str(split): rows for split, rows in found.items() if len(rows)}
     if not splits:
         raise UserError(f"{what}: has no split with rows")
-    origins = Origins(tuple(f"{name} ({split})" for split in splits))
-    for number, (split, rows) in enumerate(splits.items()):
-        if ORIGIN in rows.column_names:
-            raise UserError(f"{what} ({split}): the column name '{ORIGIN}' is reserved; rename the column")
-        column = numpy.arange(1, len(rows) + 1, dtype=numpy.int64) | (number << FILE_SHIFT)
-        splits[split] = rows.add_column(ORIGIN, column)
-    return _Opened(source, cache_dir, False, splits, origins)
+    return OpenSet(source, {
+        split: [TablePart(f"{shown} ({split})", source.flag, rows)] for split, rows in splits.items()
+    })  # fmt: skip
 
 
-def _read_chosen(opened: _Opened, wanted: str) -> tuple[Dataset, Skipped, list[str]]:
-    """The rows of a split, or of parts of splits such as `train[:10%]+test`; the skipped lines; the splits' names."""
-    names = list(opened.splits)
-    if find_split(names, wanted) is not None:
-        instructions = [(wanted, "")]
+def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
+    """Read a data set, converted once and then memory-mapped from the cache.
+
+    Args:
+        source: a file, a folder or a hub name. The training split is the one it names, or else the only one that is not
+            for evaluation. A hub data set has at most one evaluation split; otherwise all of them are read.
+        cache_dir: folder of the cache; None for that of `datasets`.
+        bad_rows: `--bad_rows`; unless "error", lines of files that cannot be read are in `Splits.skipped`.
+    """
+    found = open_set(source, cache_dir)
+    cuts, for_eval = found.chosen()
+    train, skipped = _read_cuts(found, cuts, cache_dir, bad_rows)
+    evaluation = None
+    if for_eval:
+        _log_files(found, for_eval)
+        evaluation, more = _read(found, for_eval, cache_dir, bad_rows)
+        skipped += more
+    return Splits(train, evaluation, found.origins, skipped)
+
+
+def load_all(source: DataSource, cache_dir: str | None, bad_rows: str = "error") -> Splits:
+    """Read as `train` a data set that is used whole, for evaluation: all files of a folder, whatever they are named. A
+    hub data set with several splits must name one."""
+    found = open_set(source, cache_dir)
+    names = list(found.splits)
+    if source.split is not None:
+        rows, skipped = _read_cuts(found, found.cuts(source.split), cache_dir, bad_rows)
+    elif is_hub_name(source.location) and len(names) > 1:
+        example = found.example(names[-1])
+        raise UserError(f"{found.what}: has the splits {', '.join(names)}; choose one, as in {example}")
     else:
-        instructions = [(part.partition("[")[0].strip(), part) for part in wanted.split("+")]
-    tables, skipped, chosen = [], Skipped(), []
-    for word, part in instructions:
-        name = find_split(names, word)
-        if name is None:
-            raise UserError(f"{opened.what}: has no split '{word}'; it has {', '.join(names)}")
-        rows, more = opened.read([name])
-        if "[" in part:
-            with reading(f"{opened.what}: the split '{part.strip()}'"):
-                (place,) = datasets.ReadInstruction.from_spec(part.strip()).to_absolute({word: len(rows)})
-            numbers = range(place.from_, place.to)  # `datasets` refuses an empty range behind the last row
-            rows = rows.select(numbers if numbers else [])
-        if not len(rows):
-            raise UserError(f"{opened.what}: the split '{part.strip()}' has no rows")
+        if len(names) > 1:
+            logger().info(f"data: {source.label}: all its splits are used for evaluation: {', '.join(names)}")
+        return splits_named(found, names, cache_dir, bad_rows)
+    return Splits(rows, None, found.origins, skipped)
+
+
+def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str) -> Splits:
+    """The rows of whole splits, as `train`."""
+    rows, skipped = _read(found, names, cache_dir, bad_rows)
+    return Splits(rows, None, found.origins, skipped)
+
+
+def _read_cuts(
+    found: OpenSet, cuts: Sequence[tuple[str, str]], cache_dir: str | None, bad_rows: str
+) -> tuple[Rows, Skipped]:
+    """The rows of splits, or of slices of them, one after another."""
+    tables, skipped = [], Skipped()
+    for name, cut in cuts:
+        rows, more = _read(found, [name], cache_dir, bad_rows)
+        if cut:
+            with reading(f"{found.what}: the split '{cut}'"):
+                word = cut.partition("[")[0].strip()
+                (place,) = datasets.ReadInstruction.from_spec(cut).to_absolute({word: len(rows)})
+            numbers = range(place.from_, place.to)
+            if not numbers:
+                raise UserError(f"{found.what}: the split '{cut}' has no rows")
+            rows = rows.select(numbers)
         tables.append(rows)
-        chosen.append(name)
-        skipped = Skipped(skipped.count + more.count, skipped.first or more.first)
-    return datasets.concatenate_datasets(tables), skipped, chosen
+        skipped += more
+    return joined_rows(tables), skipped
 
 
-def _example(source: DataSource, split: str) -> str:
-    return f"{source.location}{f':{source.config}' if source.config else ''}[{split}]"
+def _read(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str) -> tuple[Rows, Skipped]:
+    """The rows of whole splits, in the order of their parts."""
+    wanted = [(n, part) for n, part in enumerate(found.parts) if any(part in found.splits[name] for name in names)]
+    tables, skipped = [], Skipped()
+    for number, part in wanted:
+        if isinstance(part, FilePart):
+            part.check()
+        rows, more = stored_rows(part, number, bad_rows != "error", cache_dir)
+        tables.append(rows)
+        skipped += more
+    _check_columns(found.what, [part for _, part in wanted], tables)
+    return joined_rows(tables), skipped
+
+
+def _check_columns(what: str, parts: Sequence[Part], tables: Sequence[Rows]) -> None:
+    """Refuse files of different kinds with different columns: one of them is not the data."""
+    kinds = {part.kind: (part, rows) for part, rows in zip(parts, tables, strict=True) if isinstance(part, FilePart)}
+    if len({frozenset(rows.columns) for _, rows in kinds.values()}) > 1:
+        shown = "; ".join(f"{part.path.name} has {', '.join(rows.columns)}" for part, rows in kinds.values())
+        raise UserError(f"{what}: holds files of different kinds and columns ({shown}); name one of the files")
+
+
+def _log_files(found: OpenSet, names: Sequence[str]) -> None:
+    """Log the files of splits for evaluation, which their names make so."""
+    location = found.source.location
+    paths = [part.path for name in names for part in found.splits[name] if isinstance(part, FilePart)]
+    if paths:
+        is_local = os.path.isdir(location)  # not an earlier download of a hub data set
+        shown = [os.path.relpath(path, location) if is_local else path.name for path in paths[:_SHOWN]]
+        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+        logger().info(f"data: {found.source.label}: files for evaluation: {', '.join(shown)}{more}")

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Features, Value
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
-from dschat_ppo.data.conversion import conversion_error
+from dschat_ppo.data.file_formats import Row
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED
-from dschat_ppo.data.raw_stream import RawBatch, RawStream, Row, StepShare, StreamPart
-from dschat_ppo.data.sources import DataSource, is_hub_name
-from dschat_ppo.data.splits import ORIGIN, Origins, Splits, load_all
-from dschat_ppo.data.stream_parts import StreamedSet, open_set
+from dschat_ppo.data.parts import FilePart, Part
+from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
+from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.splits import OpenSet, Splits, open_set, splits_named
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
+
+_ENDS = 2**16  # bytes at either end of a file that identify it, with its size
+
+
+@dataclass(frozen=True)
+class StreamedSet:
+    """One data set whose training rows are streamed, before its form is known.
+
+    Attributes:
+        parts: those with training rows, in order.
+        evaluation: names of its splits with evaluation rows.
+        columns: those of its first rows, which all its rows have then.
+    """
+
+    opened: OpenSet
+    parts: list[Part]
+    evaluation: list[str]
+    columns: tuple[str, ...]
+
+    @property
+    def content(self) -> str:
+        """What identifies the training rows, wherever they are stored."""
+        return "\0".join(content_of(part) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -43,8 +61,8 @@ class OpenedSource:
 
     def stream(self, bad_rows: str) -> StreamSource:
         """The source of its token rows, with `--bad_rows`."""
-        raw = RawStream(self.found.train, self.share)
-        tokenise = partial(_token_batch, settings=self.settings, skips=bad_rows != "error")
+        raw = RawStream(self.found.parts, self.share, bad_rows != "error")
+        tokenise = partial(_token_batch, columns=self.found.columns, settings=self.settings, skips=bad_rows != "error")
         return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise, bad_rows)
 
 
@@ -59,44 +77,43 @@ def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | Non
 
 
 def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[Row]]:
-    """The files of a data set, and its first rows."""
-    scratch = Path(flags.data_output_path or datasets.config.HF_DATASETS_CACHE).expanduser()
-    try:
-        scratch.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"--data_output_path {scratch}: cannot be written ({problem.strerror})") from None
-    found = open_set(source, flags.bad_rows != "error", scratch)
-    rows, unreadable = first_rows(found.train)
-    if not rows:
-        reason = f"none of its rows can be read; the first: {unreadable}" if unreadable else "the data set is empty"
-        raise UserError(f"{source.flag} {source.spec}: {reason}")
-    return found, rows
-
-
-def first_rows(parts: tuple[StreamPart, ...]) -> tuple[list[Row], str]:
-    """(the first `FIRST_ROWS` rows, read in a child process, which a damaged file may crash; problem of the first
-    skipped line before them, or "")."""
-    first_problem = ""
+    """The parts of a data set, and its first rows. Refuses what needs all rows: a number of them, or a slice."""
+    if source.samples is not None:
+        raise UserError(
+            f"{source.flag} {source.spec}: @ROWS needs all rows, so it does not go with --streaming; use a weight, as "
+            "in NAME:0.5"
+        )
+    opened = open_set(source, flags.data_output_path, streaming=True)
+    [(name, cut), *others], evaluation = opened.chosen()
+    if cut or others:
+        raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
+    parts = [part for part in opened.parts if part in opened.splits[name]]
     for part in parts:
-        with tempfile.NamedTemporaryFile() as file:
+        if isinstance(part, FilePart):
+            part.check()
+    rows, problem = list[Row](), ""
+    raw = RawStream(parts, None, flags.bad_rows != "error")
+    while len(rows) < FIRST_ROWS and (batch := raw.batch()) is not None:
+        rows, problem = rows + batch.rows, problem or batch.problem
+    if not rows:
+        reason = f"none of its rows can be read; the first: {problem}" if problem else "the data set is empty"
+        raise UserError(f"{source.flag} {source.spec}: {reason}")
+    columns = tuple(dict.fromkeys(name for row in rows[:FIRST_ROWS] for name in row))
+    return StreamedSet(opened, parts, evaluation, columns), rows[:FIRST_ROWS]
 
-            def read(part: StreamPart = part, path: str = file.name) -> None:
-                rows, problem = list[Row](), ""
-                for batch in part.batches(None):
-                    rows += batch.rows
-                    problem = problem or batch.problem
-                    if len(rows) >= FIRST_ROWS:
-                        break
-                Path(path).write_bytes(pickle.dumps((rows[:FIRST_ROWS], problem)))
 
-            reason = conversion_error(read)
-            if reason is not None:
-                raise UserError(f"{part.flag} {part.name}: {reason}")
-            rows, skipped = pickle.loads(Path(file.name).read_bytes())
-        first_problem = first_problem or (skipped and f"{part.name}, {skipped}")
-        if rows:
-            return rows, first_problem
-    return [], first_problem
+def content_of(part: Part) -> str:
+    """What identifies the rows of a part: of a file its name, its size and its ends."""
+    if not isinstance(part, FilePart):
+        return part.key
+    digest = hashlib.sha256()
+    with reading(f"{part.flag} {part.path}: cannot be read"), part.path.open("rb") as file:
+        size = part.path.stat().st_size
+        digest.update(f"{part.path.name}\0{size}\0".encode())
+        digest.update(file.read(_ENDS))
+        file.seek(max(0, size - _ENDS))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()
 
 
 def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
@@ -104,7 +121,7 @@ def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
     parts: list[Any] = []
     for each in opened:
         parts += [each.source.weight, each.share, *reading_of(each.settings, flags)]
-    places = "\0".join(each.found.place for each in opened)
+    places = "\0".join(part.key for each in opened for part in each.found.parts)
     return stream_key(places, opened[0].settings.tokenizer, *parts)
 
 
@@ -126,16 +143,7 @@ def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
 
 def evaluation_of(opened: OpenedSource, flags: DataFlags) -> Splits:
     """The rows of the splits for evaluation of a data set, as `train`. The training rows are not read."""
-    source, found = opened.source, opened.found
-    if not is_hub_name(source.location):
-        wanted = replace(source, split="+".join(found.evaluation))
-        return load_all(wanted, flags.data_output_path, flags.bad_rows)
-    part = found.hub_parts[found.evaluation[0]]
-    with reading(f"{part.flag} {part.name}: cannot be read"):
-        rows = Dataset.from_list([row for batch in part.batches(None) for row in batch.rows])
-    rows = rows.add_column(ORIGIN, np.arange(1, len(rows) + 1, dtype=np.int64))
-    rows._fingerprint = hashlib.sha256(f"{found.content} {part.name}".encode()).hexdigest()[:32]
-    return Splits(rows, None, Origins((part.name,)))
+    return splits_named(opened.found.opened, opened.found.evaluation, flags.data_output_path, flags.bad_rows)
 
 
 def _columns(use: str) -> Features:
@@ -143,15 +151,16 @@ def _columns(use: str) -> Features:
     return Features({name: kind for name, kind in token_features(use).items() if name != "digest"})
 
 
-def _token_batch(batch: RawBatch, settings: TokeniseSettings, skips: bool) -> TokenBatch:
+def _token_batch(batch: RawBatch, columns: tuple[str, ...], settings: TokeniseSettings, skips: bool) -> TokenBatch:
     """The token rows of a batch that are kept; see `StreamSource.tokenise`."""
-    columns, bad = tokenise_batch(batch.rows, batch.origins, settings)
+    raw_rows = [dict.fromkeys(columns) | row for row in batch.rows]
+    made, bad = tokenise_batch(raw_rows, batch.origins, settings)
     stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
     if stopping is not None:
         raise UserError(stopping.stop_message)
-    fitted = columns["fitted"]
+    fitted = made["fitted"]
     names = list(_columns(settings.use))
-    rows = [{name: columns[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
+    rows = [{name: made[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
     counts = Counter(FITTED_NAMES[Fitted(code)] for code in fitted)
-    counts[NOTHING] = len({*range(len(batch.rows))} - {*columns["index"], *(problem.index for problem in bad)})
+    counts[NOTHING] = len({*range(len(batch.rows))} - {*made["index"], *(problem.index for problem in bad)})
     return TokenBatch(rows, dict(counts), len({problem.index for problem in bad}), bad[0].message if bad else "")

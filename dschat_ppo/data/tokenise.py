@@ -23,7 +23,7 @@ from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends, text_blocks
-from dschat_ppo.data.splits import ORIGIN, Origins
+from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
 from dschat_ppo.data.step_ends import joined_steps, labelled_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
@@ -101,7 +101,7 @@ def token_features(use: str) -> Features:
 def tokenise_batch(
     raw_rows: Sequence[dict[str, Any]], origins: Sequence[str], settings: TokeniseSettings
 ) -> tuple[dict[str, list[Any]], list[BadRow]]:
-    """Tokenise some raw rows (without `ORIGIN`) of one data set; `origins` is "FILE, row N" of each.
+    """Tokenise some raw rows of one data set; `origins` is "FILE, row N" of each.
 
     Returns:
         (columns of equal length, bad rows by rising index, each once). The columns are those of `token_features`;
@@ -263,7 +263,7 @@ class TokenTable:
 
 
 def tokenise_rows(
-    raw: Dataset, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
+    raw: Rows, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
 ) -> TokenTable:
     """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
     read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
@@ -271,18 +271,18 @@ def tokenise_rows(
     wanted = np.zeros(len(raw), dtype=bool)
     wanted[numbers] = True
     used = hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
-    key = token_key(raw, settings.tokenizer, used, *reading_of(settings, flags))
+    key = token_key(raw.table, settings.tokenizer, used, *reading_of(settings, flags))
 
     def make(folder: Path) -> Dataset:
         workers = worker_count(flags.preprocessing_num_workers, len(numbers))
         with data_workers(workers):
-            rows = raw.map(
+            rows = raw.table.map(
                 _map_batch,
                 batched=True,
                 batch_size=_BATCH_ROWS,
                 with_indices=True,
-                fn_kwargs={"wanted": wanted, "origins": origins, "settings": settings},
-                remove_columns=raw.column_names,
+                fn_kwargs={"names": raw.columns, "wanted": wanted, "origins": origins, "settings": settings},
+                remove_columns=raw.table.column_names,
                 num_proc=workers if workers > 1 else None,
                 new_fingerprint=key,
                 cache_file_name=str(folder / "rows.arrow"),
@@ -308,15 +308,14 @@ def tokenise_rows(
 
 
 def _map_batch(
-    batch: dict[str, list[Any]], indices: list[int], wanted: np.ndarray, origins: Origins, settings: TokeniseSettings
-) -> pyarrow.Table:
+    batch: dict[str, list[Any]], indices: list[int], names: tuple[str, ...], wanted: np.ndarray, origins: Origins,
+    settings: TokeniseSettings,
+) -> pyarrow.Table:  # fmt: skip
     """Body of `Dataset.map`, in a worker: token rows and bad rows in the order of the raw rows."""
     schema = Features({**token_features(settings.use), **NOTES}).arrow_schema
     kept = [place for place, number in enumerate(indices) if wanted[number]]
-    values = [batch[name] for name in batch]
-    raw_rows = [{name: column[place] for name, column in zip(batch, values, strict=True)} for place in kept]
-    names = [origins.describe(row.pop(ORIGIN)) for row in raw_rows]
-    columns, bad = tokenise_batch(raw_rows, names, settings)
+    raw_rows = [parsed(batch[ROW][place], names) for place in kept]
+    columns, bad = tokenise_batch(raw_rows, [origins.describe(batch[ORIGIN][place]) for place in kept], settings)
     places = columns.pop("index") + [problem.index for problem in bad]
     columns["fitted"] += [int(Fitted.TOO_LONG if problem.is_too_long else Fitted.UNUSABLE) for problem in bad]
     columns["number"] = [indices[kept[place]] for place in places]

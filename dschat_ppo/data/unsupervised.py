@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
@@ -15,8 +16,9 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import in_groups
+from dschat_ppo.data.rows import ROW
 from dschat_ppo.data.sources import is_hub_name, parse_sources
-from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
@@ -38,18 +40,18 @@ def text_blocks(
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
         report_unreadable(source.label, splits, flags.bad_rows)
         rows = splits.train
-        if rows.features.get("text") not in (Value("string"), Value("large_string")):
-            columns = ", ".join(name for name in rows.column_names if name != ORIGIN)
+        if "text" not in rows.columns:
+            columns = ", ".join(rows.columns)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
-        key = token_key(rows, tokenizer, "text blocks", length, _FORMAT)
+        key = token_key(rows.table, tokenizer, "text blocks", length, _FORMAT)
 
         def make(folder: Path) -> Dataset:
             with data_workers(flags.preprocessing_num_workers):
-                return rows.map(
+                return rows.table.map(
                     _cut_into_blocks,
                     batched=True,
                     fn_kwargs={"tokenizer": tokenizer, "length": length},
-                    remove_columns=rows.column_names,
+                    remove_columns=rows.table.column_names,
                     num_proc=flags.preprocessing_num_workers,
                     new_fingerprint=key,
                     cache_file_name=str(folder / "blocks.arrow"),
@@ -67,7 +69,10 @@ def _cut_into_blocks(
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
-    for texts in in_groups(text or "" for text in batch["text"]):
+    found = [json.loads(text).get("text") or "" for text in batch[ROW]]
+    if wrong := [text for text in found if not isinstance(text, str)]:
+        raise UserError(f"{FLAG}: 'text' holds {json.dumps(wrong[0])[:40]}; it needs a text column 'text'")
+    for texts in in_groups(found):
         for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             joined += [*ids, tokenizer.eos_token_id]
     blocks = [joined[start : start + length] for start in range(0, len(joined), length)]

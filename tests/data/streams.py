@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.chunks import StreamSource, TokenBatch
-from dschat_ppo.data.raw_stream import PartBatch, RawBatch, RawStream, StepShare
+from dschat_ppo.data.file_formats import Batch
+from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
 
 FEATURES = datasets.Features(
     {
@@ -28,12 +29,16 @@ class NumberFile:
     flag: str = "--data_path"
     read: list = field(default_factory=list)
 
-    def batches(self, place):
+    @property
+    def key(self):
+        return self.name
+
+    def batches(self, bad, place):
         for start in range(place or 0, self.count, self.batch):
             end = min(start + self.batch, self.count)
             rows = [{"n": self.first + i} for i in range(start, end)]
             self.read += [row["n"] for row in rows]
-            yield PartBatch(range(start + 1, end + 1), rows, end)
+            yield Batch(range(start + 1, end + 1), rows, end)
 
 
 def tokens_of(batch: RawBatch) -> TokenBatch:

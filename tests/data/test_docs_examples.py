@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from datasets import Dataset
+from form_fixtures import stored
 from real_shapes import write_lines
 from transformers import AutoTokenizer
 
@@ -63,7 +63,7 @@ class Section:
         has_template, flags = CASES[case]
         form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
         if form.regroup is not None:
-            rows = form.regroup(Dataset.from_list(rows)).to_list()
+            rows = [row for row, _ in form.regroup(stored(rows))]
         return form, rows
 
 

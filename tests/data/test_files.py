@@ -4,15 +4,14 @@ import gzip
 import json
 import os
 import random
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
-from test_splits import load, origins_of, source_of
+from test_splits import column, load, origins_of
 
-from dschat_ppo.data import cache, files
-from dschat_ppo.data.splits import ORIGIN, load_splits
+from dschat_ppo.data import cache, parts, rows
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"ask {n}", "response": f"Grüße {n}"} for n in range(50)]
@@ -59,22 +58,22 @@ def test_every_kind_gives_the_same_rows_with_their_origins(tmp_path, kind, packi
     path = tmp_path / f"d{kind.upper() if kind == '.csv' else kind}{packing}"
     path.write_bytes(PACK[packing](CONTENT[kind]))
     splits = load(tmp_path, path)
-    assert splits.train.remove_columns(ORIGIN).to_list() == ROWS
+    assert list(splits.train) == ROWS
     assert origins_of(splits) == [f"{path}, row {number}" for number in range(1, 51)]
-    assert splits.train.features[ORIGIN].dtype == "int64" and splits.skipped.count == 0
+    assert splits.skipped.count == 0
 
 
 def test_nothing_but_the_entry_is_left_in_the_cache(tmp_path):
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
     load(tmp_path, tmp_path / "d.csv.gz")
     left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"}
-    assert left == {"files.json", "rows_00000.arrow"}
+    assert left == {"files.json", "notes.json", "rows_00000.arrow"}
 
 
 def test_text_files_have_one_row_for_each_line_that_is_not_blank(tmp_path):
     (tmp_path / "d.txt").write_bytes("\ufeffone\r\n\n  \n two, three \nfour".encode())
     splits = load(tmp_path, tmp_path / "d.txt")
-    assert splits.train["text"][:] == ["one", " two, three ", "four"]
+    assert column(splits.train, "text") == ["one", " two, three ", "four"]
     assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 4", "row 5"]
 
 
@@ -100,20 +99,20 @@ def test_a_file_that_is_not_compressed_is_an_error(tmp_path, packing):
 def test_a_truncated_parquet_file_is_an_error_in_both_modes(tmp_path):
     (tmp_path / "d.parquet").write_bytes(parquet()[:-20])
     for bad_rows in ("error", "skip"):
-        with pytest.raises(UserError, match=r"d\.parquet: cannot be read as a table"):
+        with pytest.raises(UserError, match=r"d\.parquet: cannot be read: "):
             load(tmp_path, tmp_path / "d.parquet", bad_rows)
 
 
 def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
     """The parts that were written until then do not keep it full."""
 
-    def fail(source, target):
-        target.write_bytes(b"some of the file")
+    def fail(path, mode):
+        Path(path).write_bytes(b"some of the rows")
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(files, "unpack", fail)
+    monkeypatch.setattr(rows.pa, "OSFile", fail)
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
-    with pytest.raises(UserError, match=r"cache.*: No space left on device; free disk space .* --data_output_path"):
+    with pytest.raises(UserError, match=r"cache.*No space left on device.*free disk space .* --data_output_path"):
         load(tmp_path, tmp_path / "d.csv.gz")
     assert [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [".lock"]
 
@@ -134,7 +133,7 @@ def test_another_mode_misses_the_cache(tmp_path):
 def test_categories_become_their_values(tmp_path):
     table = pa.table({"a": pa.array(["x", "y", "x"]).dictionary_encode()})
     pa.parquet.write_table(table, tmp_path / "d.parquet")
-    assert load(tmp_path, tmp_path / "d.parquet").train["a"][:] == ["x", "y", "x"]
+    assert column(load(tmp_path, tmp_path / "d.parquet").train, "a") == ["x", "y", "x"]
 
 
 def test_files_of_a_folder_keep_their_order_names_and_bad_lines(tmp_path):
@@ -144,7 +143,7 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_lines(tmp_path):
         text = "".join((f'{{"n": "{line}"}}' if line.isdigit() else line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
     splits = load(tmp_path, folder, "skip")
-    assert splits.train["n"][:] == ["2", "1", "4"] and splits.eval["n"][:] == ["3"]
+    assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
     assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
     assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
     assert splits.skipped.count == 3
@@ -156,24 +155,11 @@ def test_kinds_of_files_that_differ_in_their_columns_are_an_error(tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"p": "x"}\n')
     (folder / "b.csv").write_text("p\ny\n")
-    assert load(tmp_path, folder).train["p"][:] == ["x", "y"]
+    assert column(load(tmp_path, folder).train, "p") == ["x", "y"]
     (folder / "c.csv").write_text("q\ny\n")
     (folder / "b.csv").unlink()
     with pytest.raises(UserError, match=r"files of different kinds and columns \(a.jsonl has p; c.csv has q\)"):
         load(tmp_path, folder)
-
-
-def test_origins_survive_what_the_pipeline_does(tmp_path):
-    (tmp_path / "d.jsonl").write_bytes(CONTENT[".jsonl"])
-    splits = load_splits(source_of(tmp_path / "d.jsonl"), str(tmp_path / "cache"))
-    rows = splits.train.shuffle(seed=1).select(range(10))
-
-    def name(row: dict, describe) -> dict:
-        return {"where": describe(row[ORIGIN])}
-
-    named = rows.map(name, fn_kwargs={"describe": splits.origins.describe}, num_proc=2)
-    for row in named:
-        assert row["where"].endswith(f"d.jsonl, row {int(row['prompt'].split()[1]) + 1}")
 
 
 MUTATED = {**{f"d{kind}": content for kind, content in CONTENT.items()}, "d.txt": b"some\ntext\n" * 20}
@@ -199,15 +185,10 @@ def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, nam
         path.write_bytes(damaged)
         try:
             splits = load(tmp_path, path, bad_rows)
-            assert len(splits.train.to_list()) == len(splits.train) > 0
+            assert len(list(splits.train)) == len(splits.train) > 0
             assert all(str(path) in text for text in origins_of(splits))
         except UserError as problem:
             assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1500
-
-
-def test_the_number_of_rows_of_a_table_is_what_datasets_finds(tmp_path):
-    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
-    assert load(tmp_path, tmp_path / "d.parquet").train.num_rows == 50
 
 
 @pytest.mark.parametrize("at", [0, 0.5, 0.999])
@@ -215,12 +196,12 @@ def test_a_file_with_other_content_and_the_time_of_the_old_one_is_read_again(tmp
     path, words = tmp_path / "a.txt", [f"line {n:06}" for n in range(80_000)]  # just below 1 MiB
     path.write_text("\n".join(words))
     before = path.stat()
-    assert load(tmp_path, path).train["text"][:] == words
+    assert column(load(tmp_path, path).train, "text") == words
     words[int(at * len(words))] = "other words"
     path.write_text("\n".join(words))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size < 2**20
-    assert load(tmp_path, path).train["text"][:] == words
+    assert column(load(tmp_path, path).train, "text") == words
 
 
 @pytest.mark.parametrize("at", [0, 2**22 - 1])
@@ -238,13 +219,13 @@ def test_the_ends_of_a_large_file_are_part_of_its_key(tmp_path, at):
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text(TEXT[".jsonl"])
-    opened = files.Path.open
+    opened = parts.Path.open
 
     def refuse(self, *words, **settings):
         if self == path:
             raise PermissionError(13, "Permission denied", str(self))
         return opened(self, *words, **settings)
 
-    monkeypatch.setattr(files.Path, "open", refuse)
+    monkeypatch.setattr(parts.Path, "open", refuse)
     with pytest.raises(UserError, match=r"^--data_path .*/a\.jsonl: cannot be read: .*Permission denied"):
         load(tmp_path, path)

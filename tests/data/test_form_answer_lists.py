@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from datasets import Dataset
-from form_fixtures import ASK, HALL, KTO, ROOF, TOOL, form_of, read
+from form_fixtures import ASK, HALL, KTO, ROOF, TOOL, form_of, read, stored
 
-from dschat_ppo.data import form_labels
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_labels import group_by_prompt
 from dschat_ppo.errors import UserError
@@ -65,8 +63,7 @@ def test_answers_without_a_rank_are_no_ranked_list():
 
 def grouped(rows: list[dict]) -> tuple:
     form = form_of(rows)
-    table = form.regroup(Dataset.from_list([{**row, "_origin": f"row {at}"} for at, row in enumerate(rows, 1)]))
-    return form, table.to_list()
+    return form, [{**row, "_origin": f"row {origin + 1}"} for row, origin in form.regroup(stored(rows))]
 
 
 def test_kto_rows_are_grouped_by_prompt_before_anything_else():
@@ -87,15 +84,12 @@ def test_kto_rows_are_grouped_by_prompt_before_anything_else():
     assert examples["prompt"] == [Example("Q1:", []), Example("Q2:", [])]
 
 
-def test_groups_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch):
-    rows = Dataset.from_list([{"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)])
-    expected = group_by_prompt(rows, "prompt", "completion", "label")
-    assert expected["_answers"][3] == [str(n) for n in range(40) if n % 7 == 3]
-    assert expected["_labels"][3] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
-    monkeypatch.setattr(form_labels, "_GROUPS", 2)
-    again = group_by_prompt(rows, "prompt", "completion", "label")
-    assert again.to_list() == expected.to_list()
-    assert again._fingerprint == expected._fingerprint != rows._fingerprint
+def test_rows_are_grouped_by_their_prompts_in_order():
+    rows = stored({"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40))
+    found = list(group_by_prompt(rows, "prompt", "completion", "label"))
+    assert [origin for _, origin in found] == list(range(7)) and [row["prompt"] for row, _ in found][3] == "3:"
+    assert found[3][0]["_answers"] == [str(n) for n in range(40) if n % 7 == 3]
+    assert found[3][0]["_labels"] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
 
 
 def test_kto_rows_alone_give_good_answers_but_no_pairs():
@@ -147,7 +141,7 @@ def test_answers_under_another_system_message_or_with_other_tools_are_no_pair(co
         for column, answers in zip(columns, ([(HALL, True), (ROOF, False)], [(ROOF, True), (HALL, False)]), strict=True)
     )
     form = form_of([*first, *second], **flags)
-    rows = form.regroup(Dataset.from_list([*first, *second])).to_list()
+    rows = [row for row, _ in form.regroup(stored([*first, *second]))]
     examples = [example for row in rows for example in form.read(row, "preference", "row")]
     assert [list(example.answers) for example in examples] == [
         [HALL["content"], ROOF["content"]],

@@ -1,8 +1,7 @@
 """Single labelled answers (KTO) from rows of each form."""
 
 import pytest
-from datasets import Dataset
-from form_fixtures import FIXTURES, form_of, read
+from form_fixtures import FIXTURES, form_of, read, stored
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
@@ -23,7 +22,7 @@ def test_kto_rows_stay_single_and_keep_bad_answers():
 def test_grouped_kto_rows_give_all_answers_in_the_order_of_the_rows():
     form = form_of(KTO)
     rows = [KTO[2], *KTO]
-    table = form.regroup(Dataset.from_list(rows)).to_list()
+    table = [row for row, _ in form.regroup(stored(rows))]
     found = [example for row in table for example in form.read(row, "unpaired", "row")]
     assert [(one.prompt, one.answers[0], one.labels, one.suffix) for one in found] == [
         ("Q1:", " bad", (0.0,), ", answer 1"), ("Q1:", " good", (1.0,), ", answer 2"),

@@ -10,12 +10,12 @@ import huggingface_hub
 import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
-from test_splits import load, origins_of
+from test_splits import column, load, origins_of
 
 from dschat_ppo.data.hub import _why_unreachable as why_unreachable
 from dschat_ppo.data.hub import hub_dataset, hub_stream
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.stream_parts import open_set
+from dschat_ppo.data.splits import open_set
 from dschat_ppo.errors import UserError
 
 
@@ -108,7 +108,7 @@ def test_files_that_hf_download_left_are_used(hub_home):
     (place / "refs").mkdir()
     (place / "refs/main").write_text("abc")
     splits = load(hub_home, "org/name")
-    assert splits.train["n"][:] == [7]
+    assert column(splits.train, "n") == [7]
     assert origins_of(splits)[0].endswith("abc/data/train-00000-of-00001.jsonl, row 1")
 
 
@@ -203,5 +203,5 @@ def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path")
     with pytest.raises(UserError, match="enough"):
-        open_set(source, False, tmp_path)
+        open_set(source, str(tmp_path), streaming=True)
     assert names == [("Hello-SimpleAI/HC3-Chinese", "all")]

@@ -47,7 +47,7 @@ def read_model(folder: Path) -> None:
 
 def read_rows(path: Path) -> None:
     (source,) = parse_sources([str(path)], "--data_path")
-    load_splits(source, str(path.parent / "cache")).train.to_list()
+    list(load_splits(source, str(path.parent / "cache")).train)
 
 
 @pytest.fixture
@@ -194,9 +194,10 @@ def not_utf8() -> bytes:
         ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
         ("deep_row.json", b'[{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 1 is nested too deeply"),
         ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
-        ("zeros.parquet", b"\0" * 10_000, "cannot be read as a table"),
+        ("zeros.parquet", b"\0" * 10_000, "cannot be read: "),
         ("not_utf8.parquet", not_utf8(), "UTF8"),
-        ("taken.jsonl", b'{"_origin": "x", "prompt": "a"}\n', "'_origin'"),
+        ("deepest.jsonl", b'{"a":' * 201 + b"1" + b"}" * 201, "row 1 is nested too deeply"),
+        ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1 is not JSON .Exceeds the limit"),
     ],
 )
 def test_a_file_that_crashes_its_reader_is_a_one_line_error(tmp_path, name, content, words):

@@ -64,8 +64,8 @@ def test_a_step_without_a_share_has_no_rows_and_one_with_all_of_it_all():
 
 def test_a_file_that_cannot_be_read_is_named_with_its_flag():
     class Broken(NumberFile):
-        def batches(self, place):
-            yield from super().batches(place)
+        def batches(self, bad, place):
+            yield from super().batches(bad, place)
             raise ValueError("bad magic")
 
     stream = RawStream([Broken(0, 7, name="x.parquet")], None)

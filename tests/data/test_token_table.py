@@ -1,5 +1,7 @@
 """The token rows of a whole data set: in the order of the step, equal for any number of processes."""
 
+import json
+
 import numpy as np
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
@@ -8,15 +10,16 @@ from test_tokenise import TOKENIZER, raw_rows, settings
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.lengths import Fitted
-from dschat_ppo.data.splits import ORIGIN, Origins
+from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows
 from dschat_ppo.data.tokenise import tokenise_rows
 from dschat_ppo.errors import UserError
 
 ORIGINS = Origins(("f",))
 
 
-def dataset(rows: list[dict]) -> Dataset:
-    return Dataset.from_list([row | {ORIGIN: n + 1} for n, row in enumerate(rows)])
+def dataset(rows: list[dict]) -> Rows:
+    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: n + 1} for n, row in enumerate(rows)])
+    return Rows(table, tuple(rows[0]))
 
 
 def flags_of(tmp_path, workers=1, **changes) -> DataFlags:

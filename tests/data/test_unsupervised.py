@@ -56,5 +56,5 @@ def test_another_block_length_misses_the_cache(tmp_path):
     ],
 )
 def test_data_without_text_is_rejected(tmp_path, rows, problem):
-    with pytest.raises(UserError, match=f"^--unsupervised_dataset_name .*{problem}"):
+    with pytest.raises(UserError, match=f"^--unsupervised_dataset_name.*{problem}"):
         read_blocks(tmp_path, rows, 8)

@@ -29,8 +29,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step, also one in progress"
     )
-    where = f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=where)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)",
+    )
     words = parser.parse_args(argv)
     path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
     try:

@@ -1,4 +1,4 @@
-"""Files as parts of a stream give the rows that they give without --streaming, from any place on."""
+"""Parts of data sets give the same rows from any place on, with and without --streaming."""
 
 import gzip
 import json
@@ -10,13 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_ppo.data import json_rows, row_readers, stream_parts
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data import file_formats, parts
 from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.json_rows import line_batches
+from dschat_ppo.data.file_formats import json_lines as line_batches
+from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.raw_stream import RawStream
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.splits import ORIGIN, load_splits
-from dschat_ppo.data.stream_parts import FilePart, open_set
+from dschat_ppo.data.splits import load_splits
+from dschat_ppo.data.stream_sources import content_of, find_rows
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"p {i}", "chosen": [{"role": "user", "content": "é" * (i % 7)}], "n": i} for i in range(60)]
@@ -52,6 +54,12 @@ def source_for(path: Path, spec: str = ""):
     return source
 
 
+def found_in(path: Path, tmp_path: Path, spec: str = "", **flags):
+    """The streamed set of a file, folder or name."""
+    settings = DataFlags(data_path=[str(path)], data_output_path=str(tmp_path / "cache"), bad_rows="error", **flags)
+    return find_rows(source_for(path, spec), settings)[0]
+
+
 def read(stream: RawStream, batches: int = 10**6) -> list:
     found = []
     while batches and (batch := stream.batch()) is not None:
@@ -62,10 +70,9 @@ def read(stream: RawStream, batches: int = 10**6) -> list:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(stream_parts, "_BATCH_ROWS", 7)
-    monkeypatch.setattr(stream_parts, "_BATCH_BYTES", 400)
-    monkeypatch.setattr(row_readers, "_BATCH_ROWS", 10)
-    monkeypatch.setattr(json_rows, "_BATCH_ROWS", 10)
+    for module in (file_formats, parts):
+        monkeypatch.setattr(module, "BATCH_ROWS", 7)
+    monkeypatch.setattr(file_formats, "BATCH_BYTES", 400)
 
 
 FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.csv", "a.txt"]
@@ -75,15 +82,15 @@ FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.csv",
 def test_rows_and_their_names_equal_those_without_streaming(tmp_path, name):
     write(tmp_path / name)
     splits = load_splits(source_for(tmp_path / name), str(tmp_path / "cache"))
-    plain = [(splits.origins.describe(row.pop(ORIGIN)), row) for row in splits.train.to_list()]
-    found = read(RawStream(open_set(source_for(tmp_path / name), False, tmp_path).train, None))
+    plain = [(splits.origins.describe(splits.train.origin(i)), row) for i, row in enumerate(splits.train)]
+    found = read(RawStream([FilePart(tmp_path / name, "--data_path")], None))
     assert found == plain and len(found) == 60
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_reading_continues_after_any_batch(tmp_path, name):
     write(tmp_path / name)
-    parts = open_set(source_for(tmp_path / name), False, tmp_path).train
+    parts = [FilePart(tmp_path / name, "--data_path")]
     whole = read(RawStream(parts, None))
     for batches in (0, 1, 3, 5):
         before, after = RawStream(parts, None), RawStream(parts, None)
@@ -91,55 +98,41 @@ def test_reading_continues_after_any_batch(tmp_path, name):
         after.seek(json.loads(json.dumps(before.position)))
         assert first + read(after) == whole
         assert 0 < len(first) < 60 or not batches
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
 
 
-def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_start(tmp_path, monkeypatch):
+def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_start(tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         write(tmp_path / name)
-    [lines] = open_set(source_for(tmp_path / "a.jsonl"), False, tmp_path).train
+    lines = FilePart(tmp_path / "a.jsonl", "--data_path")
     before = RawStream([lines], None)
     read(before, 5)
     place = before.position["place"]
     content = (tmp_path / "a.jsonl").read_bytes()
     # the bytes before the place may be anything now
-    (tmp_path / "a.jsonl").write_bytes(b"\0" * place["bytes"] + content[place["bytes"] :])
-    monkeypatch.setattr(stream_parts, "is_json_lines", lambda path: True)
+    (tmp_path / "a.jsonl").write_bytes(b"\0" * place[0] + content[place[0] :])
     after = RawStream([lines], None)
     after.seek(before.position)
     assert [row["n"] for _, row in read(after)] == list(range(read_rows(before), 60))
 
-    [table] = open_set(source_for(tmp_path / "a.parquet"), False, tmp_path).train
-    groups = []
-    real = row_readers._parquet_tables
-    monkeypatch.setattr(row_readers, "_parquet_tables", lambda path, group: groups.append(group) or real(path, group))
-    assert [row["n"] for batch in table.batches({"row": 37}) for row in batch.rows] == list(range(37, 60))
-    assert groups == [2]  # rows 33 to 48
+    table = FilePart(tmp_path / "a.parquet", "--data_path")
+    assert [row["n"] for batch in table.batches(BadLines(False), 37) for row in batch.rows] == list(range(37, 60))
+    assert parts._parquet_tables(table.path, 37)[1] == 32  # its row groups have 16 rows
 
 
 def read_rows(stream: RawStream) -> int:
     return stream.position["number"]
 
 
-def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path):
+def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), batch_bytes=1))
-    assert [(rows, place) for _, rows, place in batches] == [([{"a": 1}], (12, 1)), ([{"a": 2}], (21, 2))]
-
-
-def test_columns_that_a_later_row_lacks_are_none(tmp_path):
-    rows = [{"a": 1, "b": "x"}] * 40 + [{"a": 2}] * 40
-    json_lines(tmp_path / "a.jsonl", rows)
-    parts = open_set(source_for(tmp_path / "a.jsonl"), False, tmp_path).train
-    before, after = RawStream(parts, None), RawStream(parts, None)
-    read(before, 2)
-    after.seek(before.position)
-    assert read(after)[-1][1] == {"a": 2, "b": None}
+    monkeypatch.setattr(file_formats, "BATCH_BYTES", 1)
+    batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), [0, 0]))
+    assert [(batch.rows, batch.place) for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
 
 
 BAD = {
     "a.jsonl": ("line 41 is not JSON", '{"n": 1}\n' * 40 + '{"n": \n' + '{"n": 1}\n' * 40),
-    "kinds.jsonl": ("row 41 has a list in 'n'", '{"n": 1}\n' * 40 + '{"n": []}\n' + '{"n": 1}\n' * 40),
+    "last.csv": ("row 81 has 3 fields", "a,b\n" + "1,2\n" * 80 + "1,2,3\n"),
     "a.csv": ("row 41 has 3 fields", "a,b\n" + "1,2\n" * 40 + "1,2,3\n" + "1,2\n" * 40),
 }
 
@@ -150,8 +143,8 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError, match=rf"^--data_path {path}: .*{problem}"):
-        read(RawStream([FilePart(path, "--data_path", False, tmp_path)], None))
-    stream, batches = RawStream([FilePart(path, "--data_path", True, tmp_path)], None), []
+        read(RawStream([FilePart(path, "--data_path")], None))
+    stream, batches = RawStream([FilePart(path, "--data_path")], None, skip=True), []
     while (batch := stream.batch()) is not None:
         batches.append((batch, stream.position))
     assert [batch.unreadable for batch, _ in batches if batch.unreadable] == [1]
@@ -162,24 +155,12 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
         assert stream.batch().unreadable == batches[number + 1][0].unreadable
 
 
-def test_a_type_that_the_first_rows_do_not_have_is_refused_after_a_resume_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_parts, "_BATCH_BYTES", 1)
-    (tmp_path / "a.jsonl").write_text(BAD["kinds.jsonl"][1].replace("{", '{"text": "' + 30 * "x" + '", '))
-    stream = RawStream([FilePart(tmp_path / "a.jsonl", "--data_path", False, tmp_path)], None)
-    while stream.position["number"] < 40:
-        stream.batch()
-    again = RawStream([FilePart(tmp_path / "a.jsonl", "--data_path", False, tmp_path)], None)
-    again.seek(stream.position)
-    with pytest.raises(UserError, match="row 41 has a list"):
-        read(again)
-
-
 def test_the_files_of_a_folder_are_read_in_order_and_those_for_evaluation_left_out(tmp_path):
     for name, start in (("train-00001-of-00002", 100), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 500)):
         json_lines(tmp_path / f"{name}.jsonl", [{"n": start + i} for i in range(5)])
-    found = open_set(source_for(tmp_path), False, tmp_path)
-    assert [row["n"] for _, row in read(RawStream(found.train, None))] == [*range(5), *range(100, 105)]
-    assert found.evaluation == ("validation",)
+    found = found_in(tmp_path, tmp_path)
+    assert [row["n"] for _, row in read(RawStream(found.parts, None))] == [*range(5), *range(100, 105)]
+    assert found.evaluation == ["validation"]
 
 
 @pytest.mark.parametrize(
@@ -195,25 +176,25 @@ def test_what_needs_all_rows_is_refused(tmp_path, spec, message):
     folder.mkdir()
     json_lines(folder / "train.jsonl")
     with pytest.raises(UserError, match=message):
-        open_set(source_for(folder, spec.format(folder)), False, tmp_path)
+        found_in(folder, tmp_path, spec.format(folder))
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
-        open_set(source_for(tmp_path / "nothing.jsonl"), False, tmp_path)
+        found_in(tmp_path / "nothing.jsonl", tmp_path)
 
 
 def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         json_lines(tmp_path / folder / "a.jsonl")
-    one, two = (open_set(source_for(tmp_path / name), False, tmp_path) for name in ("one", "two"))
-    assert one.content == two.content and one.place != two.place
-    os.utime(tmp_path / "one" / "a.jsonl", (1, 1))
-    touched = open_set(source_for(tmp_path / "one"), False, tmp_path)
-    assert touched.content == one.content and touched.place != one.place
-    json_lines(tmp_path / "two" / "a.jsonl", [*ROWS[:-1], {**ROWS[-1], "n": 61}])
-    assert open_set(source_for(tmp_path / "two"), False, tmp_path).content != one.content
+    one, two = (FilePart(tmp_path / name / "a.jsonl", "--data_path") for name in ("one", "two"))
+    content, place = content_of(one), one.key
+    assert content == content_of(two) and place != two.key
+    os.utime(one.path, (1, 1))
+    assert content_of(one) == content and one.key != place
+    json_lines(two.path, [*ROWS[:-1], {**ROWS[-1], "n": 61}])
+    assert content_of(two) != content
 
 
 def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatch):
@@ -229,14 +210,14 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
 
     monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
-    found = open_set(source_for(tmp_path, "org/name:main"), False, tmp_path)
-    assert found.evaluation == ("test",) and "revision" in found.content
-    whole = read(RawStream(found.train, None))
+    found = found_in(tmp_path, tmp_path, "org/name:main")
+    assert found.evaluation == ["test"] and "revision" in found.content
+    whole = read(RawStream(found.parts, None))
     assert whole[59] == ("org/name:main (train), row 60", {"n": 59}) and len(whole) == 60
     for batches in (1, 4):
-        before = RawStream(open_set(source_for(tmp_path, "org/name:main"), False, tmp_path).train, None)
+        before = RawStream(found_in(tmp_path, tmp_path, "org/name:main").parts, None)
         first = read(before, batches)
-        after = RawStream(open_set(source_for(tmp_path, "org/name:main"), False, tmp_path).train, None)
+        after = RawStream(found_in(tmp_path, tmp_path, "org/name:main").parts, None)
         after.seek(json.loads(json.dumps(before.position)))
         assert first + read(after) == whole and len(first) == 7 * batches
 
@@ -244,4 +225,4 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match=rf"^--data_path {tmp_path}/rows\.jsonl: is not a regular file$"):
-        open_set(source_for(tmp_path / "rows.jsonl"), False, tmp_path)
+        found_in(tmp_path / "rows.jsonl", tmp_path)
