@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,18 +86,7 @@ def read_model_configs(
     }
 
 
-class _Key:
-    """A configuration that is equal to others with the same settings."""
-
-    def __init__(self, config: PretrainedConfig):
-        self.config = config
-        self._text = config.to_json_string(use_diff=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+_COUNTED: dict[tuple[Any, ...], ModelParts] = {}  # the planner counts each model once, whatever flags it tries
 
 
 def parts_of(
@@ -108,15 +96,17 @@ def parts_of(
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
     `UserError` if transformers cannot build it, or if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In
     bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`."""
-    with reading(f"{type(config).__name__}: its memory cannot be counted"):
-        return _parts_of(_Key(config), dtype, scalar, adapter, tiled, on_gpu)
+    key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, tiled, on_gpu)
+    if key not in _COUNTED:
+        with reading(f"{type(config).__name__}: its memory cannot be counted"):
+            _COUNTED[key] = _parts_of(config, dtype, scalar, adapter, tiled, on_gpu)
+    return _COUNTED[key]
 
 
-@lru_cache(maxsize=64)
 def _parts_of(
-    key: _Key, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool, on_gpu: bool
+    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool, on_gpu: bool
 ) -> ModelParts:
-    model = _without_weights(key.config, dtype, scalar)
+    model = _without_weights(config, dtype, scalar)
     if not on_gpu:
         use_fast_layers(model)
     kv_bytes = 0 if scalar else _kv_bytes(model)
@@ -141,7 +131,7 @@ def _parts_of(
         adapted=sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()),
         largest=max(weight.numel() for weight in model.parameters()),
         packed=sum(w.numel() for layer in layers for w in layer.parameters() if w.dim() <= 2) + head.weight.numel(),
-        hidden=key.config.get_text_config().hidden_size,
+        hidden=config.get_text_config().hidden_size,
         vocabulary=1 if scalar else head.weight.shape[0],
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone, tiled),

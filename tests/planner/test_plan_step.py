@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner import plan_step as plan_module
 from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, full_text, json_of, plan_step, show_memory_plan
-from dschat_ppo.planner.proposal import flags_that_fit
+from dschat_ppo.tools.plan import flags_that_fit
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
