@@ -32,7 +32,7 @@ from dschat_ppo.session.output_folder import (
     refuse_pipes,
 )
 from dschat_ppo.session.run_lock import lock_folder
-from dschat_ppo.session.validation import VALIDATION
+from dschat_ppo.session.start_and_end import VALIDATION
 
 FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 

@@ -1,4 +1,5 @@
-"""The output folder of a run: check what an earlier run left there, and prepare it for this run. On rank 0."""
+"""The output folder of a run: check what an earlier run left there, prepare it for this run, and remove the
+checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On rank 0."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,20 @@ from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder
+from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.html_report.write_report import REPORT
+from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import METRICS, RESULT, STARTS, is_finished
-from dschat_ppo.session.final_checkpoints import finish_removal
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 _SECONDS = 10.0  # for a file on a network file system to appear on another machine
@@ -233,3 +236,49 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
     if board.resolve().is_relative_to(folder.resolve()):  # a TensorBoard folder elsewhere may hold other runs
         for events in board.glob("events.out.tfevents.*"):
             events.unlink()
+
+
+def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags) -> None:
+    """Remove the checkpoints of a run whose `result.json` is written. Collective.
+
+    They stay if a saved model cannot be read, or with `--keep_final_checkpoint`. If the run ends in between, the same
+    command removes the rest (`check_earlier_outputs`).
+    """
+    if flags.keep_final_checkpoint:
+        return
+    if dist.is_main() and all(map(_is_readable, models)):
+        discard_checkpoints(output)
+
+
+def finish_removal(output: Path) -> bool:
+    """Remove the checkpoints that a crash left of a finished run, on rank 0. They stay, and False is returned, if a
+    saved model cannot be read: only they can give that model again."""
+    roles = [role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
+    models = [output / role for role in dict.fromkeys(["actor", *roles])] if roles else [output]  # of step 3: the actor
+    if not all(map(_is_readable, models)):
+        return False
+    discard_checkpoints(output)
+    return True
+
+
+def _is_readable(folder: Path) -> bool:
+    """Whether a saved model is whole; otherwise a warning says why its run's checkpoints are kept."""
+    try:
+        found = checkpoint_shapes(str(folder))  # an incomplete file is refused
+    except UserError as problem:
+        logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
+        return False
+    if not found:
+        logger().warning(f"checkpoints are kept, because {folder} holds no weights")
+    return bool(found)
+
+
+def discard_checkpoints(output: Path) -> None:
+    """Remove all checkpoints in an output folder, and log their size. A failure is only a warning."""
+    try:
+        with watchdog_paused():
+            size = CheckpointFolder(output).remove_all()
+    except OSError as problem:
+        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
+        return
+    logger().info(f"checkpoints: removed, {size / 2**20:.1f} MiB (--keep_final_checkpoint keeps them, to train longer)")

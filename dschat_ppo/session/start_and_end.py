@@ -15,10 +15,12 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
-from dschat_ppo.monitor.writers import MODELS, write_result
+from dschat_ppo.html_report.write_report import report_run
+from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
 from dschat_ppo.session.next_command import NO_NEXT
 from dschat_ppo.types import Engine
 
+VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
@@ -124,3 +126,15 @@ def changes_of(result: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
         for name, label in names.items()
         if f"{name}_before" in result and f"{name}_after" in result
     }
+
+
+def write_validation(folder: Path, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Write the metrics as step 0 of `metrics.jsonl`, `result.json` (returned) and the report. Collective."""
+    with MetricsWriter(folder, None) as writer:
+        writer.write(0, metrics)
+    result = {**metrics, "world_size": dist.world_size(), "seconds": round(seconds, 2)}
+    write_result(folder, result)
+    if dist.is_main():
+        report_run(folder)
+    logger().info(f"validation: saved to {shown_path(folder)}; nothing was trained")
+    return result

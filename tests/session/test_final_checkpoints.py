@@ -8,7 +8,7 @@ from checkpoints import save_checkpoint
 from dschat_ppo.checkpoint import folder as checkpoint_folder
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.session.final_checkpoints import discard_checkpoints, finish_removal, remove_checkpoints
+from dschat_ppo.session.output_folder import discard_checkpoints, finish_removal, remove_checkpoints
 
 REMOVE = SafetyFlags()
 
