@@ -221,7 +221,8 @@ def _ppo_outputs(rng: random.Random, run: Path) -> None:
     """What step 3 writes beside the outputs of step 1, with strange numbers."""
     names = ("reward/score_mean", "kl/ref_k1", "policy/entropy", "time/rollout", "memory/train_peak_gib")
     lines = {
-        "samples": [{"step": step, "prompt": "a <b>", "answer": "c", "score": 0.5, "scores": {"rule": 1.0}}
+        "samples": [{"step": step, "prompt": "a <b>", "answer": "c", "score": 0.5, "scores": {"rule": 1.0},
+                     "kl": 0.1, "length": 3, "ended": "eos"}
                     for step in range(3)],
         "health": [{"step": 1, "rule": "kl_high", "message": "KL is high"}],
         "eval/step_000001": [

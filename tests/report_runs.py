@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+SAMPLE = {"step": 1, "prompt": "p", "answer": "a", "score": 1.0, "scores": {}, "kl": None, "length": 1, "ended": "eos"}
+
 
 def write_run(folder: Path, lines: list[dict], config: dict | None = None, result: dict | None = None, **files) -> Path:
     """A run with these metrics; `files` are lists of objects for NAME.jsonl, or for eval/NAME.jsonl if it is a step."""

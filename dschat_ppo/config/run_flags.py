@@ -119,7 +119,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class SafetyFlags:
-    """Checkpoints, resuming, timeouts and non-finite numbers."""
+    """Checkpoints, saved models, resuming and failures."""
 
     # fmt: off
     save_steps: int = flag(0, "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
@@ -129,6 +129,9 @@ class SafetyFlags:
     keep_final_checkpoint: bool = flag(False,
         "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
         "--num_train_epochs; without the flag they are removed once the models are saved")
+    save_hf_steps: int = flag(0,
+        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
+        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off")
     resume: str = flag(AUTO,
         "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder "
         "names the checkpoint to resume from")
@@ -145,7 +148,7 @@ class SafetyFlags:
         require_ranges(
             self,
             positive="save_total_limit collective_timeout max_nonfinite_skips",
-            not_negative="save_steps save_minutes",
+            not_negative="save_steps save_minutes save_hf_steps",
         )
         require(
             self.collective_timeout >= 1,
@@ -190,20 +193,6 @@ class BestMetric:
 
 
 LOWEST_LOSS = BestMetric("eval_loss", higher=False)
-
-
-@dataclass(frozen=True)
-class ExportFlags:
-    """Hugging Face folders that are written before the end."""
-
-    # fmt: off
-    save_hf_steps: int = flag(0,
-        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
-        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off")
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self, not_negative="save_hf_steps")
 
 
 @dataclass(frozen=True)

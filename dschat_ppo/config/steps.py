@@ -27,7 +27,7 @@ from dschat_ppo.config.memory_flags import (
 )
 from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags, require_learned_reward
-from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, ExportFlags, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import (
     PPOScheduleFlags,
     ScheduleFlags,
@@ -53,7 +53,6 @@ class SFTConfig:
     adapters: AdapterFlags = field(default_factory=AdapterFlags)
     memory: MemoryFlags = field(default_factory=MemoryFlags)
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
     health: FitHealthFlags = field(default_factory=FitHealthFlags)
@@ -80,7 +79,6 @@ class PreferenceConfig:
     adapters: AdapterFlags = field(default_factory=AdapterFlags)
     memory: MemoryFlags = field(default_factory=MemoryFlags)
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    export: ExportFlags = field(default_factory=ExportFlags)
     best: BestFlags = field(default_factory=BestFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
     health: FitHealthFlags = field(default_factory=FitHealthFlags)
@@ -138,7 +136,6 @@ class PPOConfig:
     ppo_memory: PPOMemoryFlags = field(default_factory=PPOMemoryFlags)
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
-    export: ExportFlags = field(default_factory=ExportFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
     health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 

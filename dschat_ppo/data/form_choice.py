@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import KINDS, Kind, kind_named
-from dschat_ppo.data.form_rows import Cells, Reading, Rendering, lines_of, shown, words_of
+from dschat_ppo.data.form_rows import Cells, Reading, Rendering, lines_of, shown
 from dschat_ppo.data.messages import from_json
 from dschat_ppo.errors import UserError
 
@@ -47,37 +46,30 @@ class Candidate:
     problem: str
 
 
-def chosen_form(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> Candidate:
-    """The form of a data set: the one that a flag or its name chooses, or else the one that its columns and first rows
-    have. `by_flag` are the columns of content that flags name.
-
-    `UserError` if no form fits, two read the rows differently, or two columns can have one role.
-    """
+def chosen_form(
+    name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> tuple[Candidate, list[Candidate]]:
+    """The form of a data set, and the other ones that fit. A flag or the name chooses the form; otherwise it is the one
+    whose columns are there and that reads the rows. `by_flag` are the columns of content that flags name. `UserError`
+    if no form fits."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
     if flags.data_format != "auto" or known:
         kind = kind_named(known or flags.data_format)
         located = _located(kind, columns, rows, by_flag)
         _check_forced(name, columns, kind, located, by_flag, by_name=known is not None)
-        chosen = _try(kind, located, rows)
-    else:
-        found = []
-        for kind in KINDS:
-            located = _located(kind, columns, rows, by_flag)
-            fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
-            if (
-                fits_flags
-                and kind.uses(located)
-                and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}
-            ):
-                found.append(_try(kind, located, rows))
-        if not found:
-            raise UserError(
-                f"{name}: has the columns {listed(columns)}, which fit no known form; name them with --prompt_column, "
-                f"--response_column, --chosen_column, --rejected_column or --messages_column{rows_inside(rows)}"
-            )
-        chosen = _choose(name, found)
-    _require_one_column(name, columns, rows, chosen, by_flag)
-    return chosen
+        return _try(kind, located, rows), []
+    found = []
+    for kind in KINDS:
+        located = _located(kind, columns, rows, by_flag)
+        fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
+        if fits_flags and kind.uses(located) and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}:
+            found.append(_try(kind, located, rows))
+    if not found:
+        raise UserError(
+            f"{name}: has the columns {listed(columns)}, which fit no known form; name them with --prompt_column, "
+            f"--response_column, --chosen_column, --rejected_column or --messages_column{rows_inside(rows)}"
+        )
+    return _choose(name, found)
 
 
 def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
@@ -144,9 +136,9 @@ def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     return Candidate(kind, columns, examples, is_chat, fits, problems[0] if problems else "")
 
 
-def _choose(name: str, found: list[Candidate]) -> Candidate:
-    """The form of a data set among those that fit its columns: chat first, then the one that serves most. `UserError`
-    if two forms read the rows differently, or no form reads them."""
+def _choose(name: str, found: list[Candidate]) -> tuple[Candidate, list[Candidate]]:
+    """The form of a data set among those that fit its columns: chat first, then the one that serves most. What it
+    leaves out of the columns of the others is judged by `left_out`. `UserError` if no form reads the rows."""
     fitting = [candidate for candidate in found if candidate.fits]
     shadowed = {
         other for candidate in fitting for other in candidate.kind.shadows.split()
@@ -158,50 +150,28 @@ def _choose(name: str, found: list[Candidate]) -> Candidate:
     if not fitting:
         likely = min(found, key=lambda one: one.kind.name in _SPECIAL)
         if likely.kind.name not in _SPECIAL:
-            return likely  # its reader says what is wrong with each row
+            return likely, []  # its reader says what is wrong with each row
         raise UserError(
             f"{name}: its columns are those of the form {likely.kind.name}, but its first rows are not: "
             f"{likely.problem}; name the columns to use (--prompt_column, --response_column, ...) or correct the rows"
         )
-    for first, second in combinations(fitting, 2):
-        _require_same(name, first, second)
     chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.examples)))
     if chosen.kind.name == "preference":
         _require_prompt_outside(name, chosen)
-    return chosen
+    return chosen, [one for one in fitting if one is not chosen]
 
 
-def _require_same(name: str, first: Candidate, second: Candidate) -> None:
-    for use in (use for use in first.examples if use in second.examples):
-        for one, other in zip(first.examples[use], second.examples[use], strict=True):
-            if one is None or other is None or (len(one) == len(other) and all(map(_says_the_same, one, other))):
-                continue
-            ways = [
-                f"as {candidate.kind.name}, {shown(read[0]) if read else 'nothing'}"
-                for candidate, read in ((first, one), (second, other))
-            ]
-            raise UserError(
-                f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
-                f"{first.kind.name} or --data_format {second.kind.name}, or name the columns (--prompt_column, "
-                "--messages_column, ...)"
-            )
-
-
-def _says_the_same(one: Example, other: Example) -> bool:
-    if one.prompt == "" or other.prompt == "":  # plain text, which may repeat what the other columns say
-        plain, parts = (one, other) if one.prompt == "" else (other, one)
-        asked = parts.prompt
-        if isinstance(asked, list):
-            asked = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
-        pieces = [asked, *map(words_of, parts.answers)]
-        lines = [line.strip() for piece in pieces for line in piece.splitlines()]
-        return parts.prompt == "" or all(line in words_of(plain.answers[0]) for line in lines)
-    same_answers = list(map(words_of, one.answers)) == list(map(words_of, other.answers))
-    for text, messages in ((one.prompt, other.prompt), (other.prompt, one.prompt)):
-        if isinstance(text, str) and isinstance(messages, list):
-            asked_of = [turn["content"].strip() for turn in messages if turn["role"] == "user"]
-            return text.strip() in asked_of and same_answers
-    return one.prompt == other.prompt and same_answers
+def two_ways(name: str, number: int, chosen: Candidate, other: Candidate) -> str:
+    """What two forms read in row `number` of the first ones, and how to choose."""
+    ways = []
+    for one in (chosen, other):
+        read = next((found[number] for found in one.examples.values() if found[number]), None)
+        ways.append(f"as {one.kind.name}, {shown(read[0]) if read else 'nothing'}")
+    return (
+        f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
+        f"{chosen.kind.name} or --data_format {other.kind.name}, or name the columns (--prompt_column, "
+        "--messages_column, ...)"
+    )
 
 
 def _require_prompt_outside(name: str, chosen: Candidate) -> None:
@@ -218,30 +188,6 @@ def _require_prompt_outside(name: str, chosen: Candidate) -> None:
             f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
             "implicit_preference, once (--data_format implicit_preference)"
         )
-
-
-def _require_one_column(
-    name: str, columns: list[str], rows: list[Row], chosen: Candidate, by_flag: dict[str, str]
-) -> None:
-    """Refuse two columns with different values that can both have a role, unless a flag names the one that has it."""
-    for role, used in chosen.columns.items():
-        others = [path for path in chosen.kind.roles.get(role, "").split() if path not in (used, *by_flag.values())]
-        others = [path for path in others if role not in by_flag and exists(path, columns, rows)]
-        for other, row in ((other, row) for other in others for row in rows):
-            if has_value(row, used) and has_value(row, other) and _differ(value_at(row, used), value_at(row, other)):
-                values = (f"'{path}', {str(value_at(row, path))[:40]!r}" for path in (used, other))
-                choice = f"--ignore_columns {other} leaves the second one out"
-                if role in chosen.kind.by_flag.split():
-                    choice = f"name it with --{role}_column"
-                raise UserError(
-                    f"{name}: its rows can be read in two ways, as the {role} of the form {chosen.kind.name} is "
-                    f"{' or '.join(values)}; {choice}"
-                )
-
-
-def _differ(used: Any, other: Any) -> bool:
-    """Whether the second value says what the first does not."""
-    return used != other and not (isinstance(used, str) and isinstance(other, str) and other.strip() in used)
 
 
 # Text or chat

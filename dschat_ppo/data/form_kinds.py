@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dschat_ppo.data import form_labels, form_readers
 from dschat_ppo.data.deepspeed_chat_sets import SETS
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_rows import Reader
+from dschat_ppo.data.form_rows import BETTER, RANKS, SCORES, Reader
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ KINDS = (
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
-         "scores": " ".join(form_labels.SCORES), "ranks": " ".join(form_labels.RANKS)},
+         "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
         {"sft": "prompt response", "preference": "prompt response", "prompt": "prompt response"},
         form_labels.read_ranked, by_flag="prompt",
     ),
@@ -96,7 +96,7 @@ KINDS = (
         {"prompt": "prompt question query instruction",
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
-         "better": "better_response_id better_answer_id better preferred preference winner"},
+         "better": " ".join(BETTER)},
         {"sft": "prompt first second better", "preference": "prompt first second better",
          "prompt": "prompt first second better"},
         form_readers.read_better, by_flag="prompt better", shadows="prompt_response",

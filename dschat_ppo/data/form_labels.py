@@ -10,13 +10,11 @@ from typing import Any
 
 from dschat_ppo.data.examples import Example, Use
 from dschat_ppo.data.form_readers import prompt_value
-from dschat_ppo.data.form_rows import LABELS, Cells
+from dschat_ppo.data.form_rows import LABELS, RANKS, SCORES, Cells
 from dschat_ppo.data.messages import Message, Messages, from_json, kind_of, looks_like_messages, split_answer
 from dschat_ppo.data.rows import Row, Rows
 from dschat_ppo.errors import UserError
 
-SCORES = ("scores", "ratings", "rewards")  # columns with a number per answer: more is better
-RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 _TEXTS = ("text", "answer", "response", "completion", "content")  # keys of an answer that is an object
 _SCORE = ("score", "overall_score", "rating", "reward")
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns that `group_by_prompt` adds

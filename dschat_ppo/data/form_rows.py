@@ -14,7 +14,6 @@ from dschat_ppo.data.messages import (
     CONTEXT,
     THOUGHTS,
     WEIGHTS,
-    Message,
     Messages,
     from_json,
     leaves_out,
@@ -31,7 +30,11 @@ from dschat_ppo.errors import UserError
 Rendering = Literal["chat", "text"]
 LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # columns whose values stand in texts by chance: a weight of 0 in "10"
+SCORES = ("scores", "ratings", "rewards")  # columns with a number for each answer: more is better
+RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
+BETTER = ("better_response_id", "better_answer_id", "better", "preferred", "preference", "winner")
+# Columns whose values stand in texts by chance: a weight of 0 in "10".
+_NO_COPIES = (*PICTURES, *WEIGHTS, "functions", *SCORES, *RANKS, *BETTER)
 LABELS = {  # of single answers, in lower case
     **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
     **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
@@ -52,7 +55,7 @@ class Reading:
         role_names: further names of roles in messages -> roles.
         pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
             parts of messages.
-        watched: names of columns that hold content and that the reading does not use, see `check_left_out`.
+        watched: names of columns that hold content and that the reading does not use, see `left_out`.
     """
 
     form: str
@@ -144,7 +147,8 @@ def read_row(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row, us
             context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
             prompt = without_context(prompt)
         examples.append(Example(prompt, one.answers, margin, truth, tools, one.suffix, one.labels, context))
-    check_left_out(read, reading, uses, row)
+    if missed := left_out(read, reading, uses, row):
+        raise UserError(missed[1])
     return examples
 
 
@@ -212,15 +216,13 @@ def _with_system(prompt: str | Messages, row: Row, reading: Reading) -> str | Me
 # What a form leaves out
 
 
-def check_left_out(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row) -> None:
-    """Refuse a row in which a watched column holds content: no other form would tell. What a column holds is no loss if
-    it stands in what is read (a conversation beside its prompt and answer), or if it holds all that is read (the same
-    as one text). First rows and later ones, with columns that the first rows lack, are judged here alike."""
+def left_out(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row) -> tuple[str, str] | None:
+    """(a watched column of a row that holds content, what is wrong), or None: no other form would tell. What a column
+    holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it holds all that
+    is read (the same as one text). First rows and later ones, with columns that the first lack, are judged alike."""
     held = [name for name in row if name in reading.watched and has_value(row, name) and _is_content(name, row[name])]
-    if not held:
-        return
-    all_read = _all_read(read, reading, uses, row)
-    by_use = [list(lines_of([[one.prompt, *one.answers] for one in found])) for found in all_read]
+    read_by_use = _all_read(read, reading, uses, row) if held else []
+    by_use = [list(lines_of([[one.prompt, *one.answers] for one in found])) for found in read_by_use]
     everything = "\n".join(line for lines in by_use for line in lines)
     for column in held if by_use else ():
         value = from_json(row[column])
@@ -232,34 +234,38 @@ def check_left_out(read: Reader, reading: Reading, uses: tuple[Use, ...], row: R
         way = f"--ignore_columns {column} leaves it out"
         if column in PICTURES:
             way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
-        raise UserError(
+        return column, (
             f"'{column}' holds content, {str(value)[:60]!r}, that the form {reading.form} does not use; it reads "
-            f"{shown(all_read[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose another "
-            "reading"
+            f"{shown(read_by_use[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose "
+            "another reading"
         )
+    return None
 
 
 def _all_read(read: Reader, reading: Reading, uses: tuple[Use, ...], row: Row) -> list[list[Example]]:
     """What a form reads in a row for each use that trains on answers, or else for prompts; without uses that get
     nothing."""
-    found = list[list[Example]]()
-    split = () if reading.form in LABELLED else ("unpaired",)
-    for use in [use for use in uses if use not in ("prompt", *split)] or uses:
-        with suppress(UserError):
-            found.append(read(Cells(row, reading), use))
-    return [examples for examples in found if examples]
+    found: dict[Use, list[Example]] = {}
+    for use in uses:
+        if use != "unpaired" or reading.form in LABELLED:
+            with suppress(UserError):
+                found[use] = read(Cells(row, reading), use)
+    answered = [examples for use, examples in found.items() if examples and use != "prompt"]
+    return answered or [examples for examples in found.values() if examples]
 
 
 def _is_content(column: str, value: Any) -> bool:
     """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
     thoughts (`reasoning: "on"`), measured losses, names of splits (`training: "train"`), and labels of classes."""
+    if value in ("", [], {}):
+        return False
     if column in ("label", "labels"):
         return is_label(value)
     if column in ("train", "training", "loss") and not isinstance(value, list):
         return str(value).strip().lower() in ("0", "0.0", "false")
     if column in THOUGHTS and not isinstance(value, list | dict):
         return str(value).strip().lower() not in ("", "on", "off", "yes", "no", "true", "false")
-    return leaves_out(value) if column in WEIGHTS else value not in ("", [], {})
+    return leaves_out(value) if column in WEIGHTS else True
 
 
 def is_label(value: Any) -> bool:
@@ -292,9 +298,5 @@ def shown(example: Example, as_chat: bool = False) -> str:
         text = (
             f"{'user:' if as_chat else 'prompt'} {end(example.prompt)}" if example.prompt else "text without a prompt"
         )
-    return text + "".join(f", answer {words_of(answer)[:40]!r}" for answer in example.answers)
-
-
-def words_of(answer: str | Message) -> str:
-    """The text of an answer."""
-    return answer if isinstance(answer, str) else answer["content"]
+    answers = [answer if isinstance(answer, str) else answer["content"] for answer in example.answers]
+    return text + "".join(f", answer {answer[:40]!r}" for answer in answers)

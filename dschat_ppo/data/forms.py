@@ -19,10 +19,19 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.own_names import is_own_function
 from dschat_ppo.data.deepspeed_chat_sets import SETS
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
-from dschat_ppo.data.form_choice import Candidate, Rendered, chosen_form, exists, listed, rendering_of, rows_inside
+from dschat_ppo.data.form_choice import (
+    Candidate,
+    Rendered,
+    chosen_form,
+    exists,
+    listed,
+    rendering_of,
+    rows_inside,
+    two_ways,
+)
 from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, kind_named
 from dschat_ppo.data.form_labels import group_by_prompt
-from dschat_ppo.data.form_rows import PICTURES, Reading, Rendering, check_left_out, is_label, read_row
+from dschat_ppo.data.form_rows import PICTURES, Reading, Rendering, is_label, left_out, read_row
 from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates
 from dschat_ppo.errors import UserError
 
@@ -32,11 +41,12 @@ _FLAG = "--data_format"
 _CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")  # roles that flags name and forms have
 # Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
 _ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
+_NO_TEXT = ("source", "truth", "task", "scores", "ranks", "better")  # roles
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
 # are names that mostly stand for who asked, and which model answered.
 _MAY_BE_CONTENT = {
     name for kind in KINDS for role in kind.roles for name in kind.names(role)
-    if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
+    if "." not in name and role not in _NO_TEXT
 } - {"answer", "answers", "user", "model", "bot"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
 _OF_REWARDS = {"response", "responses", "completion", "completions", "output", "label", "labels", "steps", *THOUGHTS}
 
@@ -98,25 +108,24 @@ def detect_form(
     rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
     by_flag, note = _columns_by_flag(name, columns, rows, flags, is_only)
     content = {role: column for role, column in by_flag.items() if role in _CONTENT}
-    chosen = chosen_form(name, columns, rows, flags, content)
+    chosen, others = chosen_form(name, columns, rows, flags, content)
     kind, uses = chosen.kind, chosen.kind.uses(chosen.columns)
     rendered = rendering_of(name, chosen, has_template, flags)
     truth = _truth(chosen, rows, flags, by_flag, is_only)
-    reading = _reading(columns, rows, flags, chosen, by_flag, rendered, truth)
+    reading = _reading(columns, rows, flags, chosen, others, by_flag, rendered, truth)
     _check_system(name, reading, rows, flags, by_flag)
-    for row in rows:
-        try:
-            check_left_out(kind.read, reading, uses, row)
-        except UserError as problem:
-            raise UserError(f"{name}: its column {problem}") from None
+    for number, row in enumerate(rows):
+        if missed := left_out(kind.read, reading, uses, row):
+            other = next((one for one in others if missed[0] in one.columns.values()), None)
+            raise UserError(two_ways(name, number, chosen, other) if other else f"{name}: its column {missed[1]}")
     about = f"{name}: has the columns {listed(columns)}, read as form {kind.name}"
     warning = rendered.warning
     if chosen.columns.get("response") == "text" and "response" not in content:
-        left_out = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out"
-        warning = "; ".join(filter(None, [left_out, warning]))
+        hint = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out"
+        warning = "; ".join(filter(None, [hint, warning]))
     return Form(
         kind.name, rendered.rendering, partial(_read, reading, uses, about),
-        _description(columns, rows, flags, chosen, reading, rendered.about, note), uses, about, repr(reading),
+        _description(columns, rows, flags, chosen, others, reading, rendered.about, note), uses, about, repr(reading),
         bool(by_flag), ignored, _regrouping(name, columns, reading), warning,
     )  # fmt: skip
 
@@ -199,8 +208,8 @@ def _truth(
 
 
 def _reading(
-    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, by_flag: dict[str, str],
-    rendered: Rendered, truth: tuple[str | None, str | None],
+    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, others: list[Candidate],
+    by_flag: dict[str, str], rendered: Rendered, truth: tuple[str | None, str | None],
 ) -> Reading:  # fmt: skip
     """How rows are read in the chosen form."""
     kind, is_named = chosen.kind, chosen.kind.name in SETS
@@ -223,6 +232,8 @@ def _reading(
     for name in ("label", "labels"):
         if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
             known = known - {name}  # a class, which calls no answer good
+    known = known | {column for one in others for role, column in one.columns.items() if role not in _NO_TEXT}
+    known |= {name for role in chosen.columns if role not in by_flag for name in kind.roles.get(role, "").split()}
     used = _used(columns, reading, flags)
     return replace(reading, watched=tuple(sorted(known - used - set(flags.ignore_columns))))
 
@@ -259,7 +270,14 @@ def _check_system(name: str, reading: Reading, rows: list[Row], flags: DataFlags
 
 
 def _description(
-    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, reading: Reading, about: str, note: str
+    columns: list[str],
+    rows: list[Row],
+    flags: DataFlags,
+    chosen: Candidate,
+    others: list[Candidate],
+    reading: Reading,
+    about: str,
+    note: str,
 ) -> str:
     """What was understood of a data set, for the log."""
     used = _used(columns, reading, flags)
@@ -269,6 +287,7 @@ def _description(
         f"form {reading.form} ({', '.join(f'{role}: {column}' for role, column in reading.columns.items())})",
         about,
     ]
+    parts += [f"as {one.kind.name} the rows would say the same" for one in others]
     parts += [f"system messages from '{reading.system}'"] if reading.system else []
     parts += [f"tools from '{reading.tools}'"] if reading.tools else []
     if unused and reading.form not in SETS:

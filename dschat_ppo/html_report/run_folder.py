@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,10 @@ def read_run(folder: Path, name: str) -> Run:
             if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(key, []).append((step, number_or_none(value)))
     config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
-    held_out = [answer for path in sorted(folder.glob("eval/step_*.jsonl")) for answer in _evaluated(path, damaged)]
-    sampled = [_sampled(line) for line in _read_lines(folder / SAMPLES, damaged)]
+    held_out = []
+    for path in sorted(folder.glob("eval/step_*.jsonl")):
+        if (digits := path.stem.removeprefix("step_")).isdecimal():
+            held_out += _answers(path, damaged, partial(_evaluated, int(digits)))
     return Run(
         name=name,
         folder=folder,
@@ -122,7 +125,7 @@ def read_run(folder: Path, name: str) -> Run:
         result=_read_mapping(folder / RESULT, damaged) or None,
         health=_read_lines(folder / HEALTH, damaged) if (folder / HEALTH).is_file() else None,
         starts=_read_lines(folder / STARTS, damaged),
-        answers=held_out + sampled,
+        answers=held_out + _answers(folder / SAMPLES, damaged, _sampled),
         damaged={file: count for file, count in damaged.items() if count},
     )
 
@@ -190,51 +193,34 @@ def _read_mapping(path: Path, damaged: dict[str, int]) -> dict[str, Any]:
     return {}
 
 
-def _sampled(line: dict[str, Any]) -> Answer:
-    """The answer of one line of `samples.jsonl`."""
-    by_source, tokens = line.get("scores"), number_or_none(line.get("length"))
-    return Answer(
-        kind="training",
-        step=int(number_or_none(line.get("step")) or 0),
-        prompt=str(line.get("prompt", "")),
-        text=str(line.get("answer", "")),
-        score=number_or_none(line.get("score")),
-        scores={str(k): number_or_none(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {},
-        kl=number_or_none(line.get("kl")),
-        tokens=None if tokens is None else int(tokens),
-        ended=str(line.get("ended") or ""),
-    )
-
-
-def _evaluated(path: Path, damaged: dict[str, int]) -> list[Answer]:
-    """The answers of one `eval/step_N.jsonl`, whose lines hold one prompt and a list of answers each."""
-    digits = path.stem.rpartition("_")[2]
-    if not digits.isdecimal():
-        return []
+def _answers(path: Path, damaged: dict[str, int], of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
+    """The answers of a file of JSON lines; lines of another shape are counted in `damaged`."""
     found = []
     for line in _read_lines(path, damaged):
-        texts, by_source = line.get("answers"), line.get("scores_by_source")
-        for number, text in enumerate(texts if isinstance(texts, list) else []):
-            tokens, kl = _item(line, "lengths", number), number_or_none(_item(line, "kl", number))
-            ended = _item(line, "ended", number)
-            scores = by_source if isinstance(by_source, dict) else {}
-            found.append(
-                Answer(
-                    kind="held-out",
-                    step=int(digits),
-                    prompt=str(line.get("prompt", "")),
-                    text=str(text),
-                    score=number_or_none(_item(line, "scores", number)),
-                    scores={str(name): number_or_none(_item(scores, name, number)) for name in scores},
-                    kl=kl / tokens if kl is not None and type(tokens) is int and tokens > 0 else None,
-                    tokens=tokens if type(tokens) is int else None,
-                    ended=ended if isinstance(ended, str) else "",
-                )
-            )
+        try:
+            found += of_line(line)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            damaged[path.name] = damaged.get(path.name, 0) + 1
     return found
 
 
-def _item(line: dict[str, Any], key: str, number: int) -> Any:
-    """Item `number` of the list under `key`; None without one."""
-    values = line.get(key)
-    return values[number] if isinstance(values, list) and number < len(values) else None
+def _sampled(line: dict[str, Any]) -> list[Answer]:
+    """The answer of one line of `samples.jsonl`."""
+    scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
+    score, kl, prompt, text = number_or_none(line["score"]), number_or_none(line["kl"]), line["prompt"], line["answer"]
+    ended, tokens = str(line["ended"]), int(line["length"])
+    return [Answer("training", int(line["step"]), str(prompt), str(text), score, scores, kl, tokens, ended)]
+
+
+def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
+    """The answers of one line of `eval/step_N.jsonl`, to one prompt."""
+    columns, found = zip(line["answers"], line["scores"], line["lengths"], line["ended"], strict=True), []
+    for number, (text, score, tokens, ended) in enumerate(columns):
+        scores = {str(name): number_or_none(own[number]) for name, own in line["scores_by_source"].items()}
+        kl = number_or_none(line["kl"][number]) if line["kl"] is not None else None
+        per_token = kl / tokens if kl is not None and tokens > 0 else None
+        found.append(
+            Answer("held-out", step, str(line["prompt"]), str(text), number_or_none(score), scores, per_token,
+                   int(tokens), str(ended))
+        )  # fmt: skip
+    return found

@@ -74,7 +74,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(
-            output, config.export.save_hf_steps, config.validation.save_best,
+            output, config.safety.save_hf_steps, config.validation.save_best,
             lambda folder: save_models(engines, tokenizer, folder),
         )  # fmt: skip
         if rows.eval is not None:

@@ -123,7 +123,7 @@ def begin_supervised_run(
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
-    kept = (config.export.save_hf_steps, config.best.metric_for_best is not None)
+    kept = (config.safety.save_hf_steps, config.best.metric_for_best is not None)
     settings = (config.console, config.run.dtype)
     return SupervisedRun(
         name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings

@@ -28,7 +28,6 @@ from dschat_ppo.engine.averages import whole_averages
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.model_files import weight_files
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import is_saved_with, pretrained, write_model
@@ -49,11 +48,6 @@ class SavedRun:
     folder: Path
     manifest: Manifest
     config: Any
-
-    @property
-    def outputs(self) -> Path | None:
-        """The output folder of the run; None if the checkpoint was moved out of it."""
-        return self.folder.parent.parent if self.folder.parent.name == "checkpoints" else None
 
     def averages(self) -> Iterator[dict[str, Tensor]]:
         """The parts of the actor's moving average, rank by rank."""
@@ -97,9 +91,8 @@ def export(
 ) -> list[str]:  # fmt: skip
     """Write the models of a checkpoint to `out`, all or none; returns their roles.
 
-    Arguments as those of the command: None for all roles, the number format of the run, and models as recorded.
-    `UserError` if `out` exists, or if what is read lies in it; `StorageError` if it cannot be written.
-    """
+    None: all roles, the number format of the run, models as it recorded them. `UserError` if `out` exists, or if what
+    is read lies in it; `StorageError` if it cannot be written."""
     roles = run.roles()
     if role is not None and role not in roles:
         raise UserError(f"--role {role}: {run.folder} holds {', '.join(roles)}")
@@ -222,42 +215,25 @@ def started_from(run: SavedRun, role: str) -> tuple[str, str]:
 
 
 def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool) -> str:
-    """The model or adapter folder from which a role started, for its configuration and tokenizer.
-
-    `given`: folder or hub name from the user; None: as the run recorded it, else one of its outputs. `needs_weights`:
-    weights are read from it too, so only the model from which the run started will do.
-    """
+    """The model or adapter folder from which a role started, for its configuration and tokenizer: `given` by the user,
+    or as the run recorded it. If `needs_weights`, weights are read from it too, and no other model will do."""
+    way_out = "--critic_model" if role == "critic" else "--model"
     flag, name = started_from(run, role)
-    if given is not None:
-        folder = model_folder(given, "--critic_model" if role == "critic" else "--model")
-    else:
-        try:
-            folder = model_folder(name, flag)
-        except UserError as problem:
-            saved = [] if needs_weights else [path for path in saved_models(run, role) if weight_files(str(path))]
-            if not saved:
-                way_out = "--critic_model" if role == "critic" else "--model"
-                raise UserError(
-                    f"{problem}; the run started from it (a relative path begins where the run was started): name it "
-                    f"by {way_out} FOLDER"
-                ) from None
-            print(f"note: {flag} {name} is gone; configuration and tokenizer are those of {saved[0]}", file=sys.stderr)
-            return str(saved[0])
+    try:
+        folder = model_folder(given or name, way_out if given else flag)
+    except UserError as problem:
+        if given:
+            raise
+        raise UserError(
+            f"{problem}; the run started from it (a relative path begins where the run was started): name it by "
+            f"{way_out} FOLDER"
+        ) from None
     if not is_fingerprinted_model(run.manifest.config, flag, folder):
         changed = f"{folder}: is not, or no longer, the model from which the run started ({flag})"
         if needs_weights:
-            raise UserError(f"{changed}, whose frozen weights are needed; name that by --model or --critic_model")
+            raise UserError(f"{changed}, whose frozen weights are needed; name that by {way_out}")
         print(f"note: {changed}; only its configuration and tokenizer are used", file=sys.stderr)
     return folder
-
-
-def saved_models(run: SavedRun, role: str) -> list[Path]:
-    """Folders in the outputs of the run where it has saved this role."""
-    if run.outputs is None:
-        return []
-    inside = "" if role == "model" else role
-    folders = [run.outputs, run.outputs / "best", *sorted(run.outputs.glob("hf/step_*"), reverse=True)]
-    return [folder / inside for folder in folders if (folder / inside / "config.json").is_file()]
 
 
 def statistics_of(run: SavedRun, role: str) -> dict[str, float | str | None]:

@@ -25,6 +25,7 @@ from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import flag_help, parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
 from dschat_ppo.errors import UserError, counted, escaped, reading
 from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
-def show(words: argparse.Namespace, config: Any) -> None:
+def show(words: argparse.Namespace, config: StepConfig) -> None:
     """Prepare the data of a step as training does, and print samples of each data set. If one cannot be used, the
     others are shown first."""
     # after the flags are checked: it takes seconds
@@ -100,8 +101,8 @@ def show(words: argparse.Namespace, config: Any) -> None:
     from dschat_ppo.rewards.build_rewards import check_routes
 
     tokenizer = with_template_flags(load_tokenizer(tokenizer_folder(words.tokenizer), "--tokenizer"), config.data)
-    step, use = words.step, use_of(words.step, config)
-    whole = Preparation(tokenizer=tokenizer, flags=config.data, use=use, most_rows=words.rows, **limits(step, config))
+    use = use_of(config)
+    whole = Preparation(tokenizer=tokenizer, flags=config.data, use=use, most_rows=words.rows, **limits(config))
     first_problem: UserError | None = None
     sources = whole.sources()
     for number, source in enumerate(sources, start=1):
@@ -122,7 +123,7 @@ def show(words: argparse.Namespace, config: Any) -> None:
     if first_problem is not None:
         raise first_problem
     rows = whole.mixed()
-    if step == "ppo" and isinstance(rows.train, Dataset):
+    if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)
     verb = "is" if held_out == 1 else "are"
@@ -142,27 +143,25 @@ def tokenizer_folder(name: str) -> str:
         return snapshot_download(name, allow_patterns=_TOKENIZER_FILES)
 
 
-def use_of(step: str, config: Any) -> Any:
+def use_of(config: StepConfig) -> Any:
     """What the step reads, see `Use`; in step 2 the objective decides."""
-    return {"sft": "sft", "ppo": "prompt"}.get(step) or config.reward.data_use
+    if isinstance(config, PreferenceConfig):
+        return config.reward.data_use
+    return "prompt" if isinstance(config, PPOConfig) else "sft"
 
 
-def limits(step: str, config: Any) -> dict[str, Any]:
+def limits(config: StepConfig) -> dict[str, Any]:
     """The arguments of `Preparation` that differ between the steps."""
-    if step == "ppo":
+    if isinstance(config, PPOConfig):
         return {"limit": config.ppo.max_prompt_seq_len, "eval_paths": config.validation.eval_data_path}
     fit = config.fit
-    found: dict[str, Any] = {
-        "limit": fit.max_seq_len,
-        "eval_paths": fit.eval_data_path,
-        "eval_fraction": fit.eval_fraction,
-    }
-    if step == "sft":
+    found = {"limit": fit.max_seq_len, "eval_paths": fit.eval_data_path, "eval_fraction": fit.eval_fraction}
+    if isinstance(config, SFTConfig):
         return found | {"whole_paths": config.sft.sft_only_data_path, "all_turns": config.sft.train_on == "all"}
     return found | ({"step_separator": config.reward.separator} if config.reward.data_use == "steps" else {})
 
 
-def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: Any) -> Iterator[str]:
+def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: StepConfig) -> Iterator[str]:
     """Lines of a token row as text. The loss mask is that of the step's batches; the marked tokens of a reward model
     are the last ones of answers or steps, whose scores the loss reads."""
     import torch
@@ -181,13 +180,13 @@ def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: Any) -> I
         ids, masks, names = [], [], []
         yield from titled("prompt", marked(tokenizer, prompt, [False] * len(prompt), 0))
     elif use in ("sft", "unpaired"):
-        batch = collate_sft(rows, [index], pad_id, use == "sft" and config.sft.train_on_prompt)
+        batch = collate_sft(rows, [index], pad_id, isinstance(config, SFTConfig) and config.sft.train_on_prompt)
         ids, masks, names = batch.input_ids, batch.loss_mask, ["answer"]
         columns["desirable"] = row["label"] > 0.5 if use == "unpaired" else None
     elif use == "steps":
         steps, columns["labels"] = collate_steps(rows, [index], pad_id), row["step_labels"]
         ids, masks, names = steps.input_ids, steps.label_mask, ["answer"]
-    elif config.reward.trains_classifier:
+    elif isinstance(config, PreferenceConfig) and config.reward.trains_classifier:
         pairs = collate_pairs(rows, [index], pad_id)
         last = pairs.lengths.unsqueeze(1) - 1
         ids, masks = pairs.input_ids, torch.arange(pairs.input_ids.shape[1]) == last

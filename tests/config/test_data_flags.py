@@ -7,7 +7,6 @@ import yaml
 from command_lines import read
 
 from dschat_ppo.config.data_flags import COLUMN_FLAGS, DataFlags
-from dschat_ppo.errors import UserError
 
 ALIASES = {
     "input_key": "prompt_column", "output_key": "response_column", "chosen_key": "chosen_column",
@@ -28,23 +27,6 @@ def test_the_names_of_openrlhf_work_on_the_command_line_and_in_yaml(tmp_path, al
 def test_apply_chat_template_is_a_switch_that_may_be_left_open(words, value):
     given = ["--apply_chat_template", *filter(None, words)] if words else []
     assert read("sft", *given)["apply_chat_template"] is value
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data_format", "parquet"], "--data_format"),
-        (["--input_template", "Question:"], r"must contain \{\}"),
-        (["--input_template", r"Q: {}\nA:"], r"backslash and the letter n; in bash, \$'...'"),
-        (["--chat_template_kwargs", "[" * 9999], "--chat_template_kwargs is not JSON"),
-        (["--answer_pattern", "####"], "needs a group"),
-        (["--answer_pattern", "(x"], "--answer_pattern"),
-        (["--prompt_column", ""], "--prompt_column is empty"),
-    ],
-)
-def test_values_that_cannot_work_are_refused(words, message):
-    with pytest.raises(UserError, match=message):
-        read("sft", *words)
 
 
 def test_an_empty_system_column_means_none_and_line_breaks_are_kept():

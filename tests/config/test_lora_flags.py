@@ -27,31 +27,6 @@ def test_lora_is_off_by_default():
     assert (read("ppo")["actor_lora_dim"], read("ppo")["critic_lora_dim"]) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("lora_dim", ["-1", "65537"]),
-        ("lora_alpha", ["0", "-1"]),
-        ("lora_dropout", ["1", "-0.1"]),
-        ("lora_learning_rate", ["0", "1.5"]),
-    ],
-)
-def test_values_out_of_range_are_refused(name, values):
-    for value in values:
-        assert refused("sft", "--lora_dim", "4", f"--{name}", value).startswith(f"--{name}")
-    if name in ("lora_dim", "lora_learning_rate"):
-        for role in ("actor", "critic"):
-            assert refused("ppo", f"--{role}_{name}", values[-1]).startswith(f"--{role}_{name}")
-
-
-def test_the_decay_does_not_change_the_sign_of_lora():
-    words = ["--lora_learning_rate", "0.5", "--weight_decay", "2"]
-    assert refused("sft", "--lora_dim", "4", *words).startswith("--lora_learning_rate x --weight_decay must be below 1")
-    parse("sft", [*NEEDED["sft"], *words])
-    critic = ["--critic_lora_dim", "4", "--critic_lora_learning_rate", "0.5", "--critic_weight_decay", "2"]
-    assert refused("ppo", *critic).startswith("--critic_lora_learning_rate x --critic_weight_decay")
-
-
 @pytest.mark.parametrize("step", NEEDED)
 @pytest.mark.parametrize("name", ["only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"])
 def test_flags_that_ask_for_something_need_a_rank(step, name):
@@ -75,11 +50,6 @@ def test_quantised_weights_are_frozen_whole_and_not_merged(step, bits):
 def test_a_model_without_lora_may_be_partitioned_beside_a_quantised_one():
     words = ["--actor_lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--critic_zero_stage", "3"]
     parse("ppo", [*NEEDED["ppo"], *words])
-
-
-def test_only_one_kind_of_quantisation():
-    words = ["--lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--load_in_8bit"]
-    assert refused("sft", *words) == "--load_in_4bit and --load_in_8bit: use one of the two"
 
 
 @pytest.mark.parametrize("step", NEEDED)

@@ -1,12 +1,15 @@
-"""Flags of memory and long sequences."""
+"""Flags of memory, of one base for all models and of long sequences: what goes together, and what is then idle."""
 
 import pytest
+from command_lines import NEEDED, read
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.memory_flags import MemoryFlags, check_sequence_parallel_size, possible_sizes
 from dschat_ppo.errors import UserError
 
-PPO = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o".split()
+STAGES = "--actor_zero_stage 3 --critic_zero_stage 2"
+LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
+SHARED = f"--share_base {LORA}"
 
 
 @pytest.mark.parametrize(
@@ -22,14 +25,27 @@ def test_the_size_divides_the_ranks():
         check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=3), 4)
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ("--kl_estimator full --old_logprobs recompute", "--kl_estimator full would gather"),
-        ("--kl_loss_coef 0.1 --kl_loss_estimator full", "--kl_loss_estimator full would gather"),
-    ],
-)
-def test_losses_over_whole_rows_are_refused(flags, reason):
-    parse("ppo", [*PPO, *flags.split()])
-    with pytest.raises(UserError, match=reason):
-        parse("ppo", [*PPO, *flags.split(), "--sequence_parallel_size", "2"])
+@pytest.mark.parametrize("words", [
+    "--sleep_in_rollout", f"--sleep_in_rollout --offload {STAGES}",
+    f"--offload_optimizer --experience_on_host {STAGES}", f"--zero_hpz_partition_size 2 {STAGES}",
+    f"--inference_tp_size 2 {STAGES}", "--inference_tp_size 2 --actor_lora_dim 8",
+    f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
+    SHARED, f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",
+    "--share_base --actor_lora_dim 4 --only_optimize_lora --advantage_estimator grpo --n_samples_per_prompt 2 "
+    "--actor_zero_stage 3",
+    "--kl_estimator full --old_logprobs recompute", "--process_reward min --normalize_rewards running",
+])  # fmt: skip
+def test_flags_that_fit_together_are_accepted(words):
+    read("ppo", *words.split())
+
+
+@pytest.mark.parametrize(("words", "names"), [
+    ("", set()), ("--inference_tp_size 2 --tp_gather_partition_size 4", set()),
+    ("--tp_gather_partition_size 4", {"tp_gather_partition_size"}),
+    ("OFFLOAD", set()), ("OFFLOAD --actor_lora_dim 4", set()),
+    (f"OFFLOAD {LORA}", {"offload_reference_model", "actor_learning_rate"}),
+    (f"OFFLOAD {SHARED}", {"offload_reference_model", "offload_reward_model", "actor_learning_rate"}),
+])  # fmt: skip
+def test_memory_flags_of_what_a_run_does_not_have_are_idle(words, names):
+    offload = "--offload_reference_model --offload_reward_model --actor_zero_stage 3 --critic_zero_stage 3"
+    assert set(parse("ppo", [*NEEDED["ppo"], *words.replace("OFFLOAD", offload).split()]).idle()) == names

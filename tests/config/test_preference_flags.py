@@ -52,13 +52,6 @@ def test_former_defaults_in_saved_configurations_are_accepted_with_a_note(tmp_pa
     assert notes("reward", parse("reward", NEEDED["reward"])) == []
 
 
-@pytest.mark.parametrize("objective", SMOOTHED)
-@pytest.mark.parametrize("share", ["0", "0.5", "0.9"])
-def test_label_smoothing_must_be_above_0_and_below_a_half(objective, share):
-    with pytest.raises(UserError, match=f"--label_smoothing .*0.5.*{objective}"):
-        read("reward", "--objective", objective, "--label_smoothing", share)
-
-
 def test_the_dpo_step_differs_only_in_the_default_objective():
     values = flatten(parse("dpo", NEEDED["reward"]))
     assert values == {**read("reward"), "objective": "dpo"}

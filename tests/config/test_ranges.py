@@ -19,6 +19,9 @@ CASES = {
         actor_dropout=1.0 critic_dropout=-0.5 print_answers_interval=0 sample_interval=-1
         actor_zero_stage=5 test_stop_step=3 test_stop_step=-1 reward_workers=1025
         reward_timeout=1e7 remote_reward_timeout=1e7 num_train_epochs=2147483648 adam_epsilon=1e-300
+        clip_eps=1 dual_clip=0.5 high_entropy_share=0 process_reward=max critic_num_warmup_steps=-1
+        critic_max_grad_norm=1e-9 ref_sync_interval=-1 actor_lora_dim=65537 critic_lora_dim=65537
+        actor_lora_learning_rate=1.5 critic_lora_learning_rate=1.5
     """,
     "reward": """
         objective=ppo simpo_gamma=-1 kto_desirable_weight=0 kto_undesirable_weight=-1
@@ -36,7 +39,9 @@ CASES = {
         eval_interval=-1 eval_iters=-1 dropout=1 eval_fraction=1 eval_fraction=-0.1 zero_stage=4
         dtype=int8 lr_scheduler_type=step truncation=sideways seed=-1 data_split=2,4
         data_split=0,0,0 data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1
-        preprocessing_num_workers=0 preprocessing_num_workers=1025
+        preprocessing_num_workers=0 preprocessing_num_workers=1025 data_format=parquet
+        warmup_ratio=1 min_lr_ratio=-0.1 max_steps=-1 lora_dim=-1 lora_dim=65537 lora_alpha=0
+        lora_alpha=-1 lora_dropout=1 lora_dropout=-0.1 lora_learning_rate=0 lora_learning_rate=1.5
     """,
 }
 

@@ -4,7 +4,6 @@ import pytest
 from command_lines import NEEDED
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -49,21 +48,6 @@ FUNCTION_ALONE = "--use_reward_model False --reward_function exact_match"
 )
 def test_scores_are_clipped_by_default_for_ppo_with_the_learned_reward_alone(words, clip):
     assert parse("ppo", [*NEEDED["ppo"], *words.split()]).score_clip == clip
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    ("--advantage_estimator grpo", "--advantage_estimator grpo compares the answers to one prompt: set --n_samples"),
-    ("--dynamic_sampling", "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2"),
-    ("--old_logprobs rollout --importance_correction token", "--old_logprobs rollout skips the forward pass that"),
-    ("--overlong_buffer 257", "--overlong_buffer 257 is above --max_answer_seq_len 256"),
-    ("--kl_coef 0 --offload_reference_model --actor_zero_stage 3", "--offload_reference_model: there is no reference"),
-    (f"{FUNCTION_ALONE} --offload_reward_model --critic_zero_stage 3", "--offload_reward_model: there is no"),
-    (f"{FUNCTION_ALONE} --normalize_rewards model", "--normalize_rewards model needs a learned reward"),
-])  # fmt: skip
-def test_flags_of_several_groups_that_contradict_each_other_are_refused(words, message):
-    with pytest.raises(UserError) as problem:
-        parse("ppo", [*NEEDED["ppo"], *words.split()])
-    assert str(problem.value).startswith(message)
 
 
 @pytest.mark.parametrize("step", NEEDED)

@@ -55,24 +55,23 @@ def test_a_flag_that_names_the_column_chooses_too():
     [
         (
             {"prompt": "Q:", "response": "r", "completion": "c"},
-            "as the response of the form prompt_response is 'response', 'r' or 'completion', 'c'; name it with "
-            "--response_column",
+            "'completion' holds content, 'c', that the form prompt_response does not use; it reads prompt 'Q:', ",
             {"response_column": "completion"}, Example("Q:", ["c"]),
         ),
         (
             {"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]},
-            "as the prompt of the form ranked is 'prompt', 'P:' or 'question', 'Q:'; name it with --prompt_column",
+            "'question' holds content, 'Q:', that the form ranked does not use; it reads prompt 'P:', answer 'b'",
             {"prompt_column": "question"}, Example("Q:", ["b"]),
         ),
         (
             {"prompt": "P:", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1]},
-            r"as the scores of the form ranked is 'scores', '\[1, 2\]' or 'rewards', '\[2, 1\]'; --ignore_.* rewards.*",
+            r"'rewards' holds content, '\[2, 1\]', .*--ignore_columns rewards leaves it out",
             None, None,
         ),
     ],
 )  # fmt: skip
 def test_two_columns_for_one_role_need_a_choice(row, words, flags, settled):
-    with pytest.raises(UserError, match=rf"^d\.jsonl: its rows can be read in two ways, {words}$"):
+    with pytest.raises(UserError, match=rf"^d\.jsonl: its column {words}"):
         form_of([{**row, "response": None, "question": None} | row, row])
     if flags is not None:
         assert read([row], "sft", **flags) == [settled]
@@ -109,7 +108,7 @@ def test_the_same_prompt_with_another_answer_is_a_second_reading():
     ],
 )
 def test_columns_that_repeat_each_other_are_no_second_reading(row, form):
-    assert form_of([row]).name == form
+    assert form_of([row]).name == form and " the rows would say the same" in form_of([row]).description
 
 
 def test_a_form_must_read_half_of_the_rows():

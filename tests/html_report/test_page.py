@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_runs import ppo_lines, write_run
+from report_runs import SAMPLE, ppo_lines, write_run
 
 from dschat_ppo.html_report import page as page_module
 from dschat_ppo.html_report.figures import FIGURES, Figure, figures_of
@@ -33,7 +33,7 @@ class Tags(HTMLParser):
 
 
 def test_an_answer_with_html_adds_no_element(tmp_path):
-    sample = {"step": 1, "prompt": EVIL, "answer": EVIL, "score": 1.0}
+    sample = SAMPLE | {"prompt": EVIL, "answer": EVIL}
     event = {"step": 1, "name": EVIL, "seen": EVIL, "cause": EVIL, "change": EVIL}
     harmless = json.loads(json.dumps({"sample": sample, "event": event}).replace(json.dumps(EVIL), '"x"'))
     lines = [line | {f"reward/{EVIL}_mean": 1.0} for line in ppo_lines(2)]
@@ -266,7 +266,7 @@ def test_answers_that_do_not_fit_lose_whole_prompts_and_whole_steps(monkeypatch)
 
 
 def test_a_long_answer_is_cut_and_says_so(tmp_path):
-    sample = {"step": 1, "prompt": "p", "answer": "x" * 3500, "score": 1.0}
+    sample = SAMPLE | {"answer": "x" * 3500}
     found = text_of(write_run(tmp_path, ppo_lines(1), samples=[sample]))
     assert "x" * 2000 + " [... 1,500 more characters]" in found and "x" * 2001 not in found
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from headless_chromium import Chromium, needs_chromium
-from report_runs import ppo_lines, write_run
+from report_runs import SAMPLE, ppo_lines, write_run
 
 from dschat_ppo.html_report.page import page
 from dschat_ppo.html_report.run_folder import read_runs
@@ -50,7 +50,7 @@ def run_in(browser: Chromium, code: str):
 
 
 def test_html_of_a_run_is_shown_and_does_not_run_and_nothing_is_loaded(browser, tmp_path):
-    samples = [{"step": 1, "prompt": EVIL, "answer": EVIL, "score": 1.0, "ended": "eos"}]
+    samples = [SAMPLE | {"prompt": EVIL, "answer": EVIL}]
     lines = [line | {f"reward/{EVIL}_mean": 1.0} for line in ppo_lines(3)]
     health = [{"step": 2, "name": EVIL, "seen": EVIL}]
     opened(browser, tmp_path, {"lines": lines, "samples": samples, "health": health})
@@ -119,10 +119,10 @@ def test_phases_are_areas_on_top_of_each_other(browser, tmp_path):
 
 def test_answers_are_searched(browser, tmp_path):
     def evaluation(step):
-        return [{"prompt": prompt, "answers": [f"{prompt} at {step}"], "scores": [1.0], "lengths": [3]}
-                for prompt in ("tea", "cake")]  # fmt: skip
+        one = {"scores": [1.0], "lengths": [3], "ended": ["eos"], "kl": None, "scores_by_source": {}}
+        return [one | {"prompt": prompt, "answers": [f"{prompt} at {step}"]} for prompt in ("tea", "cake")]
 
-    samples = [{"step": step, "prompt": "p", "answer": f"a{step}", "score": 1.0} for step in (1, 2)]
+    samples = [SAMPLE | {"step": step, "answer": f"a{step}"} for step in (1, 2)]
     run = {"lines": ppo_lines(3), "step_000000": evaluation(0), "step_000005": evaluation(5), "samples": samples}
     opened(browser, tmp_path, run)
     shown = "all('.card').filter((card) => card.checkVisibility())"

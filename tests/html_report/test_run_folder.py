@@ -69,17 +69,18 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
            "ended": ["stop", "length"], "kl": [0.75, None],
            "scores_by_source": {"rule": [1.0, None], "learned": [0.5, 2.0]}}  # fmt: skip
-    older = {"prompt": "p", "answers": ["a"], "scores": [1], "lengths": [3], "kl": None}
+    alone = {"prompt": "p", "answers": ["a"], "scores": [1], "lengths": [3], "ended": ["eos"], "kl": None,
+             "scores_by_source": {}}  # fmt: skip
     sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
               "length": 5, "ended": "stop"}  # fmt: skip
-    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], step_000011=[older], samples=[sample]), "a")
+    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], step_000011=[alone], samples=[sample]), "a")
     found = [
         (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
     ]
     assert found == [
         ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
         ("held-out", 10, "p", "b", None, None, 4, "length"),
-        ("held-out", 11, "p", "a", 1, None, 3, ""),
+        ("held-out", 11, "p", "a", 1, None, 3, "eos"),
         ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
     ]
     assert [one.scores for one in run.answers] == [
@@ -90,7 +91,7 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
 def test_answers_of_another_shape_stop_no_report(tmp_path):
     rows = [{"prompt": 3, "answers": "abc"}, {"answers": [7], "scores": "x", "ended": [[]]}]
     run = read_run(write_run(tmp_path, ppo_lines(1), step_000001=rows, samples=[{"step": "x", "scores": [1]}]), "a")
-    assert [(one.text, one.score, one.ended) for one in run.answers] == [("7", None, ""), ("", None, "")]
+    assert run.answers == [] and run.damaged == {"step_000001.jsonl": 2, "samples.jsonl": 1}
 
 
 @pytest.mark.parametrize(("config", "expected"), [

@@ -29,12 +29,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step, also one in progress"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)",
-    )
+    where = f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=where)
     words = parser.parse_args(argv)
     path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
     try:
