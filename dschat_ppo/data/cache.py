@@ -1,9 +1,9 @@
-"""Cache of prepared data that survives a power loss: damaged entries are detected and made again.
+"""Cache of prepared data that survives a power loss.
 
 `datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated or
 full of zeros under its final name, and a file truncated between two record batches reads as a shorter table. An entry
-of this cache is therefore written and synced in a temporary folder that also records the size and the SHA-256 of each
-file, and then renamed. An entry whose files do not match their records is made again.
+of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name is
+complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,27 +27,22 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.atomic_files import (
     PARTIAL,
-    checksum,
     empty_folder,
     make_folder,
     remove_folder,
     replace_folder,
-    write_file,
 )
-from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
-_READERS = 4  # files that are read at once
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of a data file in its key
-_FILES = "files.json"  # written last: name -> size and SHA-256 of each file, in the order of their rows
 NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
 
 def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """Return a cache entry, memory-mapped, with `key` as its fingerprint; make it first if it is missing or damaged.
+    """Return a cache entry, memory-mapped, with `key` as its fingerprint; make it first if it is missing.
 
     Args:
         root: folder of the cache; None for that of `datasets`.
@@ -59,16 +53,12 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
         StopRequested: the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
-    names = _intact_files(folder)
-    if names is None:
+    if not folder.is_dir():
         with _entry_lock(folder):
-            names = _intact_files(folder)  # another process may have made the entry in the meantime
-            if names is None:
-                if folder.exists():
-                    logger().warning(f"data: {folder} is damaged and is made again")
-                names = _write_entry(folder, make)
-    tables = [Dataset.from_file(str(folder / name)) for name in names if name != NOTES_FILE]
-    rows = datasets.concatenate_datasets(tables)
+            if not folder.is_dir():  # another process may have made the entry in the meantime
+                _write_entry(folder, make)
+    with reading(f"{folder}: prepared data cannot be read; remove this folder"):
+        rows = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))])
     rows._fingerprint = key
     return rows
 
@@ -102,19 +92,15 @@ def _entry_lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
+def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> None:
     unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
     try:
         work = empty_folder(unfinished / "work")
-        made = [(f"rows_{number:05d}.arrow", file["filename"]) for number, file in enumerate(make(work).cache_files)]
-        made += [(NOTES_FILE, str(work / NOTES_FILE))] if (work / NOTES_FILE).exists() else []
-        content = {}
-        for name, file in made:
-            path = unfinished / name
-            os.replace(file, path)
-            content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
-        remove_folder(unfinished / "work")
-        write_file(unfinished / _FILES, json.dumps(content, indent=1).encode())
+        for number, file in enumerate(make(work).cache_files):
+            os.replace(file["filename"], unfinished / f"rows_{number:05d}.arrow")
+        if (work / NOTES_FILE).exists():
+            os.replace(work / NOTES_FILE, unfinished / NOTES_FILE)
+        remove_folder(work)
         replace_folder(folder, unfinished)
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -125,26 +111,6 @@ def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> list[str]:
         ) from None
     finally:
         remove_folder(unfinished)  # what a failure leaves may have filled the disk
-    return list(content)
-
-
-def _intact_files(folder: Path) -> list[str] | None:
-    """Names of the files of an entry, in the order of their rows; None if the entry is missing or damaged. The first
-    rank of a node reads the files whole and compares their SHA-256. It comes first, so for the other ranks of the node
-    their sizes are enough."""
-    try:
-        content = json.loads((folder / _FILES).read_bytes())
-        sizes_differ = any((folder / name).stat().st_size != entry["bytes"] for name, entry in content.items())
-        if sizes_differ:
-            return None
-        if local_rank() == 0:
-            with ThreadPoolExecutor(_READERS) as readers:  # hashing releases the interpreter's lock
-                sums = list(readers.map(checksum, [folder / name for name in content]))
-            if sums != [entry["sha256"] for entry in content.values()]:
-                return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # a missing file, or a corrupt `files.json`
-        return None
-    return list(content)
 
 
 def rows_key(*parts: object) -> str:

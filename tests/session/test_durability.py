@@ -109,7 +109,7 @@ def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     prepare("sft", toy.make_tokenizer(["words"]), parse("sft", words.split()).data, 64)
     entries = sorted(folder.name for folder in (cache / "dschat_ppo").iterdir() if folder.is_dir())
-    wanted = {f"dschat_ppo/{entry}/{name}" for entry in entries for name in ("files.json", "rows_00000.arrow")}
+    wanted = {f"dschat_ppo/{entry}/{name}" for entry in entries for name in ("rows_00000.arrow",)}
     assert len(entries) == 2, "the file as a table, and its rows as tokens"
     assert wanted <= set(kept(power, cache))
 
