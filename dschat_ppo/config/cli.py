@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.help_text import asked_for_help, flags_of, help_text
+from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
@@ -101,13 +101,12 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     """
     step = STEPS[step_name]
     groups, defaults = _groups(step), {**step.defaults, **(given or {})}
-    if (topic := asked_for_help(argv)) is not None:
-        flags = flags_of([kind for _, kind in groups], defaults)
-        _print_help(help_text(step_name, flags, topic))
-        raise SystemExit(0)
     parser = flag_parser([kind for _, kind in groups], add_help=False)
     parser.helps_by_name = True
     parser.set_defaults(**defaults)
+    if (topic := asked_for_help(argv)) is not None:
+        _print_help(help_text(step_name, parser, topic))
+        raise SystemExit(0)
     rates = {name: parser.get_default(name) for _, kind in groups for name in kind.__dataclass_fields__
              if name.endswith("learning_rate")}  # fmt: skip
     parser.set_defaults(**dict.fromkeys(rates))  # None: not given

@@ -60,6 +60,12 @@ class FlagParser(argparse.ArgumentParser):
         return word.partition("=")[0] in self._option_string_actions
 
     @property
+    def groups(self) -> list[tuple[str, list[argparse.Action]]]:
+        """(title, flags) of each group, without those that turn another flag off."""
+        found = [(str(group.title), group._group_actions) for group in self._action_groups]
+        return [(title, [flag for flag in flags if flag.const is not False]) for title, flags in found]
+
+    @property
     def _by_name(self) -> dict[str, str]:
         """The flags, by their names without dashes."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -130,12 +136,12 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
 def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], hidden: Collection[str] = ()) -> None:
     """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`."""
     for group in groups:
-        section, types = parser.add_argument_group(title_of(group)), get_type_hints(group)
+        section, types = parser.add_argument_group(_title_of(group)), get_type_hints(group)
         for field in dataclasses.fields(group):
             _add_flag(section, field, types[field.name], field.name in hidden)
 
 
-def title_of(group: Any) -> str:
+def _title_of(group: Any) -> str:
     """The title of a group of flags: the first line of its docstring."""
     return str(group.__doc__).partition("\n")[0].removesuffix(".")
 

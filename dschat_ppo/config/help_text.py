@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Sequence
+from typing import Any
 
-from dschat_ppo.config.flag_parser import help_of, title_of, values_of
+from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.errors import UserError
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
@@ -89,29 +89,6 @@ _IN_SHORT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A flag as the help shows it."""
-
-    name: str  # without dashes
-    group: str
-    kind: str  # what its value is, such as "N"; choices are between braces
-    text: str  # with the choices if `kind` does not list them
-    default: str  # "" if it is required or has none
-    aliases: tuple[str, ...]  # with dashes
-    required: bool
-    off: str  # the flag that turns a switch off that is on by default, or ""
-
-    @property
-    def notes(self) -> str:
-        """What follows the text, in brackets."""
-        notes = ["required"] if self.required and "(required)" not in self.text else []
-        notes += [f"default: {self.default}"] if self.default else []
-        notes += [f"off: {self.off}"] if self.off else []
-        notes += [f"also: {', '.join(self.aliases)}"] if self.aliases else []
-        return f" ({'; '.join(notes)})" if notes else ""
-
-
 def asked_for_help(argv: Sequence[str]) -> str | None:
     """The word after `--help`: "all" or (part of) the name of a flag; "" without one, None without `--help`."""
     for position, word in enumerate(argv):
@@ -122,31 +99,25 @@ def asked_for_help(argv: Sequence[str]) -> str | None:
     return None
 
 
-def flags_of(groups: Sequence[Any], defaults: dict[str, Any]) -> list[Flag]:
-    """The flags of dataclasses such as `RunFlags`, in their order; `defaults` override theirs."""
-    return [flag for group in groups for flag in _flags_of(group, defaults)]
+def _default(flag: argparse.Action) -> str:
+    """The default as the command line takes it, "required", or "" for none."""
+    required = flag.default is argparse.SUPPRESS or "(required)" in str(flag.help)
+    return "required" if required else shown_default(flag.default)
 
 
-def _flags_of(group: Any, defaults: dict[str, Any]) -> Iterator[Flag]:
-    types = get_type_hints(group)
-    for field in dataclasses.fields(group):
-        read, text = values_of(types[field.name]), help_of(field, types[field.name])
-        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = defaults.get(field.name, own)
-        kind = read["metavar"]
-        if read.get("nargs") == "*":
-            kind += " ..."
-        yield Flag(
-            field.name, title_of(group), kind, text, shown_default(default),
-            tuple(field.metadata.get("aliases", ())),
-            default is dataclasses.MISSING or "(required)" in text,
-            f"--no_{field.name}" if own is True else "",
-        )  # fmt: skip
+def _notes(flag: argparse.Action, has_off: bool) -> str:
+    """What follows the text of a flag, in brackets. `has_off`: whether another flag turns it off."""
+    default = "" if "(required)" in str(flag.help) else _default(flag)  # else the text says so
+    notes = [default if default == "required" else f"default: {default}"] if default else []
+    notes += [f"off: --no_{flag.dest}"] if has_off else []
+    aliases = [word for word in flag.option_strings if word[2:].replace("-", "_") != flag.dest]
+    notes += [f"also: {', '.join(aliases)}"] if aliases else []
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def shown_default(value: Any) -> str:
     """A default as the command line takes it; "" for none."""
-    if value is dataclasses.MISSING or value is None or value == []:
+    if value is None or value == []:
         return ""
     if isinstance(value, bool):
         return "True" if value else "False"
@@ -155,28 +126,28 @@ def shown_default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"'{value}'" if value in ("", "\\n") else str(value)
 
 
-def help_text(step: str, flags: Sequence[Flag], topic: str) -> str:
+def help_text(step: str, parser: FlagParser, topic: str) -> str:
     """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a flag."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
     word = topic.lstrip("-").replace("-", "_").lower()
+    flags = [flag for _, group in parser.groups for flag in group]
     if not word:
         return _usual(step, flags)
     if word == "all":
-        return (
-            f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same.\n\n{_by_group(flags, width)}"
-        )
-    exact = [flag for flag in flags if word == flag.name or f"--{word}" in flag.aliases]
-    found = exact or [flag for flag in flags if word in flag.name]
+        head = f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same."
+        return f"{head}\n\n{_by_group(parser, flags, width)}"
+    exact = [flag for flag in flags if f"--{word}" in flag.option_strings]
+    found = exact or [flag for flag in flags if word in flag.dest]
     if not found:
-        near = difflib.get_close_matches(word, [flag.name for flag in flags])
+        near = difflib.get_close_matches(word, [flag.dest for flag in flags])
         meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
         raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
-    return _by_group(found, width)
+    return _by_group(parser, found, width)
 
 
-def _usual(step: str, flags: Sequence[Flag]) -> str:
+def _usual(step: str, flags: Sequence[argparse.Action]) -> str:
     """The usual flags of the step, one line each."""
-    known, (title, program) = {flag.name: flag for flag in flags}, TITLES[step]
+    known, (title, program) = {flag.dest: flag for flag in flags}, TITLES[step]
     usual = {heading: names.split() for heading, names in USUAL[step].items()}
     column = max(len(name) for names in usual.values() for name in names) + 2
     lines = [
@@ -187,8 +158,7 @@ def _usual(step: str, flags: Sequence[Flag]) -> str:
     for heading, names in usual.items():
         lines.append(f"{heading}:")
         for name in names:
-            default = "required" if known[name].required else known[name].default
-            end = f" [{default}]" if default else ""
+            end = f" [{default}]" if (default := _default(known[name])) else ""
             lines.append(f"  {f'--{name}'.ljust(column)}  {_IN_SHORT[name]}{end}")
         lines.append("")
     lines += [
@@ -198,19 +168,16 @@ def _usual(step: str, flags: Sequence[Flag]) -> str:
     return "\n".join(lines)
 
 
-def _by_group(flags: Sequence[Flag], width: int) -> str:
-    """Flags with their whole text, under the names of their groups."""
-    lines: list[str] = []
-    group = None
-    for flag in flags:
-        if flag.group != group:
-            group = flag.group
-            lines += ["", f"{group}:"] if lines else [f"{group}:"]
-        head = f"  --{flag.name} {flag.kind}".rstrip()
-        text = textwrap.wrap(flag.text + flag.notes, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
-        if len(head) + 2 > _COLUMN:
-            lines.append(head)
-        else:
-            lines.append(f"{head.ljust(_COLUMN)}{text.pop(0)}")
-        lines += [" " * _COLUMN + line for line in text]
-    return "\n".join(lines)
+def _by_group(parser: FlagParser, flags: Sequence[argparse.Action], width: int) -> str:
+    """Flags with their whole text, under the titles of their groups."""
+    blocks: list[str] = []
+    for title, group in parser.groups:
+        lines = [f"{title}:"]
+        for flag in [flag for flag in group if flag in flags]:
+            head = f"  --{flag.dest} {flag.metavar}" + (" ..." if flag.nargs == "*" else "")
+            text = f"{flag.help}{_notes(flag, parser.knows(f'--no_{flag.dest}'))}"
+            words = textwrap.wrap(text, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
+            lines.append(head if len(head) + 2 > _COLUMN else f"{head.ljust(_COLUMN)}{words.pop(0)}")
+            lines += [" " * _COLUMN + line for line in words]
+        blocks += ["\n".join(lines)] if len(lines) > 1 else []
+    return "\n\n".join(blocks)
