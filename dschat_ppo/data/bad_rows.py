@@ -38,7 +38,7 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
     if (too_long := np.flatnonzero(table.fitted == Fitted.TOO_LONG)).size:
         message = table.problem(int(too_long[0])).partition("\n")[0]
         more = f" ({len(too_long)} rows are too long)" if len(too_long) > 1 else ""
-        raise UserError(f"{message}; --truncation left cuts such rows, drop leaves them out{more}")
+        raise UserError(f"{message}{more}")
     found = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     if not len(found):
         return

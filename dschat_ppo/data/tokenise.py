@@ -319,7 +319,9 @@ def _map_batch(
     places = columns.pop("index") + [problem.index for problem in bad]
     columns["fitted"] += [int(Fitted.TOO_LONG if problem.is_too_long else Fitted.UNUSABLE) for problem in bad]
     columns["number"] = [indices[kept[place]] for place in places]
-    columns["problem"] = [None] * (len(places) - len(bad)) + [f"{each.message}\n{each.reason}" for each in bad]
+    columns["problem"] = [None] * (len(places) - len(bad)) + [
+        f"{each.stop_message if each.is_too_long else each.message}\n{each.reason}" for each in bad
+    ]
     for field in schema:
         nothing: Any = [] if pyarrow.types.is_list(field.type) else "{}" if field.name == "row" else 0
         columns[field.name] += [nothing] * (len(places) - len(columns[field.name]))
