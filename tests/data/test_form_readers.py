@@ -1,8 +1,28 @@
 """Each form on rows of real shape: the examples of each use, one prompt for all uses, and messages about bad rows."""
 
+import math
+from typing import Any
+
 import pytest
 from datasets import Dataset
-from form_fixtures import ALPACA, ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, read, system, user
+from form_fixtures import (
+    ALPACA,
+    ASK,
+    FIXTURES,
+    HALL,
+    HH,
+    KTO,
+    PRM800K,
+    ROOF,
+    SHEPHERD,
+    STEPS,
+    assistant,
+    form_of,
+    option,
+    read,
+    system,
+    user,
+)  # fmt: skip
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
@@ -108,6 +128,24 @@ def test_implicit_text_prompts_are_cut_where_trl_cuts_them(chosen, rejected, exp
     assert (example.prompt, *example.answers) == expected
 
 
+# name -> (row, use, words of the message), or (row, use, words, first rows or flags that choose the reading)
+STEP = {"completions": [], "human_completion": {"rating": 1}}
+TWO = ["a", "b"]
+
+
+def ranked(responses: Any, scores: Any) -> dict:
+    return {"prompt": "Q:", "responses": responses, "scores": scores}
+
+
+def steps(**change: Any) -> dict:
+    return {**STEPS, **change}
+
+
+def prm(step: Any) -> dict:
+    return {**PRM800K, "label": {"steps": [PRM800K["label"]["steps"][0], step]}}
+
+
+RANKED = [ranked(TWO, [1, 2])]
 BAD = {
     "prompt is null": ({"prompt": None, "response": "a"}, "sft", "'prompt' is null"),
     "prompt is a number": ({"prompt": 7, "response": "a"}, "sft", "'prompt' is int"),
@@ -162,34 +200,82 @@ BAD = {
     ),
     "history is no list of pairs": (ALPACA | {"history": [["a"]]}, "sft", "'history' holds .*; expected pairs"),
     "input is a number": (ALPACA | {"input": 3}, "sft", "'input' is int"),
+    "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 of 'responses' is empty", RANKED),
+    "no answer in a list": (ranked(["a", None], [1, 2]), "preference", "answer 2 of 'responses' is null", RANKED),
+    "a score too few": (ranked(TWO, [1]), "preference", "'scores' is list .*; expected a list of 2 numbers", RANKED),
+    "a score is null": (ranked(TWO, [1, None]), "preference", "'scores' holds null", RANKED),
+    "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "'scores' holds nan", RANKED),
+    "equal answers of a list": (
+        ranked(["a", "a"], [1, 2]), "preference", "answers 2 and 1 of 'responses' are equal", RANKED
+    ),
+    "an empty list of answers": (ranked([], []), "preference", "'responses' is list", RANKED),
+    "scores are null": (ranked(TWO, None), "preference", "'scores' is null", RANKED),
+    "a label is null": (
+        {"prompt": "Q:", "completion": "a", "label": None}, "sft", "'label' is null; expected true or false", KTO
+    ),
+    "equal answers for KTO": (
+        {"prompt": "Q:", "chosen": "c", "rejected": "c"}, "unpaired", "chosen and rejected are equal",
+        {"data_format": "preference"},
+    ),
+    "a label too few": (steps(labels=[True]), "steps", "'completions' has 2 steps, but 'labels' 1", [STEPS]),
+    "a label above 1": (
+        steps(labels=[True, 1.5]), "steps", "'labels' holds '1.5'; expected true, false, or a number from 0", [STEPS]
+    ),
+    "a label below 0": (steps(labels=[True, -1]), "steps", "'labels' holds '-1'", [STEPS]),
+    "a label is a word": (steps(labels=[True, "good"]), "steps", "'labels' holds 'good'", [STEPS]),
+    "a step is a number": (steps(completions=["a", 3]), "steps", "step 2 of 'completions' is int", [STEPS]),
+    "steps are text": (
+        steps(completions="a b"), "steps", "'completions' is str .*; expected a list with an entry for each", [STEPS]
+    ),
+    "a step without a sign": (
+        {**SHEPHERD, "label": SHEPHERD["label"][:-1]}, "steps", r"'label' has no \+ or - after step 2 of 'input'",
+        [SHEPHERD],
+    ),
+    "prm: a step is text": (prm("a"), "steps", "step 2 of 'label.steps' is str", [PRM800K]),
+    "prm: a completion is a number": (prm({"completions": [3]}), "steps", "has a completion without", [PRM800K]),
+    "prm: no text": (prm({"completions": [{"rating": 1}]}), "steps", "has a completion without 'text'", [PRM800K]),
+    "prm: rating": (prm({"completions": [option("a", 2)]}), "steps", "the rating 2; expected -1, 0 or 1", [PRM800K]),
+    "prm: rating is a list": (prm({"completions": [option("a", [1])]}), "steps", r"has the rating \[1\]", [PRM800K]),
+    "prm: choice": (
+        prm({"completions": [option("a", 1)], "chosen_completion": 1}), "steps",
+        "has 1 completions, but 'chosen_completion' is 1", [PRM800K],
+    ),
+    "prm: human": (prm(STEP), "steps", "has a 'human_completion' without 'text'", [PRM800K]),
+    "a prompt of another column": (
+        {"chat": [ASK, HALL]}, "prompt", "the prompt in 'chat' ends with the assistant's", {"prompt_column": "chat"}
+    ),
+    "a pair of other columns": (
+        {"ask": "Who?", "good": [ASK, HALL], "bad": [ASK, ROOF]}, "preference",
+        "the prompt is not among the messages of 'good'",
+        {"prompt_column": "ask", "chosen_column": "good", "rejected_column": "bad"},
+    ),
+    "an answer of another column": (
+        {"ask": [ASK], "reply": [user("Who?"), HALL]}, "sft",
+        "the messages of 'reply' do not start with those of the prompt",
+        {"prompt_column": "ask", "response_column": "reply"},
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rows_are_named_with_what_is_wrong(name):
-    row, use, words = BAD[name]
-    form = form_of([{"text": f"{HH} a"}, row] if "text" in row else [row])
+    row, use, words, *more = BAD[name]
+    flags = {key: value for part in more if isinstance(part, dict) for key, value in part.items()}
+    first = next((part for part in more if isinstance(part, list)), [row])
+    form = form_of([{"text": f"{HH} a"}, *first] if "text" in row else first, **flags)
     with pytest.raises(UserError, match=rf"^d\.jsonl, row 17: .*{words}") as caught:
         form.read(row, use, "d.jsonl, row 17")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("row", "use", "flags", "words"),
+    ("row", "use", "words"),
     [
-        ({"chat": [ASK, HALL]}, "prompt", {"prompt_column": "chat"}, "the prompt in 'chat' ends with the assistant's"),
-        (
-            {"ask": "Who?", "good": [ASK, HALL], "bad": [ASK, ROOF]}, "preference",
-            {"prompt_column": "ask", "chosen_column": "good", "rejected_column": "bad"},
-            "the prompt is not among the messages of 'good'",
-        ),
-        (
-            {"ask": [ASK], "reply": [user("Who?"), HALL]}, "sft",
-            {"prompt_column": "ask", "response_column": "reply"},
-            "the messages of 'reply' do not start with those of the prompt",
-        ),
+        *((STEPS, use, "read as form stepwise; this step needs") for use in ("sft", "preference", "unpaired")),
+        ({"prompt": "Q:", "chosen": "a", "rejected": "b"}, "steps", "needs the steps of answers with a label for each"),
+        ({"prompt": "Q:", "response": "a"}, "unpaired", "needs answers with labels .*or pairs of answers"),
     ],
-)  # fmt: skip
-def test_a_bad_row_is_explained_by_the_names_of_its_columns(row, use, flags, words):
+)
+def test_a_use_that_labels_do_not_serve_is_refused(row, use, words):
     with pytest.raises(UserError, match=words):
-        read([row], use, **flags)
+        form_of([row]).require(use)

@@ -1,9 +1,23 @@
-"""Several answers to one prompt: pairs by score or rank, and rows that call an answer good or bad."""
+"""Answers with labels: ranked lists, rows that call an answer good or bad (KTO), and labelled steps."""
 
 import json
+import math
 
 import pytest
-from form_fixtures import ASK, HALL, KTO, ROOF, TOOL, form_of, read, stored
+from form_fixtures import (  # fmt: skip
+    ASK,
+    FIXTURES,
+    HALL,
+    KTO,
+    PRM800K,
+    ROOF,
+    SHEPHERD,
+    STEPS,
+    TOOL,
+    form_of,
+    read,
+    stored,
+)
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_labels import group_by_prompt
@@ -33,25 +47,6 @@ def test_every_pair_of_different_rank(row, pairs):
     assert pairs_of(row) == pairs
     if pairs:
         assert read([row], "sft") == [Example("Q:", [pairs[0][0]])]
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"responses": ["a", ""], "scores": [1, 2]}, "answer 2 of 'responses' is empty"),
-        ({"responses": ["a", None], "scores": [1, 2]}, "answer 2 of 'responses' is null"),
-        ({"responses": ["a", "b"], "scores": [1]}, r"'scores' is list .*; expected a list of 2 numbers"),
-        ({"responses": ["a", "b"], "scores": [1, None]}, "'scores' holds null"),
-        ({"responses": ["a", "b"], "scores": [1, float("nan")]}, "'scores' holds nan"),
-        ({"responses": ["a", "a"], "scores": [1, 2]}, "answers 2 and 1 of 'responses' are equal"),
-        ({"responses": [], "scores": []}, "'responses' is list"),
-        ({"responses": ["a", "b"], "scores": None}, "'scores' is null"),
-    ],
-)
-def test_a_bad_list_is_named(row, words):
-    form = form_of([{"prompt": "Q:", "responses": ["a", "b"], "scores": [1, 2]}])
-    with pytest.raises(UserError, match=f"^row 9: {words}"):
-        form.read({"prompt": "Q:", **row}, "preference", "row 9")
 
 
 def test_answers_without_a_rank_are_no_ranked_list():
@@ -118,11 +113,6 @@ def test_labels_may_be_numbers_or_text(label, is_good):
     assert len(read([{"prompt": "Q:", "completion": "a", "label": label}], "sft")) == is_good
 
 
-def test_a_label_that_is_neither_is_named():
-    with pytest.raises(UserError, match="^row 1: 'label' is null; expected true or false"):
-        form_of(KTO).read({"prompt": "Q:", "completion": "a", "label": None}, "sft", "row 1")
-
-
 def test_a_label_that_is_a_text_makes_no_kto_rows():
     assert form_of([{"prompt": "Q:", "completion": "a", "label": "spam"}]).name == "prompt_response"
 
@@ -148,3 +138,114 @@ def test_answers_under_another_system_message_or_with_other_tools_are_no_pair(co
         [ROOF["content"], HALL["content"]],
     ]
     assert (examples[0].prompt, examples[0].tools) != (examples[1].prompt, examples[1].tools)
+
+
+# Single answers
+
+
+def test_kto_rows_stay_single_and_keep_bad_answers():
+    assert read(KTO[:3], "unpaired") == [
+        Example("Q1:", [" good"], labels=(1.0,)), Example("Q2:", [" fine"], labels=(1.0,)),
+        Example("Q1:", [" bad"], labels=(0.0,)),
+    ]  # fmt: skip
+
+
+def test_grouped_kto_rows_give_all_answers_in_the_order_of_the_rows():
+    form = form_of(KTO[:3])
+    rows = [KTO[2], *KTO[:3]]
+    table = [row for row, _ in form.regroup(stored(rows))]
+    found = [example for row in table for example in form.read(row, "unpaired", "row")]
+    assert [(one.prompt, one.answers[0], one.labels, one.suffix) for one in found] == [
+        ("Q1:", " bad", (0.0,), ", answer 1"), ("Q1:", " good", (1.0,), ", answer 2"),
+        ("Q1:", " bad", (0.0,), ", answer 3"), ("Q2:", " fine", (1.0,), ", answer 1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, one in FIXTURES.items() if one.expected["preference"]])
+def test_pairs_are_split_into_a_desirable_and_an_undesirable_answer(name):
+    fixture = FIXTURES[name]
+    if fixture.form in ("kto", "ranked"):
+        return
+    pairs = fixture.expected["preference"]
+    form = form_of(fixture.rows, has_template=fixture.has_template)
+    found = [example for row in fixture.rows for example in form.read(row, "unpaired", "row")]
+    assert len(found) == 2 * len(pairs)
+    for at, pair in enumerate(pairs):
+        for side, label in ((0, 1.0), (1, 0.0)):
+            one = found[2 * at + side]
+            assert (one.prompt, list(one.answers), one.labels) == (pair.prompt, [pair.answers[side]], (label,))
+    assert found[0].suffix.endswith(", chosen answer") and found[1].suffix.endswith(", rejected answer")
+
+
+def test_of_a_ranked_list_the_best_and_the_worst_answer_are_taken():
+    rows = [
+        {"prompt": "Q:", "responses": ["a", "b", "c"], "scores": [2, 9, 1]},
+        {"prompt": "R:", "responses": ["x", "y"], "scores": [3, 3]},
+    ]
+    assert [(one.answers[0], one.labels, one.suffix) for one in read(rows, "unpaired")] == [
+        ("b", (1.0,), ", answer 2"), ("c", (0.0,), ", answer 3"),
+    ]  # fmt: skip
+
+
+# Labelled steps
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning(has_template):
+    row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
+    form = form_of([row], has_template=has_template)
+    start = "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; "
+    chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
+    assert form.rendering == "text"
+    assert form.warning == f"{start}{chat}--input_template puts text around a prompt"
+    assert form_of([STEPS], has_template=has_template).warning == ""
+
+
+def test_stepwise_rows_give_their_steps_and_labels():
+    form = form_of([STEPS])
+    assert (form.name, form.rendering, form.uses) == ("stepwise", "text", ("steps", "prompt"))
+    assert read([STEPS], "steps") == [Example("1+2+3=", ["1+2=3", "3+3=7"], labels=(1.0, 0.0))]
+    assert read([STEPS], "prompt") == [Example("1+2+3=", [])]
+
+
+def test_equal_steps_are_no_pair_and_a_chat_prompt_is_chat():
+    row = {"prompt": [ASK], "completions": ["go", "go"], "labels": [1, 0.25]}
+    assert form_of([row]).rendering == "chat"
+    assert read([row], "steps") == [Example([ASK], ["go", "go"], labels=(1.0, 0.25))]
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [([1, 0], (1.0, 0.0)), (["+", "-"], (1.0, 0.0)), (["True", "0.5"], (1.0, 0.5)), ([0.0, 1.0], (0.0, 1.0))],
+)
+def test_labels_of_steps_may_be_numbers_or_text(labels, found):
+    [example] = read([{**STEPS, "labels": labels}], "steps")
+    assert example.labels == found
+
+
+def test_null_is_a_step_without_a_label():
+    [example] = read([{**STEPS, "labels": [None, True]}], "steps")
+    assert math.isnan(example.labels[0]) and example.labels[1] == 1.0
+
+
+def test_math_shepherd():
+    assert form_of([SHEPHERD]).name == "math_shepherd"
+    steps = ["Step 1: Take two.", "Step 2: Add two: 5"]
+    assert read([SHEPHERD], "steps", has_template=False) == [Example("Two and two?\n", steps, labels=(1.0, 0.0))]
+    [chat] = read([SHEPHERD], "steps")
+    assert chat.prompt == [{"role": "user", "content": "Two and two?"}]
+
+
+def test_prm800k_follows_the_chosen_steps_and_labels_the_others_where_they_end():
+    assert form_of([PRM800K]).name == "prm800k"
+    found = read([PRM800K], "steps")
+    answers = [(list(example.answers), [None if math.isnan(x) else x for x in example.labels]) for example in found]
+    assert answers == [
+        (["a", "h"], [1.0, 1.0]),
+        (["b"], [0.0]),
+        (["a", "d"], [None, 0.0]),
+        (["a", "h", "e"], [None, None, 1.0]),
+        (["a", "h", "f"], [None, None, 0.0]),
+    ]
+    assert found[2].suffix == ", step 2, completion 1"
+    assert all(example.prompt == "2x = 4?" for example in found)
