@@ -25,8 +25,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
-from dschat_ppo.nonfinite.finite_experience import FiniteExperience
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import FiniteExperience, NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection

@@ -11,8 +11,7 @@ from tiny_experience import experience, ppo_bundles, with_bad
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.nonfinite.finite_experience import FiniteExperience
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import FiniteExperience, NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import read_bundle
 from dschat_ppo.types import ScoredRollout
 
@@ -129,7 +128,7 @@ def test_many_bad_rows_are_counted_and_the_first_eight_named(tmp_path, monkeypat
     monkeypatch.setattr(is_finite, "policy", SimpleNamespace(report=lambda *given: met.append(given)))
     rows = replace(experience(), scores=torch.full((12,), NAN))
     monkeypatch.setattr(
-        "dschat_ppo.nonfinite.finite_experience.bad_places", lambda _: {"scores": [[n] for n in range(9)]}
+        "dschat_ppo.nonfinite.nonfinite_policy.bad_places", lambda _: {"scores": [[n] for n in range(9)]}
     )
     is_finite(rows, 2)
     assert "scores of 9 of 12 answers are not finite (rows 0, 1, 2, 3, 4, 5, 6, 7, ...)" in met[0][3]
