@@ -84,10 +84,13 @@ def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp
         assert (answers[0][-1] == TOKENIZER.eos_token_id) != was_cut
 
 
-def test_error_policy_names_the_limit(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "x" * 300, "response": "long"}])
-    with pytest.raises(UserError, match=r"64 tokens.*--truncation error"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="error"), 64)
+@pytest.mark.parametrize("bad_rows", ["few", "skip"])
+def test_error_policy_names_the_limit_whatever_becomes_of_bad_rows(tmp_path, bad_rows):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, {"prompt": "x" * 300, "response": "long"}])
+    flags = flags_for(tmp_path, path, truncation="error", bad_rows=bad_rows)
+    said = r"^.*d\.jsonl, row 9: .*64 tokens.*--truncation error.*--truncation left cuts such rows"
+    with pytest.raises(UserError, match=said):
+        prepare("sft", TOKENIZER, flags, 64)
 
 
 def test_dropping_every_row_is_an_error(tmp_path):
