@@ -26,12 +26,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from dschat_ppo.models.blockwise_attention import Parts, blockwise_attention
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.rollout.attention import DecodeKernel, RolloutAttention
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata
-from dschat_ppo.rollout.cpu_decode import CPUDecode
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.models.segment_attention import Parts, blockwise_attention
+from dschat_ppo.rollout.attention import CPUDecode, DecodeKernel, RolloutAttention
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache
 
 MARKS = ("<!-- kernels -->", "<!-- /kernels -->")
 HIDDEN, INTERMEDIATE, HEADS, KEY_HEADS, WIDTH = 512, 1376, 8, 4, 64

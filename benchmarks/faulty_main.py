@@ -30,8 +30,8 @@ from dschat_ppo.runtime.launch import leave, run_step
 PLACES: dict[str, tuple[Any, str]] = {
     "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
     "loading": (train_ppo, "RLHFEngine"),
-    "rollout": (ExperienceCollection, "generate"),
-    "scoring": (ExperienceCollection, "score"),
+    "rollout": (ExperienceCollection, "sample"),
+    "scoring": (ExperienceCollection, "forward_passes"),
     "update": (loop, "update"),
     "saving": (background_writer, "_write"),  # in the thread that writes
     "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name

@@ -33,7 +33,7 @@ from dschat_ppo.ppo.mini_dataset import gather_rows
 from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
@@ -138,19 +138,19 @@ def measure_ppo(flags: PPOConfig, load: Workload) -> dict[str, Any]:
     collection, held = ppo.collection, dict[str, float]()
     models = [engine for engine in (engines.actor, engines.reference, engines.critic, engines.reward) if engine]
     for step in (1, 2):
-        rollout = peaks.measure("rollout", lambda step=step: collection.generator.generate(mine.rows, step))
+        rollout = peaks.measure("rollout", lambda step=step: collection.generator.answer(mine.rows, step))
 
         def score(rollout: Any = rollout, step: int = step) -> Any:
-            return gather_rows(collection.score(rollout, collection.reward(rollout, mine, step), mine))
+            return gather_rows(collection.forward_passes(rollout, collection.reward(rollout, mine, step), mine))
 
         collection.clock = PhaseClock()
         scored = peaks.measure("score", score, collection.clock)
         ppo.updates.clock = PhaseClock()  # a PPO step of one update makes the critic's pass here
         valued = peaks.measure("values", lambda scored=scored, step=step: ppo.critic_pass(
             ppo.shaping.with_rewards(scored), step), ppo.updates.clock)  # fmt: skip
-        ppo.begin_updates(ppo.shaping.advantages(valued, step), step)
+        ppo.keep_if_finite(ppo.shaping.advantages(valued, step), step)
         for minibatch in ppo.minibatches_left(ppo.state.experience, step):
-            critic = ppo.state.take_critic_pass() or ppo.updates.critic_objective(minibatch)
+            critic = ppo.state.critic_pass or ppo.updates.critic_objective(minibatch)
             # the critic first, because gradients that wait are applied first
             for objective in (critic, ppo.updates.actor_objective(minibatch)):
                 ppo.updates.clock = PhaseClock()

@@ -19,13 +19,13 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo import generate as rollouts
+from dschat_ppo.ppo import collect as rollouts
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.ppo.train_ppo import learned_reward
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.types import Rollout
 

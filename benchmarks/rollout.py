@@ -28,8 +28,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import repeat_rows, to_device
 
 ROWS = (32, 128)

@@ -17,7 +17,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 

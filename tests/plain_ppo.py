@@ -30,10 +30,9 @@ from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.ppo.resumable_ppo import ResumablePPO
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer
-from dschat_ppo.ppo.state import PPOComponents, PPOData
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
+from dschat_ppo.rewards.reward_source import RewardMixture
 
 CPU = torch.device("cpu")
 PROMPTS, STEPS, UPDATES = 12, 3, 4  # 4 prompts a PPO step; 2 rows an update, 2 epochs
@@ -178,9 +177,9 @@ class PlainRun:
         if config.validation.eval_data_path:
             collection = self.ppo.collection
             source = "recompute" if config.recompute_old_logprobs else "rollout"
-            scoring = replace(collection.model_scorer.scoring, old_logprobs=source)
-            scorer = ModelScorer(engines.actor, engines.reference, None, scoring)
-            held_out = RewardScorer(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
+            scoring = replace(collection.passes.settings, old_logprobs=source)
+            scorer = ForwardPasses(engines.actor, engines.reference, None, scoring)
+            held_out = RewardRequests(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
             self.evaluation = Evaluation(
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,
                 self.save_best,
@@ -275,9 +274,16 @@ def watch(run: PlainRun) -> list[Any]:
 
     ppo, collection, engines = run.ppo, run.ppo.collection, run.ppo.engines
     note(collection, "take_prompts", lambda count: f"take {count}")
-    note(collection, "generate", lambda prompts, step, _: f"generate {step}")
+    note(collection, "sample", lambda prompts, step, _: f"generate {step}")
     note(collection, "reward", lambda rollout, prompts, step: f"reward {step}")
-    note(collection, "model_scorer", lambda *_: f"score {mode()}")
+    passes = collection.passes
+
+    def scored(*arguments: Any) -> Any:
+        found = passes(*arguments)
+        did.append(f"score {mode()}")
+        return found
+
+    collection.passes = scored
     note(collection, "add", lambda _: "add")
     note(ppo.shaping, "advantages", lambda rows, step: f"advantages {step}")
     note(ppo.updates, "minimise", lambda objectives, step: (step, *(part.role for part in objectives), mode()))

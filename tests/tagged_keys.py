@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from dschat_ppo.rollout.decode_batch import GROWTH, DecodeBatch
 from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.scheduler import GROWTH, DecodeBatch
 
 HEADS = 2
 

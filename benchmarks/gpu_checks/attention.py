@@ -14,9 +14,9 @@ from tiny_models import prompts_of
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.models.forward import response_scores
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, repeat_rows, to_device
@@ -70,7 +70,7 @@ def scored(
     packs, shares = LAYOUTS[layout]
     policy = PolicyModel(model, Layout(packed=packs, shares=shares, attention=choice))
     with torch.set_grad_enabled(with_gradient):
-        logprobs = response_scores(policy, rows, 1.0).logprobs[rows.response_mask]
+        logprobs = response_logprobs(policy, rows, 1.0).logprobs[rows.response_mask]
     return logprobs.detach(), gradients(model, logprobs) if with_gradient else None
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, to_device
 from gpu_checks.run_part import Findings
@@ -116,7 +115,7 @@ def in_fp32(config: PretrainedConfig, prompts: PromptBatch) -> dict[str, Any]:
             "values": (response_values(critic, rollout) - values)[mask],
         }
     expected = plain_logprobs(model, rollout)
-    ours = response_scores(with_kernels(PolicyModel(model)), rollout, 1.0).logprobs
+    ours = response_logprobs(with_kernels(PolicyModel(model)), rollout, 1.0).logprobs
     differences["scored"] = (ours - expected)[mask].detach()
     plain_gradient = gradients(model, expected[mask])
     distance = gradients(model, ours[mask]).sub_(plain_gradient).norm() / plain_gradient.norm()
@@ -136,7 +135,7 @@ def in_bf16(config: PretrainedConfig, prompts: PromptBatch) -> dict[str, Any]:
     pairs = {
         "plain": plain_logprobs(model, rollout),
         "sampled": rollout.rollout_logprobs,
-        "scored": response_scores(with_kernels(PolicyModel(model)), rollout, 1.0).logprobs,
+        "scored": response_logprobs(with_kernels(PolicyModel(model)), rollout, 1.0).logprobs,
         "plain_values": plain.values_of(critic, *sequences(rollout))[:, last - 1 : -1],
         "values": response_values(critic, rollout),
     }

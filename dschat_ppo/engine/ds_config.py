@@ -38,7 +38,7 @@ SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "war
 # for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.
 BUCKET_SIZE = 100_000_000
 # ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory many times are whole
-# altogether (`whole_weights.py`), unless the user sets another number.
+# altogether (`WholeWeights`), unless the user sets another number.
 PERSISTENT_ELEMENTS = 10_000
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from dschat_ppo.common import dist
 from dschat_ppo.common.dist import device, on_gpu
 from dschat_ppo.common.logging import logger
+from dschat_ppo.engine.build_engine import whole_weights
 from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
-from dschat_ppo.engine.whole_weights import whole_weights
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel

@@ -3,32 +3,199 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from torch import Tensor, nn
 
-from dschat_ppo.common.dist import world_size
+from dschat_ppo.common.dist import device, gather_cat, on_gpu, world_size
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.engine.skip_update import (
-    Fault,
-    StepResult,
-    clear_offloaded_gradients,
-    gradient_fault,
-    has_dynamic_scale,
-    has_overflow,
-    has_plain_optimizer,
-    is_at_smallest_scale,
-    largest_gradient,
-    loss_fault,
-    plain_grad_norm,
-    random_state,
-    set_random_state,
-    skip_update,
-)
 from dschat_ppo.types import Engine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`, which is this rank's
+    at the start of the step.
+
+    Attributes:
+        kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over all ranks is not).
+        rank: the rank that computed it; for "norm" the rank of the largest gradient.
+        numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
+    """
+
+    kind: Literal["loss", "gradient", "norm"]
+    rank: int
+    micro_batch: int
+    numbers: list[list[float]]
+    random_state: list[Tensor] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank}, micro-batch {self.micro_batch}"
+        if self.kind == "norm":
+            return f"the norm of the gradients is not finite (the largest: {place})"
+        return f"the {self.kind} is not finite ({place})"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of an optimizer step; the same on every rank. `grad_norm` is the global norm before clipping, inf if the
+    update was skipped. `overflow`: fp16 gradients overflowed, and the loss scaler lowered its scale."""
+
+    grad_norm: float
+    applied: bool
+    overflow: bool = False
+    fault: Fault | None = None
+
+
+def random_state() -> list[Tensor]:
+    """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this rank's GPU if any."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if on_gpu() else [])
+
+
+def set_random_state(state: Sequence[Tensor]) -> None:
+    """Restore the result of `random_state()`. Without a GPU, the GPU's state is ignored."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1 and on_gpu():
+        torch.cuda.set_rng_state(state[1])
+
+
+def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
+    """The first of all ranks' losses that is not finite, or None. Collective. `losses` (M,) fp32, one per micro-batch,
+    M the same on every rank; `state` as in `Fault.random_state`."""
+    everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
+    if bool(everywhere.isfinite().all()):
+        return None
+    rank, micro_batch = (~everywhere.isfinite()).nonzero()[0].tolist()
+    return Fault("loss", rank, micro_batch, everywhere.tolist(), state)
+
+
+def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
+    """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective. `largest` (M,)
+    fp32, absolute, of each of this rank's micro-batches; `state` as in `Fault.random_state`."""
+    everywhere = gather_cat(largest.unsqueeze(0))  # (ranks, M)
+    bad = ~everywhere.isfinite()
+    places = bad if bool(bad.any()) else everywhere == everywhere.max()
+    rank, micro_batch = places.nonzero()[0].tolist()
+    return Fault("gradient" if bool(bad.any()) else "norm", rank, micro_batch, everywhere.tolist(), state)
+
+
+@contextmanager
+def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """Yields a function: the largest absolute gradient of the block's backward passes so far, a scalar; NaN counts."""
+    found = [torch.zeros((), device=device())]
+
+    def record(gradient: Tensor) -> None:
+        if gradient.numel():
+            found.append(gradient.detach().abs().max().float())
+
+    hooks = [parameter.register_hook(record) for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        yield lambda: torch.stack(found).max()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def has_plain_optimizer(engine: Engine) -> bool:
+    """Whether the engine's optimizer is torch's own (stage 0 in fp32), which does not check its gradients."""
+    return isinstance(engine.optimizer, torch.optim.Optimizer)
+
+
+def plain_grad_norm(engine: Engine) -> Tensor:
+    """Gradient norm of an engine with a plain optimizer, after the last backward pass; the same on every rank."""
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def has_dynamic_scale(engine: Engine) -> bool:
+    """Whether the engine trains in fp16 with a loss scale that falls after an overflow."""
+    return bool(engine.fp16_enabled()) and engine.optimizer.loss_scaler.dynamic
+
+
+def loss_scale(engine: Engine) -> float:
+    """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only evaluates."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
+    return 1.0 if scaler is None else float(scaler.cur_scale)
+
+
+def has_overflow(engine: Engine) -> bool:
+    """Whether an accumulated fp16 gradient is not finite on any rank. Collective."""
+    return bool(engine.optimizer.has_overflow())
+
+
+def is_at_smallest_scale(engine: Engine) -> bool:
+    """Whether the loss scale is at its minimum, so that lowering it cannot cure an overflow."""
+    scaler = engine.optimizer.loss_scaler
+    return scaler.cur_scale <= scaler.min_scale
+
+
+def skip_update(engine: Engine) -> None:
+    """End an optimizer step without its update. Collective, after the last backward pass.
+
+    Gradients are dropped; weights, optimizer state, schedule and loss scale do not change. What has to be cleared
+    depends on the ZeRO stage, so DeepSpeed's own `step` does it: it skips the update because the gradient norm is made
+    to look infinite. The loss scaler is replaced meanwhile, so that its scale does not fall.
+    """
+    if has_plain_optimizer(engine):
+        engine.zero_grad()
+        engine.skipped_steps += 1
+        return
+    with _infinite_norm(engine.optimizer), _constant_loss_scale(engine):
+        engine.step()
+    clear_offloaded_gradients(engine)
+    if engine.was_step_applied():
+        raise RuntimeError("DeepSpeed applied an update with an infinite gradient norm; it needs to be version 0.19.8")
+
+
+def clear_offloaded_gradients(engine: Engine) -> None:
+    """Clear the fp32 gradients of this rank's partition after a skipped update. With bf16, stage 1 or 2 and offload,
+    DeepSpeed 0.19.8 does not clear them, and the next step would add to them."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+@contextmanager
+def _infinite_norm(optimizer: Any) -> Iterator[None]:
+    """Make DeepSpeed's step see an infinite gradient norm. Its optimizers compute the norm in `scaled_global_norm`
+    (stages 1 and 2), `_get_norm_groups` (stage 3), or `get_grads_for_norm` (the bf16 optimizer, used at stage 1 without
+    offload)."""
+    infinite = torch.tensor(torch.inf)
+    answers = {
+        "scaled_global_norm": infinite,
+        "_get_norm_groups": [infinite],
+        "get_grads_for_norm": ([infinite], {}),
+    }
+    name = next((name for name in answers if hasattr(optimizer, name)), None)
+    if name is None:
+        raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
+                           "the number format by flags, not in --deepspeed_config")  # fmt: skip
+    setattr(optimizer, name, lambda *_, **__: answers[name])
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
+
+
+@contextmanager
+def _constant_loss_scale(engine: Engine) -> Iterator[None]:
+    """Keep the fp16 loss scale constant."""
+    if not engine.fp16_enabled():
+        yield
+        return
+    optimizer = engine.optimizer
+    own = optimizer.loss_scaler
+    optimizer.loss_scaler = LossScaler(scale=own.cur_scale)
+    try:
+        yield
+    finally:
+        optimizer.loss_scaler = own
+
 
 MicroBatch = TypeVar("MicroBatch")
 

@@ -9,14 +9,36 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from dschat_ppo.algorithms.router_loss import load_balancing_loss
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.engine.skip_update import random_state, set_random_state
-from dschat_ppo.models.router import router_top_k
+from dschat_ppo.engine.optimizer_step import random_state, set_random_state
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.classifiers import lm_without_weights
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
+
+# Models that balance their experts in another way.
+OTHER_BALANCE = {
+    "deepseek_v3": "it balances its experts by a bias that is not trained",
+    "doge": "its load is over pairs of keys",
+}
+
+
+def router_top_k(config: PretrainedConfig, model: str) -> int:
+    """Experts per token of an architecture with a load-balancing loss in transformers. `config` of a reward model is
+    that of its language model; `model` is flag and folder, for the message."""
+    refused = f"--router_loss_coef: {model}: {type(config).__name__}"
+    if config.model_type in OTHER_BALANCE:
+        raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; omit the flag")
+    with reading(f"{refused} cannot be built"):
+        lm: Any = lm_without_weights(config)
+    if not hasattr(lm, "router_aux_loss_coef") or not getattr(lm, "num_experts", 1):  # Granite 4 may have no experts
+        raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; omit the flag")
+    return int(lm.num_experts_per_tok)
+
 
 Batch = TypeVar("Batch")
 Loss = Callable[[Batch, MetricSums], Tensor]

@@ -1,8 +1,15 @@
-"""Less memory for activations: MLPs in pieces of the sequence, and activations in host memory."""
+"""Less memory and work: MLPs in pieces of the sequence, the last MLP only for the tokens whose states are read,
+activations in host memory.
+
+Log-probs read the states of answers, and a reward model reads one state of each row. What the last MLP computes at
+other tokens reaches nothing: later operations (norms, the head) do not mix tokens. Its output there is 0 instead.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -12,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
+from dschat_ppo.models.backbone import forward_replaced
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 EXPERTS = ("experts", "router")  # modules of a mixture of experts
@@ -102,3 +110,57 @@ def _host_copy(tensor: Tensor) -> Tensor:
 def _from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
     device, tensor = saved
     return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The MLP of a running forward pass, and the tokens (n,) int64 whose states are read: their columns and rows."""
+
+    mlp: Any
+    columns: Tensor
+    rows: Tensor | int
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        whole = self.mlp.forward
+
+        def of_read_tokens(*values: Tensor) -> Tensor:
+            rows, width, _ = values[0].shape  # (B, T, H); T may be padded
+            # Also if all tokens are read: a rank that saves other tensors for the backward pass would end the
+            # recomputation of activation checkpointing elsewhere, and under ZeRO-3 that recomputation gathers weights.
+            places = self.rows * width + self.columns
+            flat = (x.reshape(rows * width, -1) for x in values)
+            found: Tensor = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
+            return found.new_zeros(rows * width, found.shape[-1]).index_copy(0, places, found).view(rows, width, -1)
+
+        with forward_replaced(self.mlp, of_read_tokens):
+            _RUNNING.append(self)
+            try:
+                yield
+            finally:
+                _RUNNING.pop()
+
+
+_RUNNING: list[_Read] = []
+
+
+def last_mlp(backbone: nn.Module) -> nn.Module | None:
+    """The MLP of the last decoder layer; None if it has none, or a mixture of experts, whose router sees all tokens."""
+    layers = decoder_layers(backbone)
+    mlp, has_experts = mlp_of(layers[-1]) if layers else (None, False)
+    return None if has_experts else mlp
+
+
+def read_tokens_only(
+    backbone: nn.Module, enabled: bool, columns: Tensor, rows: Tensor | int = 0
+) -> AbstractContextManager[None]:
+    """Make forward passes of `backbone` run the last MLP for some tokens only, if `enabled` by `select_kernels`.
+    `columns` (n,) int64 are theirs in the backbone's input, `rows` likewise, or one for all. A token twice would get
+    its gradient twice."""
+    mlp = last_mlp(backbone) if enabled else None
+    return nullcontext() if mlp is None else _Read(mlp, columns, rows).entered()
+
+
+def read_tokens_again() -> AbstractContextManager[None]:
+    """The state of the running forward pass, for activation checkpointing, which runs layers again."""
+    return _RUNNING[-1].entered() if _RUNNING else nullcontext()

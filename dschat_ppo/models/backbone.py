@@ -1,10 +1,11 @@
-"""Arguments of a model's forward pass, and the forward pass of its backbone in scoring and training."""
+"""How a model runs the rows that it gets: `Layout`, arguments of a forward pass, and that of the backbone."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -90,7 +91,11 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from slot 0 on. There is
     no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels without
     a mask are faster. States after the `lengths` (B,) int64 of the rows are meaningless."""
-    padded = _in_few_widths(backbone, input_ids)
+    # to a multiple of `COLUMNS`, within the positions that the config names
+    width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
+    positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
+    wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
+    padded = torch.nn.functional.pad(input_ids, (0, wider - width)) if wider > width else input_ids
     output = backbone(
         input_ids=padded, attention_mask=None, use_cache=False, **slot_arguments(backbone, padded),
         **router_arguments(),
@@ -99,14 +104,29 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     return output.last_hidden_state[:, : input_ids.shape[1]]
 
 
-def _in_few_widths(backbone: Any, input_ids: Tensor) -> Tensor:
-    """(B, T) ids padded on the right to a multiple of `COLUMNS`, within the positions that the config names."""
-    width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
-    positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
-    wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
-    return torch.nn.functional.pad(input_ids, (0, wider - width)) if wider > width else input_ids
-
-
 def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:
     """(B, T) bool, True on the first `lengths` (B,) slots of each row."""
     return torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags name the rest. Two
+    models with the same weights and the same layout give the same bits.
+
+    Attributes:
+        fused: go through the vocabulary in blocks, instead of computing whole logits; of a language model.
+        packed: run rows end to end as one row, without padding; a language model needs `fused` for it.
+        shares: run the beginning that rows share once; likewise.
+        reads_few: run the last MLP only for tokens whose states are read; likewise.
+        divided: ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns.
+        attention: the value of `--attn_implementation`.
+    """
+
+    fused: bool = True
+    packed: bool = False
+    shares: bool = False
+    reads_few: bool = False
+    divided: bool = False
+    attention: str = "auto"
+    offload_activations: bool = False

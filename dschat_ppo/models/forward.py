@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
 
@@ -21,7 +20,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 @dataclass(frozen=True)
-class ResponseScores:
+class ResponseLogprobs:
     """Scores of the response tokens. `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
     `distributions` (N, V) fp32 are the log-probs of all tokens at the N response tokens, row after row."""
 
@@ -30,15 +29,10 @@ class ResponseScores:
     distributions: Tensor | None = None
 
 
-def response_logprobs(engine: Model, rows: Rollout, temperature: float) -> Tensor:
-    """`logprobs` of `response_scores`."""
-    return response_scores(engine, rows, temperature).logprobs
-
-
-def response_scores(
+def response_logprobs(
     engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
     late_ends: LateEnds | None = None,
-) -> ResponseScores:  # fmt: skip
+) -> ResponseLogprobs:  # fmt: skip
     """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
     `engine` is a DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
     `late_ends`: tokens that could not be drawn at the beginning of an answer."""
@@ -52,7 +46,7 @@ def response_scores(
     forbidden = None if late_ends is None else (wanted & (slots < starts + late_ends.minimum), late_ends.ids)
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
     logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
-    return ResponseScores(
+    return ResponseLogprobs(
         empty.masked_scatter(rows.response_mask, logprobs),
         empty.masked_scatter(rows.response_mask, entropy),
         extras.pop(0) if distributions else None,
@@ -75,8 +69,3 @@ def response_values(engine: Model, rows: Rollout) -> Tensor:
     before = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True) - 1) & (slots < lengths.unsqueeze(1) - 1)
     values = engine(input_ids, lengths, wanted=before)  # (N,)
     return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)
-
-
-def last_token_scores(engine: Model, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """The reward model's score at each row's last real token, (B,) fp32; ids (B, T) right-padded, lengths above 0."""
-    return engine(input_ids, lengths, last_only=True)

@@ -13,10 +13,10 @@ from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.on_policy import router_adds_noise
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
 from dschat_ppo.models.backbone import hidden_window, unwrap
-from dschat_ppo.models.last_layer import last_mlp
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.probes import of_any_rank, unfit

@@ -36,10 +36,10 @@ from dschat_ppo.models.adapters import (
     is_linear,
     load_merged,
     lora_targets,
+    quantised_loading,
 )
 from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
-from dschat_ppo.models.folder_settings import without_code
 from dschat_ppo.models.model_files import (
     check_settings,
     checkpoint_shapes,
@@ -47,9 +47,9 @@ from dschat_ppo.models.model_files import (
     odd_expert,
     wants_settings_only,
     weight_files,
+    without_code,
 )
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, saves_head
-from dschat_ppo.models.quantisation import quantised_loading
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.shared_prompts import LEAST_SAVING, LEAST_TOKENS, common_beginnings
 from dschat_ppo.types import Model
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.activation_memory import read_tokens_again
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.attention_choice import WITHOUT_MASKS
 from dschat_ppo.models.backbone import position_arguments, real_slots
-from dschat_ppo.models.last_layer import read_tokens_again
 from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
@@ -130,27 +130,23 @@ def _segment_attention(
         raise UserError(f"--attn_implementation {_RUNNING[-1].choice}: {problem}; use auto") from None
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
-    if not _RUNNING[-1].divided:
-        return _attention(module, query, key, value, sliding_window, options), None
-    query, key, value = exchanged_heads(query, key, value)
-    own = attention_of_own_heads(module, query, key)
-    return heads_to_columns(_attention(own, query, key, value, sliding_window, of_own_heads(options))), None
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
-) -> Tensor:
     running = _RUNNING[-1]
+    if running.divided:
+        query, key, value = exchanged_heads(query, key, value)
+        module, options = attention_of_own_heads(module, query, key), of_own_heads(options)
     laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
     if running.choice == "auto" and suits_blocks(module, query, key, value, laid_out, options):
-        return attention_in_blocks(query, key, value, laid_out, window, options)
-    kernel = whole_row_kernel(running.choice, query, key, value, options)
-    if _RECORDED:
-        _RECORDED[-1].in_one_call &= kernel is not None
-    if kernel is None or (running.segments is None and running.choice == "auto"):
-        eager = running.choice == "eager"
-        return segment_by_segment(module, query, key, value, running.segments, window, options, eager)
-    return kernel(query, key, value, laid_out, window, options)
+        mixed = attention_in_blocks(query, key, value, laid_out, sliding_window, options)
+    else:
+        kernel = whole_row_kernel(running.choice, query, key, value, options)
+        if _RECORDED:
+            _RECORDED[-1].in_one_call &= kernel is not None
+        if kernel is None or (running.segments is None and running.choice == "auto"):
+            eager = running.choice == "eager"
+            mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
+        else:
+            mixed = kernel(query, key, value, laid_out, sliding_window, options)
+    return (heads_to_columns(mixed) if running.divided else mixed), None
 
 
 AttentionInterface.register(NAME, _segment_attention)

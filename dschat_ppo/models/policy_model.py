@@ -11,8 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Forbidden, Head, forbid_, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.activation_memory import activations_on_host
+from dschat_ppo.models.activation_memory import activations_on_host, read_tokens_only
 from dschat_ppo.models.backbone import (
+    Layout,
     backbone_of,
     backbone_states,
     forward_replaced,
@@ -21,8 +22,6 @@ from dschat_ppo.models.backbone import (
     slot_arguments,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.last_layer import read_tokens_only
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.shared_prompts import lay_out
@@ -84,9 +83,27 @@ class PolicyModel(nn.Module):
                 if distributions:
                     raise ValueError("ranks that share rows do not compute whole distributions")
                 return self._divided_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
-            if self.layout.fused and not distributions:
-                return self._fused_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
-            return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
+            if distributions or not self.layout.fused:
+                return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
+            # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
+            row, column = wanted[:, 1:].nonzero(as_tuple=True)
+            tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
+            rows = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares)
+            if rows is not None:
+                places = rows.places[row, column]  # (N,)
+                read = rows.each_once(places) if self.layout.reads_few else places
+                with read_tokens_only(self.backbone, self.layout.reads_few, read):
+                    packed = packed_states(self.backbone, input_ids, lengths, rows, self.layout.attention)
+                states = packed[places]  # (N, H)
+            else:
+                with (
+                    padded_attention(self.backbone, self.layout.attention, self.layout.packed),
+                    read_tokens_only(self.backbone, self.layout.reads_few, column, row),
+                ):
+                    states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
+            if forbidden is not None:
+                forbidden = forbidden[0][row, column + 1], forbidden[1]
+            return self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
 
     def _plain_scores(
         self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool,
@@ -109,29 +126,6 @@ class PolicyModel(nn.Module):
         entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
         extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
         return token_logprobs(logits, tokens, temperature), entropy, *extras
-
-    def _fused_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
-    ) -> tuple[Tensor, Tensor]:
-        # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
-        row, column = wanted[:, 1:].nonzero(as_tuple=True)
-        tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
-        rows = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares)
-        if rows is not None:
-            places = rows.places[row, column]  # (N,)
-            read = rows.each_once(places) if self.layout.reads_few else places
-            with read_tokens_only(self.backbone, self.layout.reads_few, read):
-                packed = packed_states(self.backbone, input_ids, lengths, rows, self.layout.attention)
-            states = packed[places]  # (N, H)
-        else:
-            with (
-                padded_attention(self.backbone, self.layout.attention, self.layout.packed),
-                read_tokens_only(self.backbone, self.layout.reads_few, column, row),
-            ):
-                states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
-        if forbidden is not None:
-            forbidden = forbidden[0][row, column + 1], forbidden[1]
-        return self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
 
     def _divided_scores(
         self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None

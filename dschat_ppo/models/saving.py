@@ -19,10 +19,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapters import MATRICES, adapter_layers, is_adapter_parameter, merged_weight
+from dschat_ppo.models.adapters import MATRICES, adapter_layers, is_adapter_parameter, is_quantised, merged_weight
 from dschat_ppo.models.architectures import SCORE, first_position
 from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
-from dschat_ppo.models.quantisation import is_quantised
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.models.activation_memory import activations_on_host
-from dschat_ppo.models.backbone import backbone_states
+from dschat_ppo.models.activation_memory import activations_on_host, read_tokens_only
+from dschat_ppo.models.backbone import Layout, backbone_states
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.last_layer import read_tokens_only
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
 from dschat_ppo.models.shared_prompts import lay_out
 

@@ -16,18 +16,96 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.blockwise_attention import MOST_KEYS, Parts, blockwise_attention
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
+
+MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a row, each of which attends to itself, and what the kernels need to know of them. `lengths`: of the
+    parts, which follow one another, none 0. `seen`: for each part, columns (start, end) of earlier parts that all of
+    its tokens see too, as if they were right before them; start = end: none. None: no part sees any."""
+
+    lengths: tuple[int, ...]
+    seen: tuple[tuple[int, int], ...] | None = None
+
+    @cached_property
+    def _columns(self) -> list[tuple[int, int, int, int]]:
+        """Start and end of each part, and of what it sees."""
+        ends = list(accumulate(self.lengths))
+        seen = self.seen or [(0, 0)] * len(ends)
+        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most keys that a query sees if no window hides any."""
+        return max(end - start + last - first for start, end, first, last in self._columns)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(parts, 4) int64: the start and the end of each part, and of what it sees."""
+        return torch.tensor(self._columns)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """(groups + 1,) int64: the first part of each group, and the number of parts. No part sees another group."""
+        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later parts see
+        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
+            needed = min(needed, first) if first < end else needed
+            if needed >= start:
+                firsts.append(number)
+        return torch.tensor(firsts[::-1])
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, window: int | None, scale: float
+    ) -> Tensor:
+        output, log_sums = operations.causal_attention(query, key, value, parts.table, window, scale)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.parts, ctx.window, ctx.scale = parts, window, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sums = ctx.saved_tensors
+        found = operations.causal_attention_backward(
+            query, key, value, output, log_sums, gradient, ctx.parts.table, ctx.parts.groups, ctx.window, ctx.scale
+        )
+        return *found, None, None, None
+
+
+def blockwise_attention(
+    query: Tensor, key: Tensor, value: Tensor, parts: Parts, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """Causal attention inside each part of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
+
+    `query` (b, heads, T, d) bf16 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of the
+    same; key heads divide the heads. `parts` together are all T columns. `window`: how many keys a query sees, its own
+    among them; None: all. `scale` of the logits; None: d ** -0.5.
+    """
+    assert sum(parts.lengths) == query.shape[2]
+    found: Tensor = _BlockwiseAttention.apply(
+        query, key, value, parts, window, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+    return found
+
 
 LARGEST_FLASH_HEAD = 256
 OF_OTHER_KERNELS = ("softcap", "s_aux")  # options that neither FlashAttention nor blocks have here
@@ -231,10 +309,15 @@ def segment_by_segment(
         if segments is not None and segments.seen is not None and segments.seen[number][0] < segments.seen[number][1]:
             before = slice(*segments.seen[number])
             k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
-        band = _band(q.shape[2], k.shape[2], window, q.device)
+        # keys that each query sees: its own, the last query's being the last key, and the `window - 1` before it; None:
+        # a kernel that is causal by itself does, or every query sees every key
+        queries, keys, band = q.shape[2], k.shape[2], None  # (1, 1, queries, keys) bool
+        if not ((window is None or keys <= window) and queries in (1, keys)):
+            band = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
+            band = band if window is None else band.triu(keys - queries + 1 - window)
         if eager or options.get("softcap") is not None or options.get("s_aux") is not None:
             outputs.append(_eager_attention(module, q, k, v, band, **options))
-        elif q.shape[2] < k.shape[2]:
+        elif queries < keys:
             outputs.append(_grouped_attention(q, k, v, band, **options))
         else:
             outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
@@ -272,13 +355,3 @@ def _eager_attention(
     shares = torch.softmax(logits.float(), dim=-1)[..., :keys].to(value.dtype)
     shares = functional.dropout(shares, dropout, module.training)
     return (shares @ value).transpose(1, 2)
-
-
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Keys that each query sees, (1, 1, queries, keys) bool: its own and the `window - 1` before it. The last query's
-    own key is the last one. None: a kernel that is causal by itself does, or every query sees every key."""
-    is_whole = window is None or keys <= window
-    if is_whole and queries in (1, keys):
-        return None
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return (visible if window is None else visible.triu(keys - queries + 1 - window))[None, None]

@@ -74,25 +74,14 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     if not packs and not shares:
         return None
     width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()
+    order, shared, leaders = list(range(len(lengths))), [0] * len(lengths), list(range(len(lengths)))
     if shares and len(lengths) > 1:
-        order, shared, leaders = common_beginnings(input_ids.cpu(), lengths)
-        if sum(shared) >= LEAST_SAVING * int(lengths.sum()):
-            return _packed(width, lengths, order, shared, leaders, device)
-    if packs and are_uneven(lengths):
-        rows = list(range(len(lengths)))
-        return _packed(width, lengths, rows, [0] * len(rows), rows, device)
-    return None
-
-
-def are_uneven(lengths: Tensor) -> bool:
-    """Whether rows differ in length (B,), so that packing saves padding."""
-    return bool(lengths.min() < lengths.max())
-
-
-def _packed(
-    width: int, lengths: Tensor, order: list[int], shared: list[int], leaders: list[int], device: torch.device
-) -> PackedRows:
-    """Lay rows out in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`."""
+        found = common_beginnings(input_ids.cpu(), lengths)
+        if sum(found[1]) >= LEAST_SAVING * int(lengths.sum()):
+            order, shared, leaders = found
+    if not any(shared) and not (packs and are_uneven(lengths)):
+        return None
+    # rows in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`
     ordered, led, left_out = torch.tensor(order), torch.tensor(leaders), torch.tensor(shared).unsqueeze(1)
     slots = torch.arange(width)
     kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
@@ -110,6 +99,11 @@ def _packed(
             end += own
     tokens, places = _in_one_copy([tokens, places], device)
     return PackedRows(tokens, tokens % width, places, segments, seen if any(shared) else None)
+
+
+def are_uneven(lengths: Tensor) -> bool:
+    """Whether rows differ in length (B,), so that packing saves padding."""
+    return bool(lengths.min() < lengths.max())
 
 
 def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.engine.skip_update import StepResult
+from dschat_ppo.engine.optimizer_step import StepResult
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.nonfinite.diagnostics import bad_places
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles

@@ -23,10 +23,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
-from dschat_ppo.engine.skip_update import loss_scale
+from dschat_ppo.engine.optimizer_step import loss_scale
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 

@@ -15,8 +15,8 @@ from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
+from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
 from dschat_ppo.engine.ds_config import read_overlay, train_config
-from dschat_ppo.engine.whole_weights import OF_GATHERING, fits_whole
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.planner.model_parts import ModelParts, parts_of, read_model_configs

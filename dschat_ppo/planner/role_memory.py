@@ -55,7 +55,7 @@ class Role:
     checkpoints: bool = False  # gradient checkpointing
     offloads_optimizer: bool = False  # optimizer states are in host memory
     offloads_weights: bool = False  # at stage 3, weights are in host memory
-    kept_whole: bool = False  # at stage 3, gathered weights stay between two updates (`engine/whole_weights.py`)
+    kept_whole: bool = False  # at stage 3, gathered weights stay between two updates (`engine/build_engine.py`)
     shared: int = 0  # parameters of another role's frozen base that it uses; they count there
     on_gpu: bool = False  # the device is a GPU
     bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised

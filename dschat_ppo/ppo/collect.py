@@ -1,4 +1,4 @@
-"""Experience collection: prompts, answers, rewards and model scores of one PPO step; dynamic sampling."""
+"""Experience collection: prompts, sampled answers, rewards and log-probs of one PPO step; dynamic sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
@@ -17,18 +19,143 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
+from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.on_policy import OldLogprobs
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.data.sampler import IndexStream, chunk_rows_of
-from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import RolloutCancelled
-from dschat_ppo.ppo.generate import RolloutGenerator
+from dschat_ppo.data.templates import answer_ends
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.errors import RolloutCancelled, UserError
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer, ScoringSettings
-from dschat_ppo.rewards.reward_mixture import NumberMeans, Scores
-from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.rewards.reward_source import NumberMeans, RewardFunctionError, RewardServiceError, Scores
+from dschat_ppo.rollout.continuous_batching import never
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
+from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, engine_text, generate
+from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
+
+BUSY_ROWS = 64  # answers that a GPU generates in about the time of one
+
+
+def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that `--stop_token_ids` are tokens."""
+    for number in ids:
+        if number >= len(tokenizer):
+            raise UserError(f"--stop_token_ids {number}: the tokenizer has {len(tokenizer)} tokens, numbered from 0")
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end an answer: those that training ends answers with, and the other end tokens of the model's
+    generation config if it lists one of these (a config that lists none of them belongs to another tokenizer)."""
+    trained = answer_ends(tokenizer)
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    others = listed if isinstance(listed, list) and set(trained) & set(listed) else []
+    return tuple(dict.fromkeys((*trained, *others)))
+
+
+def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> GenerationConfig:
+    """Sampling parameters, stopping criteria and engine that the flags ask for."""
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        return list(tokenizer.batch_decode(rows))
+
+    stopping = StoppingCriteria(
+        flags.max_answer_seq_len,
+        end_ids(tokenizer, model),
+        tuple(flags.stop_token_ids),
+        tuple(flags.stop_strings),
+        flags.min_answer_seq_len,
+        decode if flags.stop_strings else None,
+    )
+    sampling = SamplingParameters(flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty)
+    return GenerationConfig(
+        sampling,
+        stopping,
+        flags.n_samples_per_prompt,
+        flags.rollout_rows,
+        engine="padded" if flags.rollout_engine == "padded" else "continuous",
+    )
+
+
+def note_few_answers(flags: PPOFlags, device: torch.device) -> None:
+    """Log that a PPO step has too few answers to keep a GPU busy: a decode step reads the weights for any number."""
+    answers = flags.per_device_generation_batch_size * flags.generation_batches * flags.n_samples_per_prompt
+    if device.type == "cuda" and answers < BUSY_ROWS:
+        logger().info(
+            f"note: a PPO step generates {answers} answers per GPU, which is about as fast as {BUSY_ROWS}; "
+            "raise --per_device_generation_batch_size or --generation_batches"
+        )
+
+
+def greedily(config: GenerationConfig) -> GenerationConfig:
+    """The same configuration with greedy decoding; log-probs are still computed at the temperature."""
+    return replace(config, sampling=replace(config.sampling, top_k=1))
+
+
+class RolloutGenerator:
+    """Samples answers of the actor to the prompts of this rank, which are token rows. Constructing it is collective: it
+    checks the generation engine on the model."""
+
+    def __init__(
+        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
+        device: torch.device,
+    ):  # fmt: skip
+        self.hybrid = hybrid
+        self.prompts = prompts
+        self.pad_id = filler_id(tokenizer)
+        self.seed = seed
+        self.device = device
+        self.graphs = RolloutGraphs()
+        note_few_answers(flags, device)
+        config = generation_config(flags, tokenizer, hybrid.model)
+        if len(config.stopping.eos_ids) > 1:
+            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids)
+            logger().info(f"rollout: an answer ends with any of {names}")
+        if config.sampling.changes_distribution:
+            logger().info("note: log-probs, KL and ratios are of the policy before truncation and penalty")
+        hybrid.check_division()
+        with hybrid.generating() as model:
+            self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)
+            self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
+
+    def answer(
+        self, indices: list[int], *path: int, prompts: Dataset | None = None, config: GenerationConfig | None = None,
+        first: int | None = None, cancelled: Callable[[], bool] = never,
+    ) -> Rollout:  # fmt: skip
+        """Answer the prompts at `indices`, at least one and as many on every rank. Collective.
+
+        An answer's seed is derived from the run's seed, `path` (the step, ...) and the answer's number over all ranks,
+        so the answer does not depend on the rank that generates it. This rank's numbers start at `first`; None: they
+        follow those of the ranks before it. Once `cancelled` returns True, this rank stops generating, and its answers
+        are to be discarded.
+        """
+        config = config or self.config
+        first = dist.rank() * len(indices) * config.samples if first is None else first
+        own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, self.seed, *path)
+        place, parallel = 0, self.hybrid.parallel
+        if parallel is not None:  # the ranks of a group answer the prompts of all of them together
+            shares = dist.gather_objects((indices, seeds), parallel.group)
+            indices = [index for share, _ in shares for index in share]
+            seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
+        batch = to_device(collate_prompts(prompts or self.prompts, indices, self.pad_id), self.device)
+        with self.hybrid.generating() as model:
+            largest = self.hybrid.max_over_ranks
+            if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group
+                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
+                config = replace(config, rows=-largest(-rows_for_memory(model, length)))
+            rollout = generate(
+                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs
+            )
+        if parallel is None:
+            return rollout
+        rows = torch.arange(own * config.samples, device=self.device)
+        return select_rows(rollout, place * len(rows) + rows)
 
 
 @dataclass(frozen=True)
@@ -39,39 +166,40 @@ class Prompts:
     first: int  # number of the first one among all prompts of the run; it numbers the groups
 
 
-class ExperienceCollection:
-    """The steps of `make_experience`. Each is timed, and its tokens are counted.
+@dataclass(frozen=True)
+class CollectionSettings:
+    """Settings of `ExperienceCollection`."""
 
-    Args:
-        shaped: raw scores (B,) -> scaled and clipped scores, which dynamic sampling compares.
-        old_logprobs: their source; with "update", scoring computes neither them nor values.
-        several_data_sets: whether rows carry the number of their prompt's data set, the column `source`.
-    """
+    seed: int
+    greedy_baseline: bool  # ReMax (Li et al. 2024): the greedy answer to each prompt is scored as well
+    max_rounds: int  # of dynamic sampling
+    print_interval: int  # PPO steps between two whose answers are printed; 0: never
+    several_data_sets: bool  # rows carry the number of their prompt's data set, the column `source`
+
+    @classmethod
+    def of(cls, config: PPOConfig, several_data_sets: bool) -> CollectionSettings:
+        """Those that the flags ask for."""
+        algorithm, interval = config.algorithm, config.ppo.print_answers_interval if config.ppo.print_answers else 0
+        is_remax = algorithm.advantage_estimator == "remax"
+        return cls(config.run.seed, is_remax, algorithm.dynamic_sampling_rounds, interval, several_data_sets)
+
+
+class ExperienceCollection:
+    """The steps of `make_experience`. Each is timed, and its tokens are counted. `pool` collects the rows of several
+    rounds of dynamic sampling; None without."""
 
     def __init__(
-        self, config: PPOConfig, plan: PPOPlan, engines: RLHFEngine, generator: RolloutGenerator,
-        reward_scorer: RewardScorer, shaped: Callable[[Tensor], Tensor], clock: PhaseClock, old_logprobs: OldLogprobs,
-        several_data_sets: bool = False,
+        self, settings: CollectionSettings, plan: PPOPlan, generator: RolloutGenerator, requests: RewardRequests,
+        passes: ForwardPasses, pool: GroupPool | None, clock: PhaseClock,
     ):  # fmt: skip
-        ppo, algorithm = config.ppo, config.algorithm
+        self.settings = settings
         self.plan = plan
-        self.engines = engines
         self.generator = generator
-        self.reward_scorer = reward_scorer
+        self.requests = requests
+        self.passes = passes
+        self.pool = pool
         self.clock = clock
-        self.several_data_sets = several_data_sets
-        self.greedy_baseline = algorithm.advantage_estimator == "remax"
-        self.max_rounds = algorithm.dynamic_sampling_rounds
-        on_host = config.ppo_memory.experience_on_host
-        self.pool = GroupPool(plan.rollout_rows, shaped, on_host) if algorithm.dynamic_sampling else None
-        self.print_interval = ppo.print_answers_interval if ppo.print_answers else 0
-        self.stream = IndexStream(len(generator.prompts), config.run.seed, chunk_rows_of(generator.prompts))
-        late_ends = generator.config.stopping.late_ends
-        scoring = ScoringSettings(
-            ppo.temperature, plan.micro_batch_tokens, old_logprobs, algorithm.kl_estimator, late_ends
-        )
-        critic = None if old_logprobs == "update" else engines.critic
-        self.model_scorer = ModelScorer(engines.actor, engines.reference, critic, scoring)
+        self.stream = IndexStream(len(generator.prompts), settings.seed, chunk_rows_of(generator.prompts))
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers = NumberMeans()
@@ -105,7 +233,7 @@ class ExperienceCollection:
         as many prompts as should fill the step, estimated from the share of rows kept so far."""
         if self.pool is None:
             return self.plan.prompts_per_rank if self._round == 0 else 0
-        if not self.pool.missing or self._round == self.max_rounds:
+        if not self.pool.missing or self._round == self.settings.max_rounds:
             return 0
         wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
         return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
@@ -116,41 +244,43 @@ class ExperienceCollection:
         taken = self.stream.take(count * ranks)
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
 
-    def generate(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
+    def sample(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
+        path = (step, self._round) if self._round else (step,)
         with self.clock.phase("rollout"):
-            rollout = self.generator.generate(prompts.rows, step, self._round)
+            rollout = self.generator.answer(prompts.rows, *path, cancelled=stop_requests.flag_is_set)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
-        """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
-        scorer, baselines = self.reward_scorer, None
-        if self.greedy_baseline:
+        """Score the answers; with ReMax, the greedy answer to each prompt as well. Collective."""
+        requests, baselines = self.requests, None
+        if self.settings.greedy_baseline:
             with self.clock.phase("rollout"):
-                greedy = self.generator.generate(prompts.rows, step, greedy=True)
+                greedy = self.generator.answer(
+                    prompts.rows, step, config=replace(greedily(self.generator.config), samples=1)
+                )
                 self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
-                request = scorer.request(greedy, prompts.rows, step - 1)
-                greedy_scores = scorer.mixture(request, greedy).total  # (count,)
+                request = requests.request(greedy, prompts.rows, step - 1)
+                greedy_scores = requests.mixture(request, greedy).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
             report_phase(0, len(rollout.response_ids), "answers")
-            scores = scorer.mixture(scorer.request(rollout, prompts.rows, step - 1), rollout)
-            self._faults += scorer.count_failed_rows()
+            scores = requests.mixture(requests.request(rollout, prompts.rows, step - 1), rollout)
+            self._faults += requests.count_failed_rows()
             self._numbers.add(scores.numbers)
         return replace(scores, baselines=baselines)
 
-    def score(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
-        """Add log-probs, KL and values, all models in eval mode; on-policy, the reference's alone. Collective."""
+    def forward_passes(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
+        """Add log-probs, KL and values; on-policy, the reference's alone. Collective."""
         with self.clock.phase("score"):
-            self.engines.eval()
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
-            scored = self.model_scorer(rollout, scores, groups)
-            if self.several_data_sets:
+            scored = self.passes(rollout, scores, groups)
+            if self.settings.several_data_sets:
                 numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
                 scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
@@ -182,8 +312,9 @@ class ExperienceCollection:
                     f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; "
                     f"{filled} rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
                 )
-        if dist.is_main() and self.print_interval and step % self.print_interval == 0:
-            lines = sample_lines(to_device(rows, "cpu"), self.reward_scorer.tokenizer, self.reward_scorer.mixture.names)
+        interval = self.settings.print_interval
+        if dist.is_main() and interval and step % interval == 0:
+            lines = sample_lines(to_device(rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names)
             logger().info(printed_answers(step, lines))  # as one record: no other line comes between
         return rows
 

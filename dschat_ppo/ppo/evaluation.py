@@ -21,9 +21,9 @@ from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.json_lines import finite_or_null
-from dschat_ppo.ppo.generate import RolloutGenerator, greedily
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer
-from dschat_ppo.rewards.reward_mixture import Scores
+from dschat_ppo.ppo.collect import RolloutGenerator, greedily
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.rewards.rules import last_boxed
 from dschat_ppo.session.kept_models import BEST
 from dschat_ppo.types import FinishReason, Rollout
@@ -75,8 +75,11 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     }
     for k in (2**power for power in range(samples.bit_length())):
         metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
-    if samples > 1:
-        metrics[f"eval/majority@{samples}"] = sum(majority_passes(row, pass_score) for row in rows) / len(rows)
+    if samples > 1:  # whether the most frequent final answer passes; of equally frequent ones the first counts
+        finals = [[final_answer(answer) for answer in row.answers] for row in rows]
+        first = [own.index(Counter(own).most_common(1)[0][0]) for own in finals]
+        voted = sum(row.scores[number] >= pass_score for row, number in zip(rows, first, strict=True))
+        metrics[f"eval/majority@{samples}"] = voted / len(rows)
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
@@ -104,29 +107,19 @@ def summary_by_source(rows: list[Answered], pass_score: float) -> dict[str, floa
     }
 
 
-def majority_passes(row: Answered, pass_score: float) -> bool:
-    """Whether the most frequent final answer passes; of equally frequent ones the first counts."""
-    finals = [final_answer(answer) for answer in row.answers]
-    winner = Counter(finals).most_common(1)[0][0]
-    return row.scores[finals.index(winner)] >= pass_score
-
-
 def answered_rows(
-    indices: Sequence[int], rollout: Rollout, prompts: Sequence[str], responses: Sequence[str], scores: Scores,
-    kl: list[float] | None, names: Sequence[str | None], sources: Sequence[str],
+    requests: RewardRequests, indices: Sequence[int], rollout: Rollout, responses: Sequence[str], scores: Scores,
+    data_sources: Sequence[str], kl: list[float] | None = None,
 ) -> list[Answered]:  # fmt: skip
-    """One record for each of P prompts (row numbers `indices`).
-
-    Args:
-        rollout: P * n answers, the n answers to a prompt one after another.
-        kl: of them, see `Answered`.
-        names: of each prompt's data set, or None.
-        sources: names of the reward sources.
-    """
-    samples = len(rollout.response_ids) // len(indices)
+    """One record for each of the prompts at `indices`, whose column `source` numbers the `data_sources`. `rollout` has
+    the n answers to a prompt one after another; `kl` is that of each answer, see `Answered`."""
+    samples, prompts = len(rollout.response_ids) // len(indices), requests.shown_prompts(rollout, len(indices))
+    names: list[str | None] = [None] * len(indices)
+    if len(data_sources) > 1:
+        names = [data_sources[number] for number in requests.prompts[indices]["source"]]
     lengths, totals = rollout.response_mask.sum(dim=1).tolist(), scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
-    by_source = dict(zip(sources, scores.by_source.T.tolist(), strict=True))
+    by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
     rows = []
     for number, index in enumerate(indices):
         own = slice(number * samples, (number + 1) * samples)
@@ -153,20 +146,20 @@ class Evaluation:
     """Answers the held-out prompts and remembers the best evaluation.
 
     Args:
-        model_scorer: computes log-probs under actor and reference; None where there is no reference.
+        passes: computes log-probs under actor and reference; None where there is no reference.
         save_best: saves the models of the best evaluation; collective.
         data_sources: names of the data sets, which the column `source` of the prompts numbers.
     """
 
     def __init__(
-        self, flags: EvaluationFlags, generator: RolloutGenerator, reward_scorer: RewardScorer,
-        model_scorer: ModelScorer | None, folder: Path, save_best: Callable[[], None],
+        self, flags: EvaluationFlags, generator: RolloutGenerator, requests: RewardRequests,
+        passes: ForwardPasses | None, folder: Path, save_best: Callable[[], None],
         data_sources: Sequence[str] = (),
     ):  # fmt: skip
         self.flags = flags
         self.generator = generator
-        self.reward_scorer = reward_scorer
-        self.model_scorer = model_scorer
+        self.requests = requests
+        self.passes = passes
         self.folder = folder
         self.save_best = save_best
         self.data_sources = data_sources
@@ -176,7 +169,7 @@ class Evaluation:
 
     def close(self) -> None:
         """End the processes of the reward functions."""
-        self.reward_scorer.mixture.close()
+        self.requests.mixture.close()
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after PPO step `step` (0: before the first)."""
@@ -185,8 +178,14 @@ class Evaluation:
 
     def run(self, step: int) -> dict[str, float]:
         """Answer all prompts, write the answers, and save models that are trained and the best so far. Collective."""
-        rows = self._answer_all(step)
-        faults = self.reward_scorer.count_failed_rows()
+        mine: list[Answered] = []
+        prompts, size = self.requests.prompts, self.flags.eval_batch_size
+        for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
+            real = [index != PADDING_ROW for index in indices]
+            answered = self._answer(prompts, [max(index, 0) for index in indices], step)
+            mine += [row for row, counts in zip(answered, real, strict=True) if counts]
+        rows = sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
+        faults = self.requests.count_failed_rows()
         score = self.flags.eval_pass_score
         metrics = summary(rows, score) | summary_by_source(rows, score)
         metrics["eval/function_faults"] = float(faults)
@@ -215,36 +214,20 @@ class Evaluation:
         score = before.get("eval/score", math.nan)
         self.best = (score, 0) if math.isfinite(score) else None
 
-    def _answer_all(self, step: int) -> list[Answered]:
-        """Answer the held-out prompts after PPO step `step`; returns those of all ranks, in order."""
-        mine: list[Answered] = []
-        prompts, size = self.reward_scorer.prompts, self.flags.eval_batch_size
-        for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
-            real = [index != PADDING_ROW for index in indices]
-            rows = self._answer(prompts, [max(index, 0) for index in indices], step)
-            mine += [row for row, counts in zip(rows, real, strict=True) if counts]
-        return sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
-
     def _answer(self, prompts: Dataset, indices: list[int], step: int) -> list[Answered]:
         """Answers to some prompts, with their scores; each list entry is one prompt."""
         samples = self.config.samples
-        path = (self.generator.seed, STREAM, 0, 0)
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
-        rollout = self.generator.answer(prompts, indices, self.config, first, *path)
-        request = self.reward_scorer.request(rollout, indices, step)
-        scores = self.reward_scorer.mixture(request, rollout)
+        rollout = self.generator.answer(indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first)
+        request = self.requests.request(rollout, indices, step)
+        scores = self.requests.mixture(request, rollout)
         kl = None
-        if self.model_scorer is not None:
+        if self.passes is not None:
             groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(samples)
-            scored = self.model_scorer(rollout, scores, groups)
+            scored = self.passes(rollout, scores, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer
-        names: list[str | None] = [None] * len(indices)
-        if len(self.data_sources) > 1:
-            names = [self.data_sources[number] for number in prompts[indices]["source"]]
-        shown = self.reward_scorer.shown_prompts(rollout, len(indices))
-        sources = self.reward_scorer.mixture.names
-        return answered_rows(indices, rollout, shown, request.responses, scores, kl, names, sources)
+        return answered_rows(self.requests, indices, rollout, request.responses, scores, self.data_sources, kl)
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
         """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""

@@ -9,6 +9,7 @@ Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R r
 from __future__ import annotations
 
 from dschat_ppo.checkpoint.resumable import Checkpointer
+from dschat_ppo.common.phases import announce_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.report import PPOReport
@@ -19,8 +20,9 @@ from dschat_ppo.types import Experience
 def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace: StepTrace = NO_TRACE) -> None:
     """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one of them. After
     `StopRequested` and `UnhealthyRun` the state is saved."""
-    steps = ppo.state.steps_left(ppo.plan.ppo_steps)  # a resumed run may enter in the middle of a step
-    for step in trace.around(steps, ppo.state.steps + 1):
+    first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
+    for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
+        announce_step(step)
         experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
         for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)
@@ -29,7 +31,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
         report.finish(step)  # metrics, evaluation, warnings
         trace.finish(step)  # --profile
         checkpointer.save_if_due()
-        report.stop_if_unhealthy(checkpointer)  # --stop_on_health
+        report.health.stop_if_due(checkpointer)  # --stop_on_health
 
 
 def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:
@@ -39,15 +41,15 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -
     with collection.cancelled_on_stop(checkpointer):
         while count := collection.prompts_wanted():  # one round; several with --dynamic_sampling
             prompts = collection.take_prompts(count)  # `count` prompts of this rank
-            rollout = collection.generate(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
+            rollout = collection.sample(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
             scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
-            scored = collection.score(rollout, scores, prompts)  # reference and, if needed, actor and critic: (B, R)
+            scored = collection.forward_passes(rollout, scores, prompts)  # reference; if needed, actor, critic: (B, R)
             collection.add(gather_rows(scored))  # (N, R)
         rows = collection.take_rows(step)  # (N, R)
     rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)
     valued = ppo.critic_pass(rewarded, step)  # values, where scoring gives none: the critic's forward and backward
     experience = ppo.shaping.advantages(valued, step)  # GAE or a group's baseline, whitening: (N, R)
-    return ppo.begin_updates(experience, step)  # with --experience_on_host, in host memory
+    return ppo.keep_if_finite(experience, step)  # with --experience_on_host, in host memory
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
@@ -56,8 +58,8 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
-        made = ppo.state.take_critic_pass()  # on-policy, with its gradients
-        objectives.append(made or ppo.updates.critic_objective(minibatch))  # clipped squared error of the values
+        # clipped squared error of the values; on-policy the pass that is already made, with its gradients
+        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
     outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
         ppo.engines.actor_average.update()

@@ -70,39 +70,37 @@ class MiniDataset:
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
         """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
         `rows_per_update`, for `ppo_epochs` passes, shuffled again in each pass. Shuffling decides which rows form an
-        optimizer step. Inside the step, rows are sorted by prompt and length."""
+        optimizer step. Inside the step, rows are sorted by prompt and length. Every rank computes the shares of all
+        ranks, so ranks with fewer micro-batches add empty ones without a collective: the shortest row with an empty
+        response."""
         count = rows.response_ids.shape[0]
         if count % self._rows_per_update:
             raise ValueError(f"{count} rows are not a multiple of {self._rows_per_update} rows per update")
         for epoch in range(ppo_epochs):
             order = torch.randperm(count, generator=shared_generator(self._seed, step, epoch))
-            for chosen in order.to(rows.response_ids.device).split(self._rows_per_update):
-                yield self._minibatch(select_rows(rows, chosen))
-
-    def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
-        """This rank's share of the rows of one optimizer step. Every rank computes the shares of all ranks, so ranks
-        with fewer micro-batches add empty ones without a collective: the shortest row with an empty response."""
-        lengths = row_lengths(rows)
-        prompts = prompts_of(rows) if self._shares_prompts else None
-        shares = deal(lengths, dist.data_ranks(), prompts)
-        budget = self._micro_batch_tokens
-        splits = [
-            [share[part] for part in split_by_tokens(lengths[share], budget, prompts and prompts.at(share))]
-            for share in shares
-        ]
-        micro_batches = [select_rows(rows, part) for part in splits[dist.data_rank()]]
-        most = max(len(parts) for parts in splits)
-        shortest = select_rows(rows, lengths.argmin().unsqueeze(0))
-        nothing = torch.zeros_like(shortest.response_mask)
-        empty = replace(shortest, response_mask=nothing, loss_mask=nothing)
-        micro_batches += (most - len(micro_batches)) * [empty]
-        counted = rows.loss_mask.sum(dim=1)  # (rows,) tokens in the policy loss
-        numbers = torch.stack([counted.sum(), (counted > 0).sum(), rows.response_mask.sum()]).tolist()
-        tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
-        denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self._max_length))
-        if self.device is not None:
-            micro_batches = [to_device(part, self.device) for part in micro_batches]
-        return MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
+            for index in order.to(rows.response_ids.device).split(self._rows_per_update):
+                chosen = select_rows(rows, index)
+                lengths = row_lengths(chosen)
+                prompts = prompts_of(chosen) if self._shares_prompts else None
+                shares = deal(lengths, dist.data_ranks(), prompts)
+                budget = self._micro_batch_tokens
+                splits = [
+                    [share[part] for part in split_by_tokens(lengths[share], budget, prompts and prompts.at(share))]
+                    for share in shares
+                ]
+                micro_batches = [select_rows(chosen, part) for part in splits[dist.data_rank()]]
+                most = max(len(parts) for parts in splits)
+                shortest = select_rows(chosen, lengths.argmin().unsqueeze(0))
+                nothing = torch.zeros_like(shortest.response_mask)
+                empty = replace(shortest, response_mask=nothing, loss_mask=nothing)
+                micro_batches += (most - len(micro_batches)) * [empty]
+                counted = chosen.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
+                numbers = torch.stack([counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]).tolist()
+                tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
+                denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self._max_length))
+                if self.device is not None:
+                    micro_batches = [to_device(part, self.device) for part in micro_batches]
+                yield MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
 
 
 def prompts_of(rows: ScoredRollout) -> RowPrompts:

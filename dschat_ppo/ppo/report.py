@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dschat_ppo.checkpoint.resumable import Checkpointer
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
@@ -81,10 +80,6 @@ class PPOReport:
         show_step(columns, metrics, self.bar, ppo.config.console)
         self.health.check(step, metrics)
         state.finish_step(metrics)
-
-    def stop_if_unhealthy(self, checkpointer: Checkpointer) -> None:
-        """End the run with its state saved (`UnhealthyRun`) after an event of `--stop_on_health`. Collective."""
-        self.health.stop_if_due(checkpointer)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""

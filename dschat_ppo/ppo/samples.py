@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
@@ -79,21 +79,17 @@ def sample_lines(
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
     lines = []
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        named = zip(sources, rows.source_scores[row].tolist(), strict=True)
+        by_source = {name: score for name, score in named if not math.isnan(score)}  # only those that score it
         line = {
             "prompt": prompt, "answer": answer, "tokens": int(tokens[row]), "score": float(rows.scores[row]),
-            "scores": _scores_of(rows.source_scores[row], sources), "kl": kl[row], "length": int(lengths[row]),
+            "scores": by_source, "kl": kl[row], "length": int(lengths[row]),
             "ended": FinishReason(int(rows.finish_reason[row])).name.lower(),
         }  # fmt: skip
         if len(data_sources) > 1 and rows.data_sources is not None:
             line["data_source"] = data_sources[int(rows.data_sources[row])]
         lines.append(line)
     return lines
-
-
-def _scores_of(scores: Tensor, sources: Sequence[str]) -> dict[str, float]:
-    """The scores (K,) of a row by source, without sources that do not score it."""
-    named = zip(sources, scores.tolist(), strict=True)
-    return {name: score for name, score in named if score == score}  # NaN differs from itself
 
 
 def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:

@@ -17,11 +17,10 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.data.sample_text import readable_text
-from dschat_ppo.models.forward import ResponseScores, response_scores, response_values
+from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
-from dschat_ppo.rewards.reward_mixture import RewardMixture, Scores
-from dschat_ppo.rewards.reward_source import RewardRequest
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
 from dschat_ppo.types import (
     FinishReason,
     LateEnds,
@@ -60,7 +59,7 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
     ]
 
 
-class RewardScorer:
+class RewardRequests:
     """What the reward sources score: answers as text, with the data rows of their prompts. `mixture` scores them.
     `prompts` are token rows, with the data row of each as JSON."""
 
@@ -107,8 +106,8 @@ class RewardScorer:
 
 
 @dataclass(frozen=True)
-class ScoringSettings:
-    """Settings of `ModelScorer`."""
+class PassSettings:
+    """Settings of `ForwardPasses`."""
 
     temperature: float  # of sampling; log-probs are computed at it
     micro_batch_tokens: int  # budget of one forward pass
@@ -117,42 +116,47 @@ class ScoringSettings:
     late_ends: LateEnds | None = None  # of sampling
 
 
-class ModelScorer:
-    """Scores rollouts in micro-batches. The caller puts all models into eval mode. There may be no reference (no KL is
-    needed) and no critic (the estimator needs no values)."""
+class ForwardPasses:
+    """Adds log-probs, KL and values to rollouts, in micro-batches. There may be no reference (no KL is needed) and no
+    critic (scoring computes no values)."""
 
-    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, scoring: ScoringSettings):
+    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, settings: PassSettings):
         self.actor = actor
         self.reference = reference
         self.critic = critic
-        self.scoring = scoring
+        self.settings = settings
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
-        """Score B rows; `groups` (B,) int64 is the number of each row's prompt. Collective; ranks with fewer passes
-        score their last micro-batch again. Ranks that share rows (`--sequence_parallel_size`) score those of all of
-        them together."""
+        """B rows with the numbers of one forward pass of each model, in eval mode from here on; `groups` (B,) int64 is
+        the number of each row's prompt. Collective; ranks with fewer micro-batches run their last one again. Ranks that
+        share rows (`--sequence_parallel_size`) run those of all of them together."""
+        for model in (self.actor, self.reference, self.critic):
+            if model is not None:
+                model.eval()
         unscored = ScoredRollout(
             **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
         )  # fmt: skip
         shared = unscored if dist.sequence_ranks() == 1 else gather_rows(unscored, of_group=True)
-        shares = share_prompts(self.actor, self.reference, self.critic) and self.scoring.kl_estimator != "full"
+        shares = share_prompts(self.actor, self.reference, self.critic) and self.settings.kl_estimator != "full"
         prompts = prompts_of(shared) if shares else None
-        parts, own = even_passes(row_lengths(shared), self.scoring.micro_batch_tokens, prompts)
-        temperature, estimator = self.scoring.temperature, self.scoring.kl_estimator
-        late_ends, full, scored = self.scoring.late_ends, estimator == "full" and self.reference is not None, []
+        parts, own = even_passes(row_lengths(shared), self.settings.micro_batch_tokens, prompts)
+        temperature, estimator = self.settings.temperature, self.settings.kl_estimator
+        late_ends, full, scored = self.settings.late_ends, estimator == "full" and self.reference is not None, []
         for number, part in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
             heartbeat()
             rows = select_rows(shared, part)
             mask = rows.response_mask
-            if self.scoring.old_logprobs == "recompute":
-                actor = response_scores(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
+            if self.settings.old_logprobs == "recompute":
+                actor = response_logprobs(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
                 rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
-            elif self.scoring.old_logprobs == "rollout":
+            elif self.settings.old_logprobs == "rollout":
                 rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
             if self.reference is not None:
-                reference = response_scores(self.reference, rows, temperature, distributions=full, late_ends=late_ends)
+                reference = response_logprobs(
+                    self.reference, rows, temperature, distributions=full, late_ends=late_ends
+                )
                 if full:
                     kl = exact_kl(rows, actor, reference)
                 else:
@@ -167,7 +171,7 @@ class ModelScorer:
         return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 
 
-def exact_kl(rows: Rollout, actor: ResponseScores, reference: ResponseScores) -> Tensor:
+def exact_kl(rows: Rollout, actor: ResponseLogprobs, reference: ResponseLogprobs) -> Tensor:
     """(B, R) fp32, `kl_full` at each response token and 0 elsewhere; carries the actor's gradient if it has one."""
     assert actor.distributions is not None and reference.distributions is not None
     per_token = kl_full(actor.distributions, reference.distributions)  # (response tokens,)

@@ -1,4 +1,4 @@
-"""The state of step 3, and the components that its loop (`loop.py`) uses."""
+"""The state of step 3, the components that its loop (`loop.py`) uses, and what a checkpoint holds of them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
+from dschat_ppo.checkpoint.resumable import RankStates, load_saved, log_starts_from_scratch
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.phases import PhaseClock, announce_step
+from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.engine.optimizer_step import learning_rates
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import share_prompts
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite.nonfinite_policy import FiniteExperience, NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.ppo.collect import ExperienceCollection
-from dschat_ppo.ppo.generate import RolloutGenerator
+from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool, RolloutGenerator
+from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
-from dschat_ppo.ppo.score import RewardScorer
-from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate
-from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.types import Experience, RewardedRollout, record_of, tensors_of, to_device
+from dschat_ppo.ppo.score import ForwardPasses, PassSettings, RewardRequests
+from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens, UpdateSettings
+from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
 
 
 @dataclass
@@ -53,12 +57,6 @@ class PPOState:
     evaluated: dict[str, float] | None = None  # metrics before the first PPO step; None: not evaluated yet
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first finished PPO step
     last: dict[str, float] = field(default_factory=dict)  # of the last one
-
-    def steps_left(self, total: int) -> Iterator[int]:
-        """Numbers, from 1 on, of the PPO steps up to `total` that are not finished."""
-        while self.steps < total:
-            announce_step(self.steps + 1)
-            yield self.steps + 1
 
     def begin_updates(self, experience: Experience | None, metrics: dict[str, float]) -> None:
         """Start the updates of a PPO step. Without experience it has none."""
@@ -87,11 +85,6 @@ class PPOState:
         self.updates += 1
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
-
-    def take_critic_pass(self) -> Objective | None:
-        """The critic's pass that has given the values, for the update that uses its gradients; or None."""
-        made, self.critic_pass = self.critic_pass, None
-        return made
 
     def add_metric(self, name: str, value: float) -> None:
         """Add a metric of the PPO step in flight."""
@@ -170,13 +163,20 @@ class PPOComponents:
         self.is_finite = FiniteExperience(
             self.shaping, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
         )
+        late_ends = generator.config.stopping.late_ends
+        settings = PassSettings(
+            ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends
+        )
+        critic = None if self.old_logprobs == "update" else engines.critic
+        passes = ForwardPasses(engines.actor, engines.reference, critic, settings)
+        on_host = config.ppo_memory.experience_on_host
+        pool = GroupPool(plan.rollout_rows, self.shaping.shaped, on_host) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
-            config, plan, engines, generator, RewardScorer(rewards, prompts, tokenizer),
-            self.shaping.shaped, self.clock, self.old_logprobs,
-            several_data_sets=len(self.data_sources) > 1,
+            CollectionSettings.of(config, len(self.data_sources) > 1), plan, generator,
+            RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
         )  # fmt: skip
         # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
-        self.experience_device = torch.device("cpu") if config.ppo_memory.experience_on_host else device
+        self.experience_device = torch.device("cpu") if on_host else device
         self.mini_dataset = MiniDataset(
             plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device,
             share_prompts(engines.actor, engines.critic) and not algorithm.full_kl_loss,
@@ -187,15 +187,8 @@ class PPOComponents:
                 algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, 0.0,
                 algorithm.entropy_coef_max,
             )  # fmt: skip
-        self.updates = PPOUpdate(
-            config,
-            engines,
-            data.texts,
-            self.entropy_coef,
-            self.nonfinite,
-            self.clock,
-            generator.config.stopping.late_ends,
-        )
+        update_settings = UpdateSettings.of(config, late_ends)
+        self.updates = PPOUpdate(update_settings, engines, data.texts, self.entropy_coef, self.nonfinite, self.clock)
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
         """The rows with their values (N, R), if there is a critic. Collective.
@@ -207,18 +200,21 @@ class PPOComponents:
             return rows
         self.engines.train()
         [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
-        self.state.critic_pass = made = self.updates.critic_pass(minibatch)
-        assert made.recorded is not None
-        return replace(rows, values=made.recorded.gathered(rows))
+        values = RecordedTokens()
+        objective = self.updates.critic_objective(minibatch, values)
+        with self.clock.phase("train"), block("train critic"):
+            gradients = accumulate(objective.engine, objective.batches, objective.loss)
+        self.state.critic_pass = replace(objective, gradients=gradients)
+        return replace(rows, values=values.gathered(rows))
 
-    def begin_updates(self, experience: Experience, step: int) -> Experience | None:
+    def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
         """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept. None if a
         number is not finite: then the step has no updates, or the run stops (`NonFiniteError`). Collective in that
         case."""
         metrics, kept = dict(self.collection.metrics), None
         if self.is_finite(experience, step):
             kl_coef = self.shaping.used_kl_coef
-            names = self.collection.reward_scorer.mixture.names
+            names = self.collection.requests.mixture.names
             clip = None
             if self.shaping.score_clip:
                 clip = self.shaping.scaled(experience.scores), self.shaping.shaped(experience.scores)
@@ -229,8 +225,8 @@ class PPOComponents:
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["policy/entropy_coef"] = self.entropy_coef.value
             kept = to_device(experience, self.experience_device)
-        elif self.state.critic_pass is not None:
-            self.updates.drop(self.state.critic_pass)
+        elif self.state.critic_pass is not None and self.state.critic_pass.gradients is not None:
+            apply(self.state.critic_pass.gradients, refused=True)  # drops them
         self.state.begin_updates(kept, metrics)
         return kept
 
@@ -260,3 +256,131 @@ class PPOComponents:
                 return
             report_phase(self.state.updates, self.plan.updates_per_rollout, "updates", name="train")
             yield minibatch
+
+
+class ResumablePPO:
+    """Saves and restores step 3; a `Resumable`. `files` grow during the run."""
+
+    def __init__(
+        self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, files: Sequence[JsonLines] = ()
+    ):
+        self.ppo = ppo
+        self.evaluation = evaluation
+        self.health = health
+        self.files = files
+
+    @property
+    def engines_to_save(self) -> dict[str, Engine]:
+        """The actor's engine and, if there is one, the critic's."""
+        return self.ppo.engines.trained
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Finished PPO steps, and optimizer steps of the one in flight."""
+        return self.ppo.state.steps, self.ppo.state.updates
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation was made at this position and is the best so far."""
+        best = self.evaluation.best if self.evaluation is not None else None
+        return best is not None and self.position == (best[1], 0)
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that all ranks have in common."""
+        ppo = self.ppo
+        return {
+            "progress": ppo.state.state_dict(),
+            "collector": ppo.collection.state_dict(),
+            "shaping": ppo.shaping.state_dict(),
+            "entropy_coef": ppo.entropy_coef.state_dict(),
+            "health": self.health.state_dict(),
+            "guard": ppo.nonfinite.state_dict(),
+            "texts": None if ppo.texts is None else ppo.texts.stream.state_dict(),
+            "best": None if self.evaluation is None else self.evaluation.best,
+            "files": {file.path.name: file.saved_offset() for file in self.files},
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank alone."""
+        average, sync = self.ppo.engines.actor_average, self.ppo.engines.reference_sync
+        return {
+            "sums": self.ppo.state.sums.state_dict(),
+            "actor_average": None if average is None else average.state_dict(),
+            "reference": None if sync is None else sync.state_dict(),
+        }
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks. `UserError` if rows of a PPO
+        step in flight lack a field that the flags now need."""
+        ppo = self.ppo
+        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
+        self._load_average(ranks)
+        self._load_reference(ranks)
+        ppo.collection.load_state_dict(shared["collector"], ppo.device)
+        self._check_rows()
+        ppo.shaping.load_state_dict(shared["shaping"])
+        if ppo.config.algorithm.entropy_target is not None:
+            load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
+        self.health.load_state_dict(shared["health"])
+        ppo.nonfinite.load_state_dict(shared["guard"])
+        if ppo.texts is not None:
+            load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)
+        if self.evaluation is not None and shared["best"] is not None:
+            self.evaluation.best = tuple(shared["best"])
+        for file in self.files:
+            file.offset = shared["files"].get(file.path.name, 0)
+
+    def _check_rows(self) -> None:
+        """Check the rows of a PPO step in flight, and those kept for the next one: the saved flags made them."""
+        algorithm, pool = self.ppo.config.algorithm, self.ppo.collection.pool
+        needed = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
+        needed["selected"] = algorithm.selects_tokens
+        needed["data_sources"] = self.ppo.collection.settings.several_data_sets
+        kept = [vars(rows) for rows in (self.ppo.state.experience, pool and pool.accepted) if rows is not None]
+        missing = [
+            name for name in needed if needed[name] and any(name in rows and rows[name] is None for rows in kept)
+        ]
+        if missing:
+            raise UserError(
+                f"--resume_force: rows of a PPO step in the checkpoint have no {', '.join(missing)}, which the flags "
+                "now need; restore the former settings, or resume from a checkpoint without such rows by --resume "
+                "FOLDER"
+            )
+
+    def _sums_of(self, ranks: RankStates) -> MetricSums:
+        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of all ranks; the
+        others take the same names with nothing counted, so that `reduce` is the same collective on every rank."""
+        device = self.ppo.device
+        if ranks.own is not None:
+            return MetricSums.restored([ranks.own["sums"]], device)
+        sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
+        return sums if dist.is_main() else sums.emptied()
+
+    def _load_average(self, ranks: RankStates) -> None:
+        """Restore the moving average, from the parts of all ranks where their number has changed."""
+        average = self.ppo.engines.actor_average
+        if average is None:
+            return
+        own = None if ranks.own is None else ranks.own["actor_average"]
+        if own is not None and average.has_layout_of(own):
+            average.load_state_dict(own)
+        elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
+            log_starts_from_scratch("--enable_ema")
+            average.begin()
+
+    def _load_reference(self, ranks: RankStates) -> None:
+        """Restore a reference that moves. Checkpoints without `--ref_sync_interval` hold none."""
+        sync = self.ppo.engines.reference_sync
+        if sync is None:
+            saved = next(ranks.read_all()) if ranks.own is None else ranks.own
+            if saved["reference"]:
+                logger().info(
+                    "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model "
+                    "folder again"
+                )
+            return
+        own = None if ranks.own is None else ranks.own["reference"]
+        if own is not None and sync.has_layout_of(own):
+            sync.load_state_dict(own)
+        elif not sync.load_parts(state["reference"] or {} for state in ranks.read_all()):
+            log_starts_from_scratch("--ref_sync_interval")

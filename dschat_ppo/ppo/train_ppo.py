@@ -27,15 +27,13 @@ from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward
-from dschat_ppo.ppo.check_models import reward_tokenizer
+from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.ppo.resumable_ppo import ResumablePPO
 from dschat_ppo.ppo.samples import Samples
-from dschat_ppo.ppo.score import ModelScorer, RewardScorer
-from dschat_ppo.ppo.state import PPOComponents, PPOData
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import (
     SEPARATOR,
@@ -48,8 +46,7 @@ from dschat_ppo.rewards.learned_reward import (
     saved_separator,
     saved_statistics,
 )
-from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.rewards.reward_source import RewardSource
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.session.output_folder import remove_checkpoints
@@ -184,14 +181,14 @@ def evaluation_of(
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, engines, collection = config.validation, ppo.engines, ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
-    mixture = collection.reward_scorer.mixture
+    mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.reward_default)
     scorer = None
     if engines.reference is not None:
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
-        scoring = replace(collection.model_scorer.scoring, old_logprobs=old_logprobs)
-        scorer = ModelScorer(engines.actor, engines.reference, None, scoring)
+        scoring = replace(collection.passes.settings, old_logprobs=old_logprobs)
+        scorer = ForwardPasses(engines.actor, engines.reference, None, scoring)
 
-    reward_scorer = RewardScorer(mixture, rows, tokenizer)
-    return Evaluation(flags, collection.generator, reward_scorer, scorer, kept.output, kept.save_best, data_sources)
+    requests = RewardRequests(mixture, rows, tokenizer)
+    return Evaluation(flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources)

@@ -10,8 +10,7 @@ from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, check_url, with_credentials
-from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardSource, RoutedReward
+from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
 

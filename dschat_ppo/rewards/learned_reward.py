@@ -21,7 +21,6 @@ from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.data.step_ends import step_ends
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.micro_batches import RowPrompts, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
@@ -81,7 +80,7 @@ class ModelReward:
     def scores(self, rollout: Rollout) -> Tensor:
         """Score at the last token of `[prompt | response]`, truncated or not, (B,) fp32, in one forward pass. An empty
         response is scored at the last token of its prompt."""
-        return last_token_scores(self.engine, *full_sequences(rollout))
+        return self.engine(*full_sequences(rollout), last_only=True)
 
 
 class RetokenizedModelReward:
@@ -152,7 +151,7 @@ def scores_in_batches(
     engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int, steps: StepScoring | None = None,
     answers: Sequence[list[int]] = (),
 ) -> Tensor:  # fmt: skip
-    """`last_token_scores`, or those of `steps`, (B,) fp32, in passes over right-padded rows of similar length.
+    """Scores at the last tokens, or those of `steps`, (B,) fp32, in passes over right-padded rows of similar length.
 
     Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
     `input_ids` (B, T), B above 0; `batch_tokens` counts padding, and a longer sequence gets its own pass; `steps` needs
@@ -174,7 +173,7 @@ def scores_in_batches(
         heartbeat()
         width = int(lengths[part].max())
         if steps is None or step_mask is None:
-            scores[part] = last_token_scores(engine, input_ids[part, :width], lengths[part]).float()
+            scores[part] = engine(input_ids[part, :width], lengths[part], last_only=True).float()
         else:
             values = engine(input_ids[part, :width], lengths[part])  # (b, width)
             scores[part] = aggregate_steps(values, step_mask[part, :width], steps.how)

@@ -13,17 +13,14 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.cpu_decode import CPUDecode
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, GraphRecorder, StaticMemory
-from dschat_ppo.rollout.decode_batch import DecodeInputs
+from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import LOGITS_BYTES, warn_of_memory
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.memory import warn_of_memory
 from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
-from dschat_ppo.rollout.scheduler import Scheduler
+from dschat_ppo.rollout.scheduler import DecodeInputs, Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
@@ -44,14 +41,12 @@ class ContinuousBatching:
             collective: every rank then makes as many passes as the busiest one.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
         memory: with a `PoolScheduler`, that of its decode steps, which have fixed addresses.
-        recorder: records these steps as CUDA graphs; None: they run without graphs.
     """
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler | PoolScheduler,
         sampling: SamplingParameters, max_over_ranks: MaxOverRanks | None = None,
         cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None,
-        recorder: GraphRecorder | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
@@ -68,8 +63,8 @@ class ContinuousBatching:
         self.graphed: GraphedDecoder | None = None
         if memory is not None and isinstance(scheduler, PoolScheduler):
             self.graphed = GraphedDecoder(
-                self._static_step, self._rewind, memory, buffers.count, scheduler.poll, buffers.width,
-                len(buffers.is_end) * LOGITS_BYTES, lambda: self.attention.reads_all_slots, recorder,
+                self._static_step, self._rewind, memory, buffers, scheduler.poll,
+                lambda: self.attention.reads_all_slots,
             )  # fmt: skip
 
     @torch.no_grad()
@@ -106,55 +101,41 @@ class ContinuousBatching:
                 self._idle_pass()
                 continue
             prefill = prefills[number]
-            sequences, rows, source = (
+            leaders, targets, source = (
                 torch.from_numpy(part).to(self.device) for part in (prefill.sequences, prefill.rows, prefill.source)
             )
-            self.attention.begin(PrefillMetadata(prefill.cache, rows, source))
-            columns = torch.arange(prefill.tokens, device=self.device).expand(len(sequences), -1)
-            self._forward(self.buffers.token_ids[sequences, : prefill.tokens], columns)
+            self.attention.begin(PrefillMetadata(prefill.cache, targets, source))
+            columns = torch.arange(prefill.tokens, device=self.device).expand(len(leaders), -1)
+            self._forward(self.buffers.token_ids[leaders, : prefill.tokens], columns)
         if not self.scheduler.num_running:
             self._idle_pass()
             return
-        running, tokens = self.scheduler.num_running, 1
-        if isinstance(self.scheduler, PoolScheduler):
-            tokens = self.scheduler.poll
-            self._decode_poll(self.scheduler)
-        else:
-            self._decode(self.scheduler)
-        unfinished = self.scheduler.num_running + len(self.scheduler.waiting)
+        running, tokens, scheduler = self.scheduler.num_running, 1, self.scheduler
+        if isinstance(scheduler, PoolScheduler):  # generate `poll` tokens for every running sequence
+            assert self.graphed is not None
+            tokens = scheduler.poll
+            if preempted := scheduler.reserve_slots():
+                self.buffers.reset(preempted)
+            rows = scheduler.running
+            sequences, positions = rows.sequences, rows.positions
+            finished = self.graphed.run(rows, scheduler.rows)
+        else:  # one token
+            scheduler.reserve_slots()
+            batches, metadata, first = scheduler.batches, [], 0
+            inputs = DecodeInputs.of(batches, self.device)
+            for batch in batches:
+                metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
+                first += len(batch)
+            finished = self._generate_tokens(inputs, metadata).cpu().numpy()
+            sequences, positions = (
+                np.concatenate([getattr(batch, name) for batch in batches]) for name in ("sequences", "positions")
+            )
+        if self.buffers.stopping.stop_strings:
+            counts = positions + 1 - scheduler.prompt_lengths[sequences]  # response tokens before the new ones
+            finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
+        scheduler.advance(finished, tokens)
+        unfinished = scheduler.num_running + len(scheduler.waiting)
         report_phase(self.buffers.count - unfinished, self.buffers.count, "answers", running * tokens)
-
-    def _decode(self, scheduler: Scheduler) -> None:
-        """Generate one token for every running sequence, and drop the finished ones."""
-        scheduler.reserve_slots()
-        batches = scheduler.batches
-        inputs = DecodeInputs.of(batches, self.device)
-        metadata, first = [], 0
-        for batch in batches:
-            metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
-            first += len(batch)
-        finished = self._generate_tokens(inputs, metadata).cpu().numpy()
-        if self.buffers.stopping.stop_strings:
-            sequences = np.concatenate([batch.sequences for batch in batches])
-            positions = np.concatenate([batch.positions for batch in batches])
-            finished = finished | self._at_stop_string(sequences, positions, 1)
-        scheduler.advance(finished)
-
-    def _decode_poll(self, scheduler: PoolScheduler) -> None:
-        """Generate `poll` tokens for every running sequence, and drop the finished ones."""
-        assert self.graphed is not None
-        if preempted := scheduler.reserve_slots():
-            self.buffers.reset(preempted)
-        rows = scheduler.running
-        finished = self.graphed.run(rows, scheduler.rows)
-        if self.buffers.stopping.stop_strings:
-            finished = finished | self._at_stop_string(rows.sequences, rows.positions, scheduler.poll)
-        scheduler.advance(finished, scheduler.poll)
-
-    def _at_stop_string(self, sequences: np.ndarray, positions: np.ndarray, tokens: int) -> np.ndarray:
-        """Whether a stop string ends a sequence within the `tokens` tokens from `positions` on, (n,) bool."""
-        counts = positions + 1 - self.scheduler.prompt_lengths[sequences]  # response tokens before them
-        return self.buffers.find_stop_strings(sequences, counts, tokens)
 
     def _rewind(self, rows: PooledRows) -> None:
         counts = rows.positions + 1 - self.scheduler.prompt_lengths[rows.sequences]

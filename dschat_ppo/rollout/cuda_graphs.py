@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.common.phases import largest_peak
-from dschat_ppo.rollout.attention_metadata import PooledMetadata
-from dschat_ppo.rollout.decode_batch import DecodeInputs
-from dschat_ppo.rollout.kv_pool import SPARE, KVPool
+from dschat_ppo.rollout.kv_cache import SPARE, KVPool, PooledMetadata
 from dschat_ppo.rollout.memory import LOGITS_BYTES, release_if_short
 from dschat_ppo.rollout.pool_scheduler import PooledRows
+from dschat_ppo.rollout.scheduler import DecodeInputs
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
@@ -141,9 +140,13 @@ class GraphRecorder:
 class StaticMemory:
     """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the inputs: sequences,
     positions, and `slots`, `starts`, `prefix_starts` and `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool
-    are finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool."""
+    are finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool. Without a
+    `recorder` steps run without graphs, as on the CPU."""
 
-    def __init__(self, pool: KVPool, rows: int, most_slots: int, device: torch.device):
+    def __init__(
+        self, pool: KVPool, rows: int, most_slots: int, device: torch.device, recorder: GraphRecorder | None = None
+    ):
+        self.recorder = recorder
         self.pool = pool
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
@@ -177,27 +180,23 @@ class GraphedDecoder:
     Args:
         step: generates one token for every entry of its inputs.
         rewind: forgets the tokens that the running sequences got in this poll.
-        longest: most tokens of a row, of prompt and answer.
-        logits_bytes: bytes that a step needs for the logits of a row.
         reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows
             need a bucket of their own.
-        recorder: None: the same steps run without graphs, as on the CPU.
     """
 
     def __init__(
-        self, step: Step, rewind: Callable[[PooledRows], None], memory: StaticMemory, spare: int, poll: int,
-        longest: int, logits_bytes: int, reads_all_slots: Callable[[], bool], recorder: GraphRecorder | None,
+        self, step: Step, rewind: Callable[[PooledRows], None], memory: StaticMemory, buffers: SequenceBuffers,
+        poll: int, reads_all_slots: Callable[[], bool],
     ):  # fmt: skip
         self.poll = poll
         self._step = step
         self._rewind = rewind
         self._memory = memory
-        self._spare = spare
-        self._longest = longest
-        self._logits_bytes = logits_bytes
+        self._spare = buffers.count
+        self._longest = buffers.width  # most tokens of a row, of prompt and answer
+        self._logits_bytes = len(buffers.is_end) * LOGITS_BYTES  # that a step needs for a row
         self._marks = memory.marks
         self._reads_all_slots = reads_all_slots
-        self._recorder = recorder
         self._overflows = 0
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
@@ -255,21 +254,21 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(bucket)
 
-        graphs = self._memory.graphs
+        graphs, recorder = self._memory.graphs, self._memory.recorder
         if bucket in graphs:
             replay: Callable[[], None] = graphs[bucket].replay
             return replay
-        if self._recorder is None or self._recorder.refusal:
+        if recorder is None or recorder.refusal:
             return eager
         release_if_short(self._memory.entries.device, bucket.rows * self._logits_bytes)
         if self._memory.graph_pool is None:
             self._memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
-        self._recorder.warm_up(eager, self._memory.graph_pool)
-        if self._recorder.refusal:
+        recorder.warm_up(eager, self._memory.graph_pool)
+        if recorder.refusal:
             return eager
         try:
-            graphs[bucket] = graph = self._recorder.record(eager, self._memory.graph_pool)
+            graphs[bucket] = graph = recorder.record(eager, self._memory.graph_pool)
         except RuntimeError as problem:
             if ran_out_of_memory(problem):
                 raise

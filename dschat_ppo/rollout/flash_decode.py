@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.models.probes import unfit
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
-from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.attention import decode_attention, decode_mask
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVPool, PooledMetadata
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from dschat_ppo.rollout.kv_pool import SPARE, FreeSlots, KVPool
+from dschat_ppo.rollout.kv_cache import SPARE, FreeSlots, KVPool
 from dschat_ppo.rollout.scheduler import Prefill, prefill_passes
 
 FIRST_TOKENS = 128  # of an answer, for which a sequence has slots when it starts

@@ -1,7 +1,9 @@
-"""Drawing the next token. All settings are explicit; a model's own generation config is ignored."""
+"""Drawing the next token, and when a response ends. All settings are explicit; a model's own generation config is
+ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
+from dschat_ppo.types import LateEnds
 
 BLOCK = 128  # tokens of one block of the two-level search
 NUCLEUS_GUESS = 1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
@@ -97,19 +100,6 @@ class NucleusSearch:
 ASK_DEVICE = NucleusSearch()
 
 
-def _truncated(weights: Tensor, sampling: SamplingParameters, search: NucleusSearch) -> Tensor:
-    """Weights (B, V) with 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`. The
-    result depends on the weights alone, and not on the order in which equal ones are sorted."""
-    if 0 < sampling.top_k < weights.shape[1]:
-        floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
-        weights = torch.where(weights >= floor, weights, 0.0)
-    if sampling.top_p < 1:
-        weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0)
-    if sampling.min_p > 0:
-        weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
-    return weights
-
-
 def _nucleus_floor(weights: Tensor, top_p: float, search: NucleusSearch) -> Tensor:
     """Least weight (B, 1) in the smallest set of likeliest tokens with a share of `top_p`. (Holtzman et al. 2020)"""
     mass = top_p * weights.sum(dim=1, keepdim=True)
@@ -155,6 +145,60 @@ def sample(
     if sampling.repetition_penalty != 1 and seen is not None:
         steered = penalise_repetition(plain, seen, sampling.repetition_penalty)
         weights = torch.softmax(steered / sampling.temperature, dim=1)
-    tokens = weights.argmax(dim=1) if sampling.top_k == 1 else draw(_truncated(weights, sampling, search), uniforms)
+    if sampling.top_k == 1:
+        tokens = weights.argmax(dim=1)
+    else:  # 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`; ties stay together
+        if 0 < sampling.top_k < weights.shape[1]:
+            floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
+            weights = torch.where(weights >= floor, weights, 0.0)
+        if sampling.top_p < 1:
+            weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0)
+        if sampling.min_p > 0:
+            weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
+        tokens = draw(weights, uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))
     return tokens, (chosen - top).squeeze(1) - log_total
+
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+TAIL = 8  # tokens decoded beyond those that a stop string can span, for tokens that are no text by themselves
+
+
+@dataclass(frozen=True)
+class StoppingCriteria:
+    """What ends a response. The token that ends it belongs to the response. `max_new_tokens` is at least 1. Tokens of
+    `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens. `stop_strings` end a response once its
+    decoded text contains one of them; they need `decode` (rows of ids -> texts)."""
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    decode: Decode | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop_strings and self.decode is None:
+            raise ValueError("stop strings need a decoder")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens that end a response."""
+        return (*self.eos_ids, *self.stop_ids)
+
+    @property
+    def late_ends(self) -> LateEnds | None:
+        """The tokens that cannot be sampled before `min_new_tokens`; None if there are none."""
+        return LateEnds(self.ids, self.min_new_tokens) if self.ids and self.min_new_tokens else None
+
+    @property
+    def reach(self) -> int:
+        """How many of the last tokens can take part in a stop string: at most one per byte, plus `TAIL`."""
+        return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
+
+    def found_in_text(self, tails: list[list[int]]) -> list[bool]:
+        """Whether the newest token of each response completed a stop string; `tails`: its last `reach` ids, or all."""
+        if self.decode is None or not tails:
+            return [False] * len(tails)
+        return [any(stop in text for stop in self.stop_strings) for text in self.decode(tails)]

@@ -1,15 +1,124 @@
-"""The scheduler of continuous batching: which sequences are running, and which prompts to prefill next."""
+"""The scheduler of continuous batching: which sequences are running, in batches of one KV cache each, and which prompts
+to prefill next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from dschat_ppo.rollout.decode_batch import DecodeBatch, merged, rounded_up
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, SharedPrefix, copy_shared_prefix, repack
+
+PER_ROW = ("sequences", "positions", "prefix_lengths", "prefix_rows")
+GROWTH = 32  # slots by which a cache grows: less means more copies, more means attention over more empty slots
+
+
+def rounded_up(length: int) -> int:
+    """`length`, rounded up to a multiple of `GROWTH`."""
+    return -(-length // GROWTH) * GROWTH
+
+
+@dataclass(eq=False)
+class DecodeBatch:
+    """Running sequences in rows 0 .. n-1 of `cache`. The arrays are numpy int64 (n,), one entry per row.
+
+    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. Sequences
+    of one prompt may share its keys: `prefix` then holds one row per prompt, `prefix_rows` the row that each sequence
+    reads, and `prefix_lengths` the number of its tokens that are only there. Without a prefix both are 0.
+    """
+
+    cache: KVCache
+    sequences: np.ndarray
+    positions: np.ndarray
+    prefix_lengths: np.ndarray
+    prefix_rows: np.ndarray
+    prefix: KVCache | None = None
+    _shared: SharedPrefix | None = None  # of the current rows, made by the first step that needs it
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slot of `cache` to which the next token of each row is written, (n,) int64."""
+        return self.positions - self.prefix_lengths
+
+    def unshare(self) -> None:
+        """Copy the shared prefix to each row, so that the batch can be merged with others."""
+        if self.prefix is not None:
+            self.cache = copy_shared_prefix(
+                self.cache, self.prefix, self.prefix_rows.tolist(), self.prefix_lengths.tolist()
+            )
+            self.prefix, self._shared = None, None
+            self.prefix_lengths, self.prefix_rows = np.zeros_like(self.prefix_lengths), np.zeros_like(self.prefix_rows)
+
+    def remove(self, finished: np.ndarray) -> None:
+        """Drop the rows where `finished` (n,) is True; the last unfinished rows move into the holes."""
+        left = int((~finished).sum())
+        holes = np.flatnonzero(finished[:left])
+        movers = left + np.flatnonzero(~finished[left:])
+        if len(holes):
+            self.cache.move_rows(movers.tolist(), holes.tolist())
+        for name in PER_ROW:
+            values = getattr(self, name)
+            values[holes] = values[movers]
+            setattr(self, name, values[:left].copy())
+        self._shared = None
+
+    def extend(self, sequences: np.ndarray, positions: np.ndarray) -> None:
+        """Add rows after the last one, without a shared prefix."""
+        zeros = np.zeros_like(sequences)
+        for name, new in zip(PER_ROW, (sequences, positions, zeros, zeros), strict=True):
+            setattr(self, name, np.concatenate([getattr(self, name), new]))
+
+    def metadata(self, first: int, slots: Tensor) -> DecodeMetadata:
+        """Attention metadata of this batch in a decode step whose rows begin at `first`; `slots` on the device."""
+        if self.prefix is not None and self._shared is None:
+            counts = np.bincount(self.prefix_rows, minlength=self.prefix.rows)  # sequences of each prompt
+            order = np.argsort(self.prefix_rows, kind="stable")
+            column = np.empty_like(order)  # number of each sequence among those of its prompt
+            column[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[self.prefix_rows[order]]
+            grid = np.zeros((self.prefix.rows, counts.max()), dtype=np.int64)
+            grid[self.prefix_rows, column] = np.arange(len(self))
+            arrays = self.prefix_lengths, grid, self.prefix_rows * grid.shape[1] + column
+            self._shared = SharedPrefix(self.prefix, *(torch.from_numpy(part).to(slots.device) for part in arrays))
+        return DecodeMetadata(first, len(self), self.cache, slots, self.cache.capacity, self._shared)
+
+
+def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
+    """One batch with the rows of two batches that have no shared prefix."""
+    capacity = max(rounded_up(int(batch.slots.max()) + 1) for batch in (first, second))
+    cache = repack([(first.cache, len(first)), (second.cache, len(second))], capacity)
+    sequences, positions, lengths, rows = (
+        np.concatenate([getattr(first, name), getattr(second, name)]) for name in PER_ROW
+    )
+    return DecodeBatch(cache, sequences, positions, lengths, rows)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """Inputs of a decode step, on the model's device, all (n,) int64: one entry for each running sequence. `sequences`
+    are the rows in `SequenceBuffers`; `positions` those of the tokens that are fed; `slots` where their keys and values
+    go in the KV cache of their batch."""
+
+    sequences: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, batches: Sequence[DecodeBatch], device: torch.device) -> DecodeInputs:
+        """The rows of all batches, in order."""
+        names = ("sequences", "positions", "slots")
+        arrays = np.stack([np.concatenate([getattr(batch, name) for batch in batches]) for name in names])
+        return cls(*torch.from_numpy(arrays).to(device))
+
+    def first(self, count: int) -> DecodeInputs:
+        """Views of the first `count` entries."""
+        return DecodeInputs(self.sequences[:count], self.positions[:count], self.slots[:count])
+
 
 MAX_BATCHES = 4  # each batch costs some small operations per layer
 SMALL_BATCH = 16  # fewer rows do not justify a batch
@@ -74,40 +183,29 @@ class Scheduler:
         if free >= self.samples:
             free -= free % self.samples
         wave, self.waiting = self.waiting[:free], self.waiting[free:]
+        ends, start = list[int](), 0  # divide the wave, longest prompt first, into parts of similar lengths, none small
+        for end in range(SMALL_BATCH, len(wave) - SMALL_BATCH + 1):
+            shortest = MIN_LENGTH_RATIO * self.prompt_lengths[wave[start]]
+            if end - start >= SMALL_BATCH and self.prompt_lengths[wave[end]] < shortest:
+                ends.append(start := end)
         prefills = list[Prefill]()
-        for sequences in self._by_length(wave):  # a decode batch each
+        for sequences in np.split(wave, ends):  # a decode batch each
             _, leaders, source = np.unique(self.prompts[sequences], return_index=True, return_inverse=True)
             lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)  # the first decode step feeds the last token
             longest, positions = int(lengths.max()), self.prompt_lengths[sequences] - 1
             if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):  # one prefix for several
                 prefix, cache = KVCache(len(leaders), longest), KVCache(len(sequences), rounded_up(1))
-                batch = DecodeBatch(cache, sequences.copy(), positions, lengths, source, prefix=prefix)
-                prefills += self._prefills(prefix, sequences[leaders], np.arange(len(leaders)))
+                self.batches.append(DecodeBatch(cache, sequences.copy(), positions, lengths, source, prefix=prefix))
+                filled, source = prefix, np.arange(len(leaders))
             else:
-                cache, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
-                batch = DecodeBatch(cache, sequences.copy(), positions, zeros, zeros.copy())
-                prefills += self._prefills(cache, sequences[leaders], source)
-            self.batches.append(batch)
+                filled, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
+                self.batches.append(DecodeBatch(filled, sequences.copy(), positions, zeros, zeros.copy()))
+            for part, tokens in prefill_passes(self.prompt_lengths[sequences[leaders]]):
+                row_of = np.full(len(leaders), -1)  # row r of `filled` gets the prompt of leader `source[r]`
+                row_of[part] = np.arange(len(part))
+                rows = np.flatnonzero(row_of[source] >= 0)
+                prefills.append(Prefill(filled, sequences[leaders][part], rows, row_of[source[rows]], tokens))
         return prefills
-
-    def _by_length(self, wave: np.ndarray) -> Iterator[np.ndarray]:
-        """Split a wave (longest prompt first) into parts of similar prompt lengths, none of them small."""
-        start = 0
-        for end in range(1, len(wave) + 1):
-            lengths, left = self.prompt_lengths[wave[start:end]], len(wave) - end
-            if end == len(wave):
-                yield wave[start:]
-            elif end - start >= SMALL_BATCH <= left and self.prompt_lengths[wave[end]] < MIN_LENGTH_RATIO * lengths[0]:
-                yield wave[start:end]
-                start = end
-
-    def _prefills(self, cache: KVCache, leaders: np.ndarray, source: np.ndarray) -> Iterator[Prefill]:
-        """Forward passes over the prompts of `leaders`; row r of `cache` gets that of `leaders[source[r]]`."""
-        for part, tokens in prefill_passes(self.prompt_lengths[leaders]):
-            row_of = np.full(len(leaders), -1)
-            row_of[part] = np.arange(len(part))
-            rows = np.flatnonzero(row_of[source] >= 0)
-            yield Prefill(cache, leaders[part], rows, row_of[source[rows]], tokens)
 
     def reserve_slots(self) -> None:
         """Merge small batches and grow caches, so that the next step can write."""
@@ -120,7 +218,9 @@ class Scheduler:
             self.batches = [batch for batch in self.batches if batch not in plain[:2]] + [new]
             plain = sorted([*plain[2:], new], key=len)
         for batch in self.batches:
-            batch.reserve_slots()
+            needed = int(batch.slots.max()) + 1
+            if needed > batch.cache.capacity:
+                batch.cache = repack([(batch.cache, len(batch))], rounded_up(needed))
 
     def advance(self, finished: np.ndarray, tokens: int = 1) -> None:
         """Record `tokens` new tokens of every running sequence; drop the `finished` ones, (n,) bool of all batches."""

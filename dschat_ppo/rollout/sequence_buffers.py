@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_ppo.rollout.sampling import SamplingParameters, row_uniforms
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, row_uniforms
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout, repeat_rows
 
 UNFINISHED = -1

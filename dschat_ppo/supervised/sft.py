@@ -19,7 +19,7 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
 from dschat_ppo.types import Model, to_device
 
@@ -63,7 +63,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
     title, all_turns = "step 1: supervised fine-tuning", config.sft.train_on == "all"
-    run = begin_supervised_run("sft", config, "SFT", title, "sft", check_causal_lm, paths, all_turns)
+    run = begin_supervised_run(config, SupervisedStep("sft", "SFT", title, "sft", check_causal_lm, paths, all_turns))
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:

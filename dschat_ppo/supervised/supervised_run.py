@@ -28,6 +28,7 @@ from dschat_ppo.data.packing_plan import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples, readable_text, text_between
 from dschat_ppo.engine.ds_config import Config, require_agreement
+from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
@@ -35,7 +36,6 @@ from dschat_ppo.models.loading import check_vocabulary, load_config, report_leng
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
-from dschat_ppo.models.router import router_top_k
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
@@ -74,37 +74,53 @@ class SupervisedRun:
     dtype: str
 
 
-def begin_supervised_run(
-    kind: Literal["sft", "reward"],
-    config: SFTConfig | PreferenceConfig,
-    name: str,
-    title: str,
-    use: Use,
-    check: Callable[[str, AdapterSettings | None], object],
-    whole_paths: list[str] | None = None,
-    all_turns: bool = False,
-    scalar: bool = False,
-) -> SupervisedRun:
-    """Do everything that comes before the model is loaded. Collective.
+@dataclass(frozen=True)
+class SupervisedStep:
+    """What differs between the steps that `begin_supervised_run` begins."""
 
-    Args:
-        name: what lines about batches and progress call the run.
-        title: the first line of the log.
-        use, whole_paths, all_turns: of the data, see `prepare`.
-        check: compares a model folder, and the adapter that will be added, with the model to train; raises `UserError`
-            if they do not fit.
-        scalar: whether the model has a scalar head.
+    kind: Literal["sft", "reward"]
+    name: str  # in lines about batches and progress
+    title: str  # the first line of the log
+    use: Use  # of the data, as the next two, see `prepare`
+    check: Callable[
+        [str, AdapterSettings | None], object
+    ]  # `UserError` if a folder, or its adapter, holds another model
+    whole_paths: list[str] | None = None
+    all_turns: bool = False
+    scalar: bool = False  # the model has a scalar head
 
-    Raises:
-        StopRequested: the run was asked to stop, or it is already complete.
-    """
-    fit = config.fit
-    device, output = begin_run(kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
-    logger().info(title)
-    folder, tokenizer, adapter = start_model(config, check, scalar)
+
+def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedStep) -> SupervisedRun:
+    """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
+    complete. Collective."""
+    fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
+    device, output = begin_run(step.kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
+    logger().info(step.title)
+    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    folder = model_folder(fit.model_name_or_path, MODEL)
+    model_config = load_config(folder, MODEL)
+    tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
+    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=resize)
+    with naming(MODEL):
+        step.check(folder, adapter)
+    if fit.router_loss_coef > 0:
+        router_top_k(model_config, f"{MODEL} {folder}")
+    require_length(folder, fit.max_seq_len, "--max_seq_len")
+    # a policy that step 2 trains has no dropout without --dropout, as its reference
+    without = isinstance(config, PreferenceConfig) and not step.scalar
+    dropout = 0.0 if without and fit.dropout is None else fit.dropout
+    check_long_sequences(config.memory, MODEL, folder, step.scalar, dropout)
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(fit, config.run, config.memory)
-    rows = prepare_rows(config, use, tokenizer, whole_paths, all_turns)
+    announce("prepare data")
+    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
+    rows = prepare(
+        step.use, tokenizer, config.data, fit.max_seq_len, step.whole_paths, fit.eval_data_path, fit.eval_fraction,
+        all_turns=step.all_turns, step_separator=separator,
+    )  # fmt: skip
+    if rows.eval is None and (fit.validate_only or named is not None):
+        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
+        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
     report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
@@ -112,41 +128,22 @@ def begin_supervised_run(
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
     if not fit.validate_only:
         if config.run.dry_run:
-            show_batches(name, plan, fit, config.schedule)
+            show_batches(step.name, plan, fit, config.schedule)
         show_memory_plan(config)
         is_trial = config.schedule.max_steps > 0
         warn_of_little_data(None if is_trial else plan.total_steps, None if rows.eval is None else len(rows.eval))
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     session = None if fit.validate_only else open_session(
-        kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
+        step.kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
         plan.total_steps,
     )  # fmt: skip
     announce("load models")
-    nonfinite = NonFinitePolicy(config.safety, ReproBundles(kind, config, tokenizer))
-    kept = (config.safety.save_hf_steps, config.best.metric_for_best is not None)
+    nonfinite = NonFinitePolicy(config.safety, ReproBundles(step.kind, config, tokenizer))
+    kept = (config.safety.save_hf_steps, named is not None)
     settings = (config.console, config.run.dtype)
     return SupervisedRun(
-        name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
+        step.name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
     )
-
-
-def prepare_rows(
-    config: SFTConfig | PreferenceConfig, use: Use, tokenizer: PreTrainedTokenizerBase,
-    whole_paths: list[str] | None, all_turns: bool,
-) -> TokenRows:  # fmt: skip
-    """The rows for training and evaluation. `UserError` if a flag needs evaluation rows that do not exist.
-    Collective."""
-    announce("prepare data")
-    fit, named = config.fit, config.best.metric_for_best
-    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
-    rows = prepare(
-        use, tokenizer, config.data, fit.max_seq_len, whole_paths, fit.eval_data_path, fit.eval_fraction,
-        all_turns=all_turns, step_separator=separator,
-    )  # fmt: skip
-    if rows.eval is None and (fit.validate_only or named is not None):
-        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
-        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
-    return rows
 
 
 def high_learning_rate(parameters: int) -> float:
@@ -165,27 +162,6 @@ def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, 
             f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models of "
             f"{short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
         )
-
-
-def start_model(
-    config: SFTConfig | PreferenceConfig, check: Callable[[str, AdapterSettings | None], object], scalar: bool
-) -> tuple[str, PreTrainedTokenizerBase, AdapterSettings | None]:
-    """The folder of the model that training starts from, its tokenizer, and the adapter to add, all checked."""
-    fit = config.fit
-    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
-    folder = model_folder(fit.model_name_or_path, MODEL)
-    model_config = load_config(folder, MODEL)
-    tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
-    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
-    with naming(MODEL):
-        check(folder, adapter)
-    if fit.router_loss_coef > 0:
-        router_top_k(model_config, f"{MODEL} {folder}")
-    require_length(folder, fit.max_seq_len, "--max_seq_len")
-    without = isinstance(config, PreferenceConfig) and not scalar  # without --dropout it has none, as its reference
-    dropout = 0.0 if without and fit.dropout is None else fit.dropout
-    check_long_sequences(config.memory, MODEL, folder, scalar, dropout)
-    return folder, tokenizer, adapter
 
 
 def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:

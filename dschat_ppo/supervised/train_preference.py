@@ -25,13 +25,17 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.session.next_command import ppo_words, step_command, tool_command
-from dschat_ppo.supervised.dpo_objective import dpo_loss, dpo_objective
-from dschat_ppo.supervised.kto_objective import kto_loss, kto_objective
 from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.process_objective import process_loss, process_objective
-from dschat_ppo.supervised.reference_free_objective import reference_free_loss, reference_free_objective
-from dschat_ppo.supervised.reward_objective import reward_loss, reward_objective
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.policy_objectives import (
+    dpo_loss,
+    dpo_objective,
+    kto_loss,
+    kto_objective,
+    reference_free_loss,
+    reference_free_objective,
+)
+from dschat_ppo.supervised.reward_objectives import process_loss, process_objective, reward_loss, reward_objective
+from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
 
 # --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
@@ -95,7 +99,9 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
             check_causal_lm(folder, adapter)
 
     title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run("reward", config, _NAMES[name], title, flags.data_use, check, scalar=is_classifier)
+    run = begin_supervised_run(
+        config, SupervisedStep("reward", _NAMES[name], title, flags.data_use, check, scalar=is_classifier)
+    )
     if name != "reward" and isinstance(run.rows.train, Dataset) and any(run.rows.train["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)

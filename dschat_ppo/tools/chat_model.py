@@ -21,12 +21,10 @@ from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_causal_lm, load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.generate import end_ids
-from dschat_ppo.rollout.generator import GenerationConfig
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.rollout.token_stream import TextStream, stream_tokens
+from dschat_ppo.ppo.collect import end_ids
+from dschat_ppo.rollout.generator import GenerationConfig, choose_engine
+from dschat_ppo.rollout.padded_batches import TextStream, stream_tokens
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded

@@ -33,7 +33,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import is_saved_with, pretrained, write_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.check_models import ACTOR
+from dschat_ppo.ppo.begin_ppo import ACTOR
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
 from dschat_ppo.supervised.supervised_run import MODEL
 

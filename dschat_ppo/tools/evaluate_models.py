@@ -40,9 +40,9 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.monitor.json_lines import finite_or_null
+from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
-from dschat_ppo.ppo.generate import end_ids, greedily
-from dschat_ppo.ppo.score import RewardScorer
+from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
@@ -52,11 +52,9 @@ from dschat_ppo.rewards.learned_reward import (
     saved_separator,
     scores_in_batches,
 )
-from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource
-from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, RewardSource
+from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
+from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
 from dschat_ppo.tools.evaluate_flags import PAIR_TOKENS, PROMPT_TOKENS, Wanted
 from dschat_ppo.tools.sampling_settings import SamplingSettings
@@ -238,7 +236,7 @@ def _results_of(
         learned = _learned_reward(checked.tokenizer, reward, scorer, rewards, words.max_batch_tokens)
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
     with closing(build_sources(rewards, learned) if rewards else RewardMixture([(_Unscored(), 1.0)])) as mixture:
-        score = RewardScorer(mixture, prompts, checked.tokenizer)
+        score = RewardRequests(mixture, prompts, checked.tokenizer)
         return [
             _answer(checked, model, names, wanted, config, decoding, score)
             for decoding, config in configs.items() if words.decoding in (decoding, "both")
@@ -247,7 +245,7 @@ def _results_of(
 
 def _answer(
     checked: CheckedModel, model: Any, names: Sequence[str], wanted: Wanted, config: GenerationConfig, decoding: str,
-    scorer: RewardScorer,
+    scorer: RewardRequests,
 ) -> Result:  # fmt: skip
     """The answers of a loaded model with one way of decoding, and their metrics."""
     prompts, sources, size = scorer.prompts, scorer.mixture.names, wanted.words.batch_size
@@ -261,9 +259,7 @@ def _answer(
         rollout = generate(model, batch, seeds.to(dist.device()), config)
         request = scorer.request(rollout, indices, 0)
         scores = scorer.mixture(request, rollout)
-        of_prompts = [names[number] if len(names) > 1 else None for number in prompts[indices]["source"]]
-        shown = scorer.shown_prompts(rollout, len(indices))
-        rows += answered_rows(indices, rollout, shown, request.responses, scores, None, of_prompts, sources)
+        rows += answered_rows(scorer, indices, rollout, request.responses, scores, names)
     metrics = summary(rows, wanted.words.pass_score) | summary_by_source(rows, wanted.words.pass_score)
     metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
     failed, means = scorer.count_failed_rows(), dict[str, float]()

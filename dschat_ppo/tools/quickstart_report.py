@@ -39,8 +39,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.tools.toy import Question, keeps_rule
 from dschat_ppo.types import Rollout, to_device
@@ -102,7 +101,7 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
     classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
     reward = ModelReward(ScalarModel(classifier).to(device).eval()).scores
     before, after = (sample_answers(model, tokenizer, prompts, device, seed) for model in (reference, actor))
-    kl = kl_k1(*(response_logprobs(model, after.rollout, 1.0) for model in (actor, reference)))
+    kl = kl_k1(*(response_logprobs(model, after.rollout, 1.0).logprobs for model in (actor, reference)))
     results = {step: json.loads((out / step / "result.json").read_text()) for step in ("sft", "reward", "ppo")}
     summary = {
         "sft_eval_loss_before": results["sft"]["eval_loss_before"],

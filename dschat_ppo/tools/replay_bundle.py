@@ -18,12 +18,12 @@ from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.data.collators import LabelledBatch, SFTBatch, StepBatch, real_rows
+from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.engine.router_term import replayed_term
-from dschat_ppo.engine.skip_update import set_random_state
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.attention_choice import check_attention
-from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
@@ -33,9 +33,9 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights
 from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.ppo.generate import generation_config
-from dschat_ppo.ppo.losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.collect import generation_config
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.supervised.train_preference import loss_of_objective
@@ -238,7 +238,7 @@ def replay_rows(
             again = ModelReward(model).scores(chosen)
         else:
             late_ends = late_ends_of(config, tokenizer, model)
-            again = response_scores(model, chosen, config.ppo.temperature, late_ends=late_ends).logprobs
+            again = response_logprobs(model, chosen, config.ppo.temperature, late_ends=late_ends).logprobs
     if bool(again.isfinite().all()):
         print(f"{name}: finite this time; another source of reward, or sampling, gave the recorded numbers")
         return False

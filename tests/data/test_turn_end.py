@@ -20,7 +20,7 @@ from dschat_ppo.data.templates import TurnEnd, answer_ends, turn_end
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.ppo.generate import end_ids
+from dschat_ppo.ppo.collect import end_ids
 from dschat_ppo.tools.toy import make_tokenizer
 
 ASK = [{"role": "user", "content": "Where is the lamp?"}]

@@ -15,7 +15,7 @@ from torch import nn
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
 from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import (
     HostMemory,
@@ -26,7 +26,6 @@ from dschat_ppo.engine.hybrid_engine import (
     weights_of,
 )
 from dschat_ppo.engine.optimizer_step import optimizer_step
-from dschat_ppo.engine.whole_weights import whole_weights
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 

@@ -14,7 +14,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dschat_ppo.data.collators import SFTBatch, real_rows
 from dschat_ppo.engine.router_term import RouterSettings, replayed_term, router_settings, with_router_term
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_loss

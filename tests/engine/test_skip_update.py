@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_ppo.engine.skip_update import (
+from dschat_ppo.engine.optimizer_step import (
     Fault,
     gradient_fault,
     largest_gradient,

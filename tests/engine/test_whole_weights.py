@@ -6,13 +6,11 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 
-from dschat_ppo.engine import whole_weights
-from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine
+from dschat_ppo.engine import build_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, fits_whole, may_be_whole, train_engine
+from dschat_ppo.engine.build_engine import whole_weights as whole_weights_of
 from dschat_ppo.engine.ds_config import eval_config, train_config
-from dschat_ppo.engine.optimizer_step import optimizer_step
-from dschat_ppo.engine.skip_update import skip_update
-from dschat_ppo.engine.whole_weights import fits_whole, may_be_whole
-from dschat_ppo.engine.whole_weights import whole_weights as whole_weights_of
+from dschat_ppo.engine.optimizer_step import optimizer_step, skip_update
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state
 
@@ -59,11 +57,11 @@ def test_settings_under_which_weights_stay_partitioned(stage, zero, whole):
 
 
 def test_the_size_is_that_of_the_whole_weights_in_their_dtype(monkeypatch):
-    monkeypatch.setattr(whole_weights, "world_size", lambda: 2)
+    monkeypatch.setattr(build_engine, "world_size", lambda: 2)
     model = torch.nn.Linear(100, 10, bias=False)
     model.weight.ds_numel, model.weight.data = 1000, torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 leaves it
     for memory, whole in ((64 * 2000, True), (64 * 2000 - 1, False)):
-        monkeypatch.setattr(whole_weights, "_memory_of_device", lambda memory=memory: memory)
+        monkeypatch.setattr(build_engine, "_memory_of_device", lambda memory=memory: memory)
         assert may_be_whole(model, train_config(3, "bf16", False, 2, 1.0)) is whole
 
 
@@ -100,7 +98,7 @@ def test_zero_3_has_no_hooks_on_layers(engines):
     assert hooked[False] == 1, "that of the engine itself"
     assert hooked[True] > 20
     assert whole_weights_of(engines[True][0]) is None
-    assert torch.nn.functional.linear is whole_weights.linear, "in place of DeepSpeed's"
+    assert torch.nn.functional.linear is build_engine.linear, "in place of DeepSpeed's"
 
 
 def test_weights_are_gathered_once_after_an_update(engines, monkeypatch):
@@ -124,14 +122,14 @@ def test_weights_are_gathered_once_after_an_update(engines, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_weights_have_the_product_of_pytorch_with_the_same_bits(dtype, monkeypatch):
-    monkeypatch.setattr(whole_weights, "zero3_linear_wrap", lambda *given: calls.append(given) or of_deepspeed(*given))
+    monkeypatch.setattr(build_engine, "zero3_linear_wrap", lambda *given: calls.append(given) or of_deepspeed(*given))
     calls, found, of_deepspeed = [], [], zero3_linear_wrap
     for is_whole, bias in ((True, None), (False, None), (True, torch.zeros(7, dtype=dtype))):
         torch.manual_seed(0)
         states = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
         weight = torch.nn.Parameter(torch.randn(7, 33, dtype=dtype))
         weight.is_kept_whole = is_whole
-        output = whole_weights.linear(states, weight, bias)
+        output = build_engine.linear(states, weight, bias)
         output.float().pow(2).sum().backward()
         found.append((output, states.grad, weight.grad))
     assert len(calls) == 2, "partitioned, or with a bias"
@@ -150,7 +148,7 @@ def test_an_evaluating_engine_keeps_its_weights(one_rank):  # noqa: F811
 
 def test_a_rank_without_a_gpu_has_its_share_of_the_host(monkeypatch):
     """Which is the limit of a container, if it has one, as in the planner."""
-    monkeypatch.setattr(whole_weights, "host_memory", lambda: 8000)
-    monkeypatch.setattr(whole_weights, "local_world_size", lambda: 4)
-    monkeypatch.setattr(whole_weights, "on_gpu", lambda: False)
-    assert whole_weights._memory_of_device() == 2000
+    monkeypatch.setattr(build_engine, "host_memory", lambda: 8000)
+    monkeypatch.setattr(build_engine, "local_world_size", lambda: 4)
+    monkeypatch.setattr(build_engine, "on_gpu", lambda: False)
+    assert build_engine._memory_of_device() == 2000

@@ -9,10 +9,9 @@ import pytest
 from peft import LoraConfig
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import adapter_checks
-from dschat_ppo.models.adapter_checks import check_adapter_values, check_patterns
+from dschat_ppo.models import model_folders
 from dschat_ppo.models.adapters import AdapterSettings, ignored_flags
-from dschat_ppo.models.model_folders import lora_settings, read_adapter_config
+from dschat_ppo.models.model_folders import check_adapter_values, check_patterns, lora_settings, read_adapter_config
 
 GOOD = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"a": 2}, "alpha_pattern": {"a": 0.5},
@@ -75,7 +74,7 @@ def config(**changes):
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
 def test_a_pattern_that_takes_forever_is_refused_within_seconds(monkeypatch, changes):
-    monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.3)
+    monkeypatch.setattr(model_folders, "PATTERN_SECONDS", 0.3)
     start = time.process_time()
     with pytest.raises(UserError, match="^out: the pattern .* takes too long to match; name the layers instead"):
         check_patterns(NAMES, config(**changes), "out")
@@ -115,7 +114,7 @@ def test_all_patterns_share_one_limit(monkeypatch):
             pass
         yield
 
-    monkeypatch.setattr(adapter_checks, "processor_time_limit", limit)
-    monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.12)
+    monkeypatch.setattr(model_folders, "processor_time_limit", limit)
+    monkeypatch.setattr(model_folders, "PATTERN_SECONDS", 0.12)
     check_patterns(["q_proj"], config(rank_pattern=dict.fromkeys("abcd", 4)), "out")
     assert given == pytest.approx([0.12, 0.07, 0.02, 0.01], abs=0.015)

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import check_architecture
-from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -24,8 +23,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 VOCABULARY = 60
 SIZES = {
@@ -105,7 +103,7 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
     model = ScalarModel(load_sequence_classifier(folder, "fp32", None, new_head=True)).eval()
     torch.nn.init.normal_(model.classifier.score.weight)
     select_kernels(model)
-    scores = last_token_scores(model, IDS, LENGTHS)
+    scores = model(IDS, LENGTHS, last_only=True)
     expected = []
     for row, length in zip(IDS, LENGTHS, strict=True):
         backbone = lm.model if lm.base_model is lm else lm.base_model
@@ -116,10 +114,10 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
     save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), again)
     assert check_sequence_classifier(str(again), new_head=False) is False
     loaded = ScalarModel(load_sequence_classifier(str(again), "fp32", None, new_head=False), model.layout).eval()
-    torch.testing.assert_close(last_token_scores(loaded, IDS, LENGTHS), scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded(IDS, LENGTHS, last_only=True), scores, rtol=0, atol=1e-6)
     in_bf16 = ScalarModel(load_sequence_classifier(str(again), "bf16", None, new_head=False)).eval()
     select_kernels(in_bf16)
-    assert torch.isfinite(last_token_scores(in_bf16, IDS, LENGTHS)).all()
+    assert torch.isfinite(in_bf16(IDS, LENGTHS, last_only=True)).all()
 
 
 @pytest.mark.parametrize("engine", ["continuous", "padded"])

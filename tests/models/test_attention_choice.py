@@ -20,10 +20,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.attention_choice import check_attention, check_attention_dropout, reason_against
-from dschat_ppo.models.backbone import backbone_of
-from dschat_ppo.models.forward import response_scores, response_values
+from dschat_ppo.models.backbone import Layout, backbone_of
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -62,7 +61,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, choice, layou
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
     policy = PolicyModel(lm, Layout(**LAYOUTS[layout], attention=choice))
-    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True))
+    found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True))
     assert lm.config._attn_implementation == before
     found, expected = tuple(part[rows.response_mask] for part in found), scores_alone(lm, rows)
     for a, b in zip(found, expected, strict=True):
@@ -91,7 +90,7 @@ def test_sinks_in_flex_and_eager_attention():
         for choice in ("flex_attention", "eager"):
             for layout in LAYOUTS.values():
                 policy = PolicyModel(lm, Layout(**layout, attention=choice))
-                found = both(response_scores(policy, rows, TEMPERATURE))
+                found = both(response_logprobs(policy, rows, TEMPERATURE))
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
 
@@ -131,7 +130,7 @@ def test_each_choice_calls_its_kernel_and_no_other(monkeypatch, kernels, choice,
     policy.layout = replace(policy.layout, attention=choice)
     calls = count_calls(monkeypatch, kernels)
     with torch.no_grad():
-        response_scores(policy, rows, 1.0)
+        response_logprobs(policy, rows, 1.0)
     found = {name: number for name, number in calls.items() if number and name != "softmax"}
     found |= {"flash_attention_2": len(kernels)} if kernels else {}
     of_segments = LAYERS * SEGMENTS[layout]
@@ -156,7 +155,7 @@ def test_checkpointed_layers_attend_alike_in_the_backward_pass(monkeypatch, kern
         if checkpointing:
             policy.gradient_checkpointing_enable()
             calls = count_calls(monkeypatch, kernels)
-        response_scores(policy, rollout(48), 1.0).logprobs.sum().backward()
+        response_logprobs(policy, rollout(48), 1.0).logprobs.sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -171,7 +170,7 @@ def test_whole_logits_use_it_too(kernels):
     policy = PolicyModel(new_model("llama"), Layout(fused=False))
     policy.layout = replace(policy.layout, attention="flash_attention_2")
     with torch.no_grad():
-        response_scores(policy, rollout(48), 1.0)
+        response_logprobs(policy, rollout(48), 1.0)
     assert len(kernels) == LAYERS
 
 
@@ -300,7 +299,7 @@ def test_the_models_own_attention_is_always_allowed(kind, choice):
     assert reason_against(choice, policy.backbone) is None
     policy.layout, rows = replace(policy.layout, attention=choice), rollout(48)
     with torch.no_grad():
-        found = both(response_scores(policy, rows, TEMPERATURE))
+        found = both(response_logprobs(policy, rows, TEMPERATURE))
         for a, b in zip(found, scores_alone(policy.lm, rows), strict=True):
             torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
 

@@ -8,7 +8,7 @@ from tiny_models import POSITIONS, VOCABULARY, new_model
 
 from dschat_ppo.models import backbone
 from dschat_ppo.models.backbone import hidden_window
-from dschat_ppo.models.forward import answer_logprobs, last_token_scores, response_scores, response_values
+from dschat_ppo.models.forward import answer_logprobs, response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Rollout
@@ -59,10 +59,10 @@ def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[
     lengths = rows.prompt_ids.shape[1] + rows.response_mask.sum(dim=1)
     answers = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
     answers[:, :3] = False
-    scores = response_scores(policy, rows, 1.0, entropy_grad=True)
+    scores = response_logprobs(policy, rows, 1.0, entropy_grad=True)
     found = [scores.logprobs, scores.entropy, answer_logprobs(policy, ids, answers)]
     values = response_values(critic, rows)
-    found += [values, last_token_scores(critic, ids, lengths)]
+    found += [values, critic(ids, lengths, last_only=True)]
     found.append(critic(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1))
     leaves = [*policy.parameters(), *critic.parameters()]
     grads = torch.autograd.grad(sum(part.double().sum() for part in found), leaves, allow_unused=True)
@@ -96,6 +96,4 @@ def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_
 
 
 def test_on_a_cpu_rows_are_not_padded():
-    ids = torch.zeros(2, 5, dtype=torch.int64)
-    assert backbone._in_few_widths(new_model("llama"), ids) is ids
     assert backbone.COLUMNS == {"cuda": 64}

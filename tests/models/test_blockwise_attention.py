@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from dschat_ppo.models.blockwise_attention import Parts, blockwise_attention
+from dschat_ppo.models.segment_attention import Parts, blockwise_attention
 
 LAYOUTS = {
     "one part": Parts((40,)),

@@ -10,9 +10,8 @@ from shutil import copytree
 import pytest
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.folder_settings import IGNORED, OF_A_RUN
 from dschat_ppo.models.loading import load_causal_lm, load_config
-from dschat_ppo.models.model_files import check_settings
+from dschat_ppo.models.model_files import IGNORED, OF_A_RUN, check_settings
 
 KERNEL = "some-org/some-kernel"
 TRAP = """\

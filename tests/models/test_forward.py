@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 
 from dschat_ppo.algorithms.kl import kl_full
-from dschat_ppo.models.forward import response_logprobs, response_scores, response_values
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import LateEnds, Rollout
@@ -144,7 +144,7 @@ def test_scores_are_those_of_each_row_alone(name, way):
     policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
     assert policy.layout.fused is (way != "plain")
     with torch.no_grad():
-        found = both(response_scores(policy, rows, TEMPERATURE))
+        found = both(response_logprobs(policy, rows, TEMPERATURE))
         expected = scores_alone(lm, rows)
     assert expected[0].std() > 0.3, "all tokens have the same score, so the test shows nothing"
     for a, b in zip(found, expected, strict=True):
@@ -160,13 +160,13 @@ def test_ends_that_could_not_be_drawn_have_no_probability(way, dtype):
     with torch.no_grad():
         lm.lm_head.weight[250] *= 8
     policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
-    found = response_scores(policy, rows, TEMPERATURE, True, late_ends=ends)
+    found = response_logprobs(policy, rows, TEMPERATURE, True, late_ends=ends)
     expected, free = scores_alone(lm.float(), rows, ends), scores_alone(lm, rows)
     for a, b in zip(both(found), expected, strict=True):
         torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert (expected[0] - free[0]).abs().max() > 0.5
     if way == "plain":
-        whole = response_scores(policy, rows, TEMPERATURE, distributions=True, late_ends=ends).distributions
+        whole = response_logprobs(policy, rows, TEMPERATURE, distributions=True, late_ends=ends).distributions
         early = torch.arange(rows.response_mask.shape[1]) < torch.tensor(2)
         early = early.expand_as(rows.response_mask)[rows.response_mask]  # (response tokens,)
         assert not whole.exp()[early][:, list(ends.ids)].any() and whole.exp()[~early][:, list(ends.ids)].all()
@@ -186,7 +186,7 @@ def test_gradients_are_those_of_rows_alone(name, way, ends):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
     policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
-    found = both(response_scores(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
+    found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
     found = gradients(*(part[rows.response_mask] for part in found))
     for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows, ends)), strict=True):
         if b is None:
@@ -212,7 +212,7 @@ def test_ids_in_padding_change_nothing(name):
     policy, (one, other) = PolicyModel(model_of(name, 1)), (rollout(0), rollout(7))
     assert not torch.equal(one.response_ids, other.response_ids)
     with torch.no_grad():
-        pairs = zip(both(response_scores(policy, one, 1.0)), both(response_scores(policy, other, 1.0)), strict=True)
+        pairs = zip(both(response_logprobs(policy, one, 1.0)), both(response_logprobs(policy, other, 1.0)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -221,7 +221,7 @@ def test_rows_without_a_response_give_zero_gradients():
     rows = Rollout(*[rows.prompt_ids, rows.prompt_mask, rows.response_ids, torch.zeros_like(rows.response_mask)],
                    rows.rollout_logprobs, rows.finish_reason)  # fmt: skip
     policy = PolicyModel(model_of("llama", 1))
-    logprobs, entropy = both(response_scores(policy, rows, 1.0, entropy_grad=True))
+    logprobs, entropy = both(response_logprobs(policy, rows, 1.0, entropy_grad=True))
     (logprobs.sum() + entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
@@ -231,7 +231,7 @@ def test_hooks_of_the_head_run_around_the_fused_function():
     lm, rows, seen = model_of("llama", 1), rollout(), []
     lm.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
     lm.lm_head.register_forward_hook(lambda module, inputs, output: seen.append([o.shape for o in output]))
-    response_scores(PolicyModel(lm), rows, 1.0)
+    response_logprobs(PolicyModel(lm), rows, 1.0)
     count = sum(LENGTHS)
     assert seen == [(count, 32), [(count,), (count,)]]
     assert "forward" not in vars(lm.lm_head)
@@ -240,5 +240,5 @@ def test_hooks_of_the_head_run_around_the_fused_function():
 def test_a_causal_model_alone_is_scored_too():
     lm, rows = model_of("llama", 1), rollout()
     with torch.no_grad():
-        found = response_logprobs(lm, rows, TEMPERATURE)
+        found = response_logprobs(lm, rows, TEMPERATURE).logprobs
         torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)

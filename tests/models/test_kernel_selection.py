@@ -13,9 +13,9 @@ from tiny_models import new_model
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, probes, segment_attention
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 
@@ -53,8 +53,8 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
     assert "LlamaForCausalLM" in line
     rows = rollout()
     with torch.no_grad():
-        found = response_logprobs(policy, rows, 1.0)
-    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0))
+        found = response_logprobs(policy, rows, 1.0).logprobs
+    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0).logprobs)
 
 
 def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
@@ -70,7 +70,7 @@ def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
     assert len(said) == 1
     rows = rollout()
     with torch.no_grad():
-        found = response_logprobs(policy, rows, TEMPERATURE)
+        found = response_logprobs(policy, rows, TEMPERATURE).logprobs
         torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
 
 

@@ -6,11 +6,10 @@ from test_forward import FAMILIES, PACKED, TEMPERATURE, WITH_CLASSIFIER, both, m
 from test_shared_prompts import rollout, without_dropout
 from tiny_models import new_model
 
-from dschat_ppo.models.activation_memory import tile_mlps
-from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
+from dschat_ppo.models.activation_memory import last_mlp, tile_mlps
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.last_layer import last_mlp
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import full_sequences
@@ -55,7 +54,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, way, change):
         policy.train()
     if change == "tiled":
         tile_mlps(policy.backbone)
-    found = response_scores(policy, rows, TEMPERATURE, entropy_grad=True)
+    found = response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True)
     found, expected = tuple(part[rows.response_mask] for part in both(found)), scores_alone(plain, rows)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -75,7 +74,7 @@ def test_values_and_scores_and_gradients_are_those_of_each_row_alone(name, way):
     torch.testing.assert_close(values, before, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 1, len(before))  # prompts share their last token: its gradients add up
     assert_same_gradients((weights * values).sum(), classifier, (weights * before).sum(), classifier)
-    scores, ends = last_token_scores(model, *full_sequences(rows)), torch.stack([v[-1] for v in alone])
+    scores, ends = model(*full_sequences(rows), last_only=True), torch.stack([v[-1] for v in alone])
     torch.testing.assert_close(scores, ends, rtol=0, atol=1e-5)
 
 
@@ -85,11 +84,11 @@ def test_the_last_mlp_gets_the_tokens_that_are_read():
     for shares in (False, True):
         policy = PolicyModel(model_of("llama", 1), Layout(packed=True, shares=shares, reads_few=True))
         sizes = tokens_of_products(policy.backbone)
-        response_scores(policy, rows, 1.0)
+        response_logprobs(policy, rows, 1.0)
         critic = ScalarModel(model_of("llama", 2), Layout(packed=True, shares=shares, reads_few=True))
         of_critic = tokens_of_products(critic.backbone)
         response_values(critic, rows)
-        last_token_scores(critic, *full_sequences(rows))
+        critic(*full_sequences(rows), last_only=True)
         # Seven answers are not empty. Of three answers and of another three, the first token follows the same token.
         assert sizes == [answers - 4 * shares]
         assert of_critic == [answers - 4 * shares, len(rows.response_ids)]

@@ -33,7 +33,6 @@ from transformers import (
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import loading
-from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
@@ -58,7 +57,7 @@ LENGTHS = torch.tensor([5, 7])
 def scores_of(folder, new_head=False):
     model = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, new_head)).eval()
     with torch.no_grad():
-        return last_token_scores(model, IDS, LENGTHS)
+        return model(IDS, LENGTHS, last_only=True)
 
 
 def expected_scores(model):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_forward import FAMILIES, model_of, rollout
 
-from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.packing import NAME, packed_states, reason_not_to_pack, segments
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -25,7 +25,7 @@ def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
 def test_no_padding_and_nothing_after_the_last_wanted_token_is_run():
     policy = PolicyModel(model_of("llama", 1), Layout(packed=True))
     seen = seen_by_the_backbone(policy)
-    response_scores(policy, rollout(), 1.0)
+    response_logprobs(policy, rollout(), 1.0)
     # Prompts of 2, 9, 1, 6, 4 and responses of 8, 3, 5, 0, 1 tokens. The last token predicts nothing; of the row
     # without a response one token remains.
     assert seen == [(torch.Size([1, 9 + 11 + 5 + 1 + 4]), NAME)]
@@ -53,7 +53,7 @@ def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
                 block.attn.attn_dropout.p = 0.0
         if checkpointing:
             policy.gradient_checkpointing_enable()
-        response_scores(policy, rollout(), 1.0).logprobs.sum().backward()
+        response_logprobs(policy, rollout(), 1.0).logprobs.sum().backward()
         gradients.append({key: p.grad for key, p in policy.named_parameters() if p.grad is not None})
         assert policy.config._attn_implementation == "sdpa"
     assert gradients[0].keys() == gradients[1].keys()

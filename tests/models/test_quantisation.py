@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from dschat_ppo.common import extras
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import quantisation
+from dschat_ppo.models import adapters
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, adapter_settings, add_adapter, lora_targets
 from dschat_ppo.models.loading import load_causal_lm, quantised_base
 from dschat_ppo.models.policy_model import PolicyModel
@@ -40,7 +40,7 @@ class Linear4bit(nn.Linear):
 
 
 def test_a_gpu_is_needed(monkeypatch):
-    monkeypatch.setattr(quantisation.dist, "on_gpu", lambda: False)
+    monkeypatch.setattr(adapters.dist, "on_gpu", lambda: False)
     flags = AdapterFlags(load_in_4bit=True, only_optimize_lora=True)
     with pytest.raises(UserError, match=r"^--load_in_4bit needs a GPU, and this run has none"):
         adapter_settings(8, None, flags)
@@ -48,7 +48,7 @@ def test_a_gpu_is_needed(monkeypatch):
 
 
 def test_the_package_is_needed(monkeypatch):
-    monkeypatch.setattr(quantisation.dist, "on_gpu", lambda: True)
+    monkeypatch.setattr(adapters.dist, "on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     flags = AdapterFlags(load_in_8bit=True, only_optimize_lora=True)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"):

@@ -4,8 +4,8 @@ import pytest
 import transformers
 from every_architecture import ARCHITECTURES, config_of
 
+from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.router import router_top_k
 from dschat_ppo.tools import toy
 
 TOP_K = {"GPT-OSS": 2, "Mixtral": 2, "Qwen2-MoE": 2, "Qwen3-MoE": 2}

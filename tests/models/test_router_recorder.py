@@ -6,7 +6,7 @@ from tiny_models import new_model
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from dschat_ppo.algorithms.router_loss import router_load
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel

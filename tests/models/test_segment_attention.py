@@ -15,7 +15,7 @@ from test_shared_prompts import rollout
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.packing import packed_states, segments
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment, whole_row_kernel
@@ -183,7 +183,7 @@ def test_padded_rows_are_segments_of_the_same_length(monkeypatch, choice):
     query, key, value = (x.detach() for x in inputs(7, rows=3))
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
     with segments(model_of("llama", 1).config, None, choice=choice):
-        found = packing._attention(layer, query, key, value, 4, {"scaling": 0.4})
+        found, _ = packing._segment_attention(layer, query, key, value, None, 4, scaling=0.4)
     expected = segment_by_segment(layer, query, key, value, None, 4, {"scaling": 0.4})
     assert found.shape == (3, 7, 4, 8)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -12,14 +12,14 @@ from tiny_models import new_model as tiny_model
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models import packing, segment_attention
-from dschat_ppo.models.blockwise_attention import Parts
-from dschat_ppo.models.forward import last_token_scores, response_scores, response_values
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.packing import packed_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.segment_attention import Parts
 from dschat_ppo.models.shared_prompts import common_beginnings, lay_out
 from dschat_ppo.types import Rollout, full_sequences
 
@@ -62,7 +62,7 @@ def without_dropout(model):
 def test_the_packed_row_holds_each_beginning_once():
     policy = PolicyModel(model_of("llama", 1), Layout(shares=True))
     seen = seen_by_the_backbone(policy)
-    response_scores(policy, rollout(), 1.0)
+    response_logprobs(policy, rollout(), 1.0)
     # The last token of a row predicts nothing; of the row without an answer one token remains.
     assert seen == [(torch.Size([1, 11 + 5 + 2 + 0 + 9 + 4 + 4 + 7 + 1 + 10 + 3]), packing.NAME)]
 
@@ -189,7 +189,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name):
     def gradients(logprobs, entropies):
         return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
 
-    found = both(response_scores(PolicyModel(lm, Layout(shares=True)), rows, TEMPERATURE, entropy_grad=True))
+    found = both(response_logprobs(PolicyModel(lm, Layout(shares=True)), rows, TEMPERATURE, entropy_grad=True))
     found, expected = tuple(part[rows.response_mask] for part in found), scores_alone(lm, rows)
     assert expected[0].std() > 0.2
     for a, b in zip(found, expected, strict=True):
@@ -212,7 +212,7 @@ def test_values_and_last_scores_are_those_of_each_row_alone(name):
         before = torch.cat([v[start - 1 : -1] for v, (start, _) in zip(alone, rows_alone(rows), strict=True)])
         torch.testing.assert_close(response_values(model, rows)[rows.response_mask], before, rtol=0, atol=1e-5)
         ends = torch.stack([v[-1] for v in alone])
-        torch.testing.assert_close(last_token_scores(model, ids, lengths), ends, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(ids, lengths, last_only=True), ends, rtol=0, atol=1e-5)
         whole = model(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(whole, ends, rtol=0, atol=1e-5)
         wanted = (torch.arange(ids.shape[1]) % 3 == 1) & (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
@@ -227,7 +227,7 @@ def test_checkpointed_layers_share_again_in_the_backward_pass(name):
         policy = PolicyModel(without_dropout(model_of(name, 1)), Layout(shares=True)).train()
         if checkpointing:
             policy.gradient_checkpointing_enable()
-        response_scores(policy, rollout(), 1.0).logprobs.sum().backward()
+        response_logprobs(policy, rollout(), 1.0).logprobs.sum().backward()
         gradients.append({key: p.grad for key, p in policy.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for key, gradient in gradients[0].items():
@@ -254,7 +254,7 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     for shares in (False, True):
         policy.layout = replace(policy.layout, shares=shares)
         with recorded_router(counted, 2) as recorder:
-            response_scores(policy, rows, 1.0)
+            response_logprobs(policy, rows, 1.0)
         [load] = recorder.loads
         gradient = torch.autograd.grad(
             (load.probability * torch.arange(4.0)).sum(), policy.lm.model.layers[0].mlp.gate.weight
@@ -326,7 +326,7 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
 def test_a_head_that_needs_whole_logits_is_not_shared():
     lm, rows = model_of("llama", 1), rollout()
     policy = PolicyModel(lm, Layout(fused=False, shares=True))
-    scores = response_scores(policy, rows, TEMPERATURE, distributions=True)
+    scores = response_logprobs(policy, rows, TEMPERATURE, distributions=True)
     torch.testing.assert_close(scores.logprobs[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
     policy.layout = Layout(fused=False)
     select_kernels(policy)

@@ -8,7 +8,7 @@ import torch
 from tiny_experience import experience, ppo_bundles, with_bad
 
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.engine.skip_update import Fault, StepResult
+from dschat_ppo.engine.optimizer_step import Fault, StepResult
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, read_bundle

@@ -7,7 +7,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.check_models import check_models, check_shared_base, model_folders
+from dschat_ppo.ppo.begin_ppo import check_models, check_shared_base, model_folders
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,13 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import RolloutCancelled, StopRequested
-from dschat_ppo.ppo.collect import ExperienceCollection
-from dschat_ppo.rewards.reward_mixture import Scores
-from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool
+from dschat_ppo.ppo.score import ForwardPasses, PassSettings
+from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
+from dschat_ppo.rollout.continuous_batching import never
+from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout
 
 CPU = torch.device("cpu")
@@ -30,21 +33,22 @@ DYNAMIC = "--dynamic_sampling --dynamic_sampling_rounds 3"
 class Generator:
     """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
 
-    config = SimpleNamespace(stopping=StoppingCriteria(1))
+    config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), samples=2)
 
     def __init__(self):
         self.prompts = Dataset.from_dict({"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]})
         self.asked = []
 
-    def generate(self, indices, step, round_number=0, greedy=False):
+    def answer(self, indices, step, round_number=0, config=config, cancelled=never):
+        greedy = config.sampling.top_k == 1
+        assert cancelled is (never if greedy else stop_requests.flag_is_set), "a stop cancels sampling alone"
         self.asked.append((list(indices), step, round_number, greedy))
-        samples = 1 if greedy else 2
-        tokens = torch.tensor([[10 * row + sample] for row in indices for sample in range(samples)])
+        tokens = torch.tensor([[10 * row + sample] for row in indices for sample in range(config.samples)])
         ones = torch.ones_like(tokens)
         return Rollout(ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.full((len(tokens),), 2))
 
 
-class RewardScorer:
+class RewardRequests:
     """The score is the token; two answers fail in each rollout."""
 
     names = ["first", "second"]
@@ -87,11 +91,12 @@ class Stops:
 def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs="rollout") -> ExperienceCollection:
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
-    engines = SimpleNamespace(actor=None, reference=None, critic=None, eval=lambda: modes.append("eval"), modes=modes)
+    actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes)
+    settings = CollectionSettings.of(config, several_data_sets)
     plan = plan_ppo(config.ppo, 12, 1)
-    return ExperienceCollection(
-        config, plan, engines, Generator(), RewardScorer(), clipped, PhaseClock(), old_logprobs, several_data_sets
-    )
+    passes = ForwardPasses(actor, None, None, PassSettings(1.0, plan.micro_batch_tokens, old_logprobs, "k1"))
+    pool = GroupPool(plan.rollout_rows, clipped) if config.algorithm.dynamic_sampling else None
+    return ExperienceCollection(settings, plan, Generator(), RewardRequests(), passes, pool, PhaseClock())
 
 
 def collect(collection, step=1, checkpointer=None):
@@ -100,9 +105,9 @@ def collect(collection, step=1, checkpointer=None):
     with collection.cancelled_on_stop(checkpointer):
         while count := collection.prompts_wanted():
             prompts = collection.take_prompts(count)
-            rollout = collection.generate(prompts, step, checkpointer)
+            rollout = collection.sample(prompts, step, checkpointer)
             scores = collection.reward(rollout, prompts, step)
-            collection.add(collection.score(rollout, scores, prompts))
+            collection.add(collection.forward_passes(rollout, scores, prompts))
         return collection.take_rows(step)
 
 
@@ -119,7 +124,7 @@ def test_prompts_answers_scores_and_groups_stay_together():
         assert found.baselines is None
     taken = [row for call in collection.generator.asked for row in call[0]]
     assert len(set(taken)) == 8, "each prompt once an epoch"
-    assert collection.engines.modes == ["eval"] * 2
+    assert collection.passes.actor.modes == ["eval"] * 2
     assert collection.metrics == {"reward/function_faults": 2.0}
 
 
@@ -198,7 +203,7 @@ def test_only_rank_0_prints_the_answers_of_all_ranks(capsys, monkeypatch):
 def alike(collection, keep) -> None:
     """Let answers score alike, except in the groups with these numbers."""
 
-    class Scorer(RewardScorer):
+    class Scorer(RewardRequests):
         def __call__(self, request, rollout):
             indices = request.indices
             first, samples = collection.stream.taken - len(indices), len(rollout.response_ids) // len(indices)
@@ -206,7 +211,7 @@ def alike(collection, keep) -> None:
             total = torch.tensor(scores).float()
             return Scores(total, total.unsqueeze(1))
 
-    collection.reward_scorer = Scorer()
+    collection.requests = Scorer()
 
 
 def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
@@ -310,7 +315,7 @@ def test_a_cancelled_rollout_is_sampled_again_from_the_same_seeds():
 def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
     """Not over the greedy answers of ReMax, nor over those of a cancelled rollout."""
 
-    class Scorer(RewardScorer):
+    class Scorer(RewardRequests):
         def __call__(self, request, rollout):
             found, number = super().__call__(request, rollout), rollout.response_ids[:, 0].double()
             self.greedy, self.step = len(number) == len(request.indices), request.step
@@ -318,16 +323,14 @@ def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
             return replace(found, numbers=numbers)
 
     collection = collection_of("--advantage_estimator remax")
-    collection.reward_scorer = Scorer()
+    collection.requests = Scorer()
     with suppress(StopRequested):
         collect(collection, 1, Stops(2))
     for step in (1, 2):
         found = collect(collection, step)
         even = found.response_ids[found.response_ids % 2 == 0].tolist()
         assert collection.metrics["reward/f/greedy"] == 0
-        assert (
-            collection.metrics["reward/f/even"] == sum(even) / len(even) and collection.reward_scorer.step == step - 1
-        )
+        assert collection.metrics["reward/f/even"] == sum(even) / len(even) and collection.requests.step == step - 1
     assert any(greedy for *_, greedy in collection.generator.asked)
 
 
@@ -336,11 +339,11 @@ def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
 def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, words):
     """A stop may end the service or the processes of a reward before this rank notices it."""
     collection = collection_of(words)
-    collection.reward_scorer.failure = failure
+    collection.requests.failure = failure
     with pytest.raises(type(failure)):
         collect(collection, 1, Stops())
     stopped = collection_of(words)
-    stopped.reward_scorer.failure = failure
+    stopped.requests.failure = failure
     with pytest.raises(StopRequested):
         collect(stopped, 1, Stops(2))
     assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1

@@ -41,7 +41,7 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     assert metrics["reward/function_faults"] == 0
     bad = replace(experience, scores=experience.scores * math.nan)
     ppo.nonfinite.report = lambda *given: None
-    assert ppo.begin_updates(bad, 1) is None
+    assert ppo.keep_if_finite(bad, 1) is None
     assert ppo.state.metrics == {"reward/function_faults": 0.0} and ppo.state.experience is None
 
 
@@ -69,7 +69,7 @@ def test_the_minibatches_left_are_those_that_no_update_has_used(run):
     whole = list(ppo.mini_dataset.minibatches(experience, 2, 1))
     assert len(whole) == UPDATES
     for done in range(UPDATES + 1):
-        ppo.begin_updates(experience, 1)
+        ppo.keep_if_finite(experience, 1)
         ppo.state.updates = done
         ppo.engines.eval()
         left = list(ppo.minibatches_left(experience, 1))
@@ -132,7 +132,7 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(run):
     seed_this_rank(ppo.config.run.seed)
     expected = torch.rand(3)
     torch.manual_seed(99)
-    scorer = ppo.collection.reward_scorer
+    scorer = ppo.collection.requests
     PPOComponents(ppo.config, ppo.plan, PPOData(scorer.prompts, scorer.tokenizer), ppo.engines, scorer.mixture)
     assert torch.equal(torch.rand(3), expected)
 

@@ -13,11 +13,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, shown_metrics, summary, summary_by_source
-from dschat_ppo.rewards.reward_mixture import Scores
-from dschat_ppo.rewards.reward_source import RewardFunctionError
+from dschat_ppo.rewards.reward_source import RewardFunctionError, Scores
 from dschat_ppo.rollout.generator import GenerationConfig
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason, Rollout
 
 
@@ -110,7 +108,7 @@ class Generator:
     def __init__(self):
         self.asked = []
 
-    def answer(self, prompts, indices, config, first, *path):
+    def answer(self, indices, *path, prompts, config, first):
         self.asked.append((list(indices), config, first, path))
         numbers = [index * config.samples + sample for index in indices for sample in range(config.samples)]
         mask = torch.arange(3) < torch.tensor([[number % 3 + 1] for number in numbers])
@@ -119,7 +117,7 @@ class Generator:
         return Rollout(tokens[:, :1], mask[:, :1], tokens, mask, torch.zeros(len(numbers), 3), reasons)
 
 
-class RewardScorer:
+class RewardRequests:
     """The score of an answer is its number / 10, or what `scores` gives."""
 
     def __init__(self, prompts=3, scores=None, faults=0):
@@ -151,9 +149,9 @@ class RewardScorer:
         return self.faults
 
 
-def evaluation_of(folder, scorer=None, model_scorer=None, on_best=lambda: None, data_sources=(), **flags):
+def evaluation_of(folder, scorer=None, passes=None, on_best=lambda: None, data_sources=(), **flags):
     flags = EvaluationFlags(eval_data_path=["d"], **flags)
-    return Evaluation(flags, Generator(), scorer or RewardScorer(), model_scorer, folder, on_best, data_sources)
+    return Evaluation(flags, Generator(), scorer or RewardRequests(), passes, folder, on_best, data_sources)
 
 
 def lines_of(folder, step: int) -> list[dict]:
@@ -168,7 +166,7 @@ def lines_of(folder, step: int) -> list[dict]:
 def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_them(tmp_path, batch):
     """Answers 0 to 5; the copies that fill up the last batch do not count."""
 
-    class Scorer(RewardScorer):
+    class Scorer(RewardRequests):
         def __call__(self, request, rollout):
             found, number = super().__call__(request, rollout), rollout.response_ids[:, 0].double()
             return replace(
@@ -184,14 +182,14 @@ def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_
 @pytest.mark.parametrize("batch", [1, 2, 3, 64])
 def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
     """Answers 0 to 5, two of each prompt; the last batch is filled up with copies that do not count."""
-    evaluation = evaluation_of(tmp_path, RewardScorer(faults=2), eval_samples=2, eval_batch_size=batch)
+    evaluation = evaluation_of(tmp_path, RewardRequests(faults=2), eval_samples=2, eval_batch_size=batch)
     metrics = evaluation.run(4)
     assert metrics == pytest.approx({
         "eval/score": 0.25, "eval/length_mean": 2.0, "eval/ended_share": 0.5, "eval/pass@1": 0.0, "eval/pass@2": 0.0,
         "eval/majority@2": 0.0, "eval/function_faults": 2.0,
     })  # fmt: skip
     for indices, config, first, path in evaluation.generator.asked:
-        assert (config.samples, config.sampling.top_k) == (2, 0) and path == (7, 5, 0, 0)
+        assert (config.samples, config.sampling.top_k) == (2, 0) and path == (5, 0, 0)
         assert first == 2 * indices[0], "an answer has the same seed in every batch"
     assert lines_of(tmp_path, 4) == [
         {
@@ -206,7 +204,7 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
 def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path, batch):
-    scorer = RewardScorer()
+    scorer = RewardRequests()
     scorer.prompts = scorer.prompts.add_column("source", [2, 0, 2])
     evaluation = evaluation_of(
         tmp_path, scorer, data_sources=("maths", "code", "chat"), eval_batch_size=batch, eval_pass_score=0.2
@@ -249,13 +247,13 @@ def test_a_greedy_evaluation_takes_the_most_likely_token(tmp_path):
 
 
 def test_the_kl_is_the_sum_of_k1_over_each_answer(tmp_path):
-    def model_scorer(rollout, scores, groups):
+    def passes(rollout, scores, groups):
         assert len(groups) == len(scores.total) == 3
         mask = rollout.response_mask
         logprobs = torch.where(mask, 0.25, 0.0)
         return SimpleNamespace(old_logprobs=logprobs, ref_logprobs=logprobs * 3)
 
-    metrics = evaluation_of(tmp_path, model_scorer=model_scorer).run(0)
+    metrics = evaluation_of(tmp_path, passes=passes).run(0)
     # Answers of 1, 2 and 3 tokens, -0.5 each; the mean is one over tokens.
     assert [line["kl"] for line in lines_of(tmp_path, 0)] == [[-0.5], [-1.0], [-1.5]]
     assert metrics["eval/kl_ref_k1"] == -0.5
@@ -265,11 +263,11 @@ def test_only_the_answers_to_one_prompt_are_a_group(tmp_path):
     """Micro-batches of scoring count the prompt of a group once."""
     seen = []
 
-    def model_scorer(rollout, scores, groups):
+    def passes(rollout, scores, groups):
         seen.extend(groups.tolist())
         return SimpleNamespace(old_logprobs=torch.zeros(6, 3), ref_logprobs=torch.zeros(6, 3))
 
-    evaluation_of(tmp_path, model_scorer=model_scorer, eval_samples=2).run(0)
+    evaluation_of(tmp_path, passes=passes, eval_samples=2).run(0)
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
@@ -277,17 +275,17 @@ def test_files_are_json_whatever_the_scores_are(tmp_path):
     scores = iter([[math.nan, 0.5, 1.0, math.inf]])
     kl = torch.tensor([[-math.inf, 0.0, 0.0], [0.25, 0.0, 0.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
-    def model_scorer(*_):
+    def passes(*_):
         return SimpleNamespace(old_logprobs=kl, ref_logprobs=torch.zeros(4, 3))
 
-    evaluation_of(tmp_path, RewardScorer(2, scores), model_scorer, eval_samples=2).run(7)
+    evaluation_of(tmp_path, RewardRequests(2, scores), passes, eval_samples=2).run(7)
     first, second = lines_of(tmp_path, 7)
     assert (first["scores"], second["scores"]) == ([None, 0.5], [1.0, None])
     assert (first["kl"], second["kl"]) == ([None, 0.25], [None, 0.0])
 
 
 def test_an_evaluation_in_which_a_function_fails_on_every_answer_writes_nothing(tmp_path):
-    evaluation = evaluation_of(tmp_path, RewardScorer(faults=RewardFunctionError("failed on every one")))
+    evaluation = evaluation_of(tmp_path, RewardRequests(faults=RewardFunctionError("failed on every one")))
     with pytest.raises(RewardFunctionError):
         evaluation.run(0)
     assert not (tmp_path / "eval").exists()
@@ -305,7 +303,7 @@ def test_the_best_models_are_those_of_the_highest_finite_score(tmp_path, save_be
     scores = [0.1, math.nan, 0.5, math.inf, 0.5, 0.7, -math.inf, math.nan, 0.6]
     kept, best = [], []
     evaluation = evaluation_of(
-        tmp_path, RewardScorer(1, iter([[score] for score in scores])), None, lambda: kept.append(evaluation.best),
+        tmp_path, RewardRequests(1, iter([[score] for score in scores])), None, lambda: kept.append(evaluation.best),
         save_best=save_best,
     )  # fmt: skip
     for step in range(len(scores)):
@@ -316,7 +314,7 @@ def test_the_best_models_are_those_of_the_highest_finite_score(tmp_path, save_be
 
 
 def test_a_first_score_that_is_not_finite_is_not_the_best(tmp_path):
-    evaluation = evaluation_of(tmp_path, RewardScorer(1, iter([[math.nan]])))
+    evaluation = evaluation_of(tmp_path, RewardRequests(1, iter([[math.nan]])))
     evaluation.run(0)
     assert evaluation.best is None
 
@@ -330,7 +328,7 @@ def test_when_an_evaluation_is_due(tmp_path, interval, due):
 def test_closing_ends_the_processes_of_the_rewards(tmp_path):
     evaluation = evaluation_of(tmp_path)
     evaluation.close()
-    assert evaluation.reward_scorer.closed
+    assert evaluation.requests.closed
 
 
 def test_the_line_about_an_evaluation_has_only_the_score_of_each_data_set():

@@ -1,5 +1,6 @@
 """From the flags of step 3 to generation."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,13 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.generate import (
+from dschat_ppo.ppo.collect import (
     check_stop_ids,
     end_ids,
     generation_config,
     greedily,
     note_few_answers,
 )
-from dschat_ppo.runtime import stop_requests
 
 NEEDED = [
     "--actor_model_name_or_path",
@@ -102,21 +102,22 @@ def generator(assets, tmp_path_factory):
 
 def test_answers_depend_on_step_and_round(generator):
     def answers(*when):
-        return tokens_of(generator.generate([0, 1, 2], *when))
+        return tokens_of(generator.answer([0, 1, 2], *when))
 
     first = answers(1)
-    assert len(first) == 6 and first == answers(1) == answers(1, 0)
+    assert len(first) == 6 and first == answers(1)
     assert len({str(found) for found in (first, answers(2), answers(1, 1), answers(1, 2), answers(2, 1))}) == 5
 
 
 def test_answers_do_not_depend_on_the_rank_that_generates_them(generator, monkeypatch):
-    whole = tokens_of(generator.generate([0, 1, 2, 3], 1))
+    whole = tokens_of(generator.answer([0, 1, 2, 3], 1))
     monkeypatch.setattr(dist, "rank", lambda: 1)
-    assert tokens_of(generator.generate([2, 3], 1)) == whole[4:]
+    assert tokens_of(generator.answer([2, 3], 1)) == whole[4:]
 
 
 def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sampling(generator):
-    first, second = (generator.generate([0, 1, 2], step, greedy=True) for step in (1, 2))
+    one = replace(greedily(generator.config), samples=1)
+    first, second = (generator.answer([0, 1, 2], step, config=one) for step in (1, 2))
     assert tokens_of(first) == tokens_of(second) and len(tokens_of(first)) == 3
     config = greedily(generator.config)
     assert (config.sampling.top_k, config.sampling.temperature, config.samples) == (1, 1.3, 2)
@@ -124,9 +125,8 @@ def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sam
 
 
 def test_once_a_stop_is_noticed_only_greedy_answers_are_finished(generator, monkeypatch):
-    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
-    assert not generator.generate([0, 1], 1).response_mask.any()
-    assert generator.generate([0, 1], 1, greedy=True).response_mask.any()
+    assert not generator.answer([0, 1], 1, cancelled=lambda: True).response_mask.any()
+    assert generator.answer([0, 1], 1).response_mask.any()
 
 
 def test_notes_name_further_end_tokens_and_truncated_sampling(assets, tmp_path, said):
@@ -134,7 +134,7 @@ def test_notes_name_further_end_tokens_and_truncated_sampling(assets, tmp_path, 
     assert not any("ends with any of" in line or "before truncation" in line for line in said)
     run.ppo.engines.actor.module.lm.generation_config.eos_token_id = [1, 7]
     collection, config = run.ppo.collection, parse("ppo", [*NEEDED, "--top_p", "0.9"])
-    tokenizer = collection.reward_scorer.tokenizer
+    tokenizer = collection.requests.tokenizer
     type(collection.generator)(
         config.ppo, run.ppo.engines.hybrid, collection.generator.prompts, tokenizer, 1, torch.device("cpu")
     )

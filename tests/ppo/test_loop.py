@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, TokenSum, watch
 
 from dschat_ppo.checkpoint.manager import capture_rng_state
-from dschat_ppo.engine.skip_update import random_state as optimizer_random_state
+from dschat_ppo.engine.optimizer_step import random_state as optimizer_random_state
 from dschat_ppo.errors import NonFiniteError, StopRequested
 from dschat_ppo.monitor.step_trace import StepTrace
 
@@ -336,7 +336,7 @@ def test_without_a_critic_the_actor_alone_is_trained(assets, tmp_path):
 def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
     words = "--advantage_estimator grpo --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
     run, checkpointer, did = started(assets, tmp_path / "run", f"{words} --dynamic_sampling")
-    score = run.ppo.collection.reward_scorer.mixture
+    score = run.ppo.collection.requests.mixture
     rounds = iter([0, 1, 1, 1, 1, 1, 1, 1, 1])
 
     def alike_in_the_first_round(request, rollout):
@@ -344,7 +344,7 @@ def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
         found.total[:] = torch.arange(4) * next(rounds)
         return found
 
-    run.ppo.collection.reward_scorer.mixture = alike_in_the_first_round
+    run.ppo.collection.requests.mixture = alike_in_the_first_round
     alike_in_the_first_round.names, alike_in_the_first_round.count_failed_rows = score.names, score.count_failed_rows
     run.run(checkpointer)
     collecting = ["take 2", "generate 1", "reward 1", "score eval", "add"]

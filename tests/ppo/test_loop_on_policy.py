@@ -92,7 +92,7 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     assert abs(run.lines[0]["kl/ref_k1"]) < 1e-5, "the policy was the reference"
     for line in run.lines:
         assert line["policy/first_log_ratio_abs_max"] < 1e-4 and line["rollout/logprob_diff_max"] < 1e-4
-    scorer = run.ppo.collection.model_scorer.scoring
+    scorer = run.ppo.collection.passes.settings
     assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
 
 
@@ -192,14 +192,14 @@ def test_an_actor_whose_gradients_are_not_finite_keeps_the_metrics_of_its_experi
 
 def test_recorded_log_probs_that_are_not_finite_are_the_actors_fault(assets, tmp_path):
     run = PlainRun(assets, tmp_path / "run", ONE_UPDATE)
-    generate = run.ppo.collection.generate
+    generate = run.ppo.collection.sample
 
     def spoiled(*arguments):
         rollout = generate(*arguments)
         rollout.rollout_logprobs[1, 0] = math.nan
         return rollout
 
-    run.ppo.collection.generate = spoiled
+    run.ppo.collection.sample = spoiled
     with pytest.raises(NonFiniteError, match=r"rollout_logprobs of 1 of 4 answers are not finite \(rows 1\)"):
         run.run()
 

@@ -10,14 +10,14 @@ from tiny_models import new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.models.forward import ResponseScores, response_scores
+from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES
-from dschat_ppo.ppo import losses
-from dschat_ppo.ppo.losses import ActorLoss, RecordedTokens, critic_loss, ptx_loss
+from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.update import ActorLoss, RecordedTokens, critic_loss, ptx_loss
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
@@ -54,17 +54,17 @@ def loss_of(monkeypatch):
     """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
     asked = []
 
-    def response_scores(engine, rows, temperature, entropy_grad=False, distributions=False, late_ends=None):
+    def response_logprobs(engine, rows, temperature, entropy_grad=False, distributions=False, late_ends=None):
         assert late_ends is ENDS
         asked.append((engine, temperature, entropy_grad, distributions))
         tokens = int(rows.response_mask.sum())
         spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
         logprobs = rows.old_logprobs + LOG_RATIOS
-        return ResponseScores(logprobs, ENTROPIES, spread if distributions else None)
+        return ResponseLogprobs(logprobs, ENTROPIES, spread if distributions else None)
 
     def loss_of(rows=None, entropy_coef=0.0, **flags):
         asked.clear()
-        monkeypatch.setattr(losses, "response_scores", response_scores)
+        monkeypatch.setattr(update, "response_logprobs", response_logprobs)
         sums = MetricSums()
         loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7, late_ends=ENDS)
         return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
@@ -152,7 +152,7 @@ def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone(other):
     for model in (None, reference):
         with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorder:
             if model is None:
-                response_scores(actor, rows, 1.0)
+                response_logprobs(actor, rows, 1.0)
             else:
                 ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
         [load] = recorder.loads
@@ -174,7 +174,7 @@ def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(loss_of,
 
 def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
     now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
-    monkeypatch.setattr(losses, "response_values", lambda critic, rows: now if critic == "critic" else None)
+    monkeypatch.setattr(update, "response_values", lambda critic, rows: now if critic == "critic" else None)
     rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
     # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5, 0.5, 0.5, 0.1
     expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
@@ -189,7 +189,7 @@ def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo"])
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log_probs(monkeypatch, policy_loss):
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 9.0]], requires_grad=True)
-    monkeypatch.setattr(losses, "response_scores", lambda *_, **__: ResponseScores(logprobs, ENTROPIES))
+    monkeypatch.setattr(update, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES))
     rows, sums, recorded = rows_of(old_logprobs=None, numbers=torch.arange(2)), MetricSums(), RecordedTokens()
     # one advantage for each row, with which the losses of sequences agree with those of tokens
     rows = replace(rows, advantages=torch.tensor([[2.0] * 3, [-3.0] * 3]), loss_weights=torch.ones(2, 3))
@@ -208,7 +208,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
 def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatch, clip_eps):
     """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the same V."""
     values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
-    monkeypatch.setattr(losses, "response_values", lambda critic, rows: values)
+    monkeypatch.setattr(update, "response_values", lambda critic, rows: values)
     whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
     rows = RewardedRollout(**{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
                            numbers=torch.arange(2))  # fmt: skip

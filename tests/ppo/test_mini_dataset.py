@@ -9,8 +9,8 @@ from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
-from dschat_ppo.models.forward import response_scores, response_values
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
@@ -276,7 +276,9 @@ def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_r
         )
         model.zero_grad()
         for part in (part for update in updates for part in update.micro_batches):
-            outputs = response_scores(module, part, 1.0).logprobs if kind == "policy" else response_values(module, part)
+            outputs = (
+                response_logprobs(module, part, 1.0).logprobs if kind == "policy" else response_values(module, part)
+            )
             ((outputs * part.advantages * part.response_mask).sum() / updates[0].value_tokens).backward()
         hook.remove()
         found.append((sum(ran), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))

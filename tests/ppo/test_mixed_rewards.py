@@ -31,7 +31,7 @@ class RoutedRun(PlainRun):
 
     def __init__(self, assets, folder, functions, words=""):
         super().__init__(assets, folder, words)
-        scorer, collection = self.ppo.collection.reward_scorer, self.ppo.collection
+        scorer, collection = self.ppo.collection.requests, self.ppo.collection
         rows = [json.dumps({"number": n, "data_source": SOURCES[n % 3]}) for n in range(PROMPTS)]
         scorer.prompts = Dataset.from_dict({"row": rows})
         flags = RewardSourceFlags(use_reward_model=False, reward_function=functions, reward_default=DEFAULT)
@@ -81,7 +81,7 @@ def expected_metrics(numbers: list[int], step: int) -> dict[str, float]:
 def test_the_metrics_of_routed_functions_by_hand(assets, tmp_path, functions):
     run = RoutedRun(assets, tmp_path / "run", functions)
     run.run()
-    run.ppo.collection.reward_scorer.mixture.close()
+    run.ppo.collection.requests.mixture.close()
     assert sorted(n for numbers in run.taken for n in numbers) == list(range(PROMPTS))
     names = {
         "reward/score_std",
@@ -113,13 +113,13 @@ def test_a_resumed_run_with_unscored_responses_equals_the_whole_run(assets, tmp_
     for name, weight in whole.weights.items():
         assert torch.equal(after.weights[name], weight), name
     for run in (whole, before, after):
-        run.ppo.collection.reward_scorer.mixture.close()
+        run.ppo.collection.requests.mixture.close()
 
 
 def test_running_statistics_use_the_default_of_unscored_responses(assets, tmp_path, functions):
     run = RoutedRun(assets, tmp_path / "run", functions, "--normalize_rewards running")
     run.run()
-    run.ppo.collection.reward_scorer.mixture.close()
+    run.ppo.collection.requests.mixture.close()
     scores = [line["reward/score_mean"] * 4 for line in run.lines]
     running = run.ppo.shaping.running
     assert running.count == 12 and float(running.mean) == pytest.approx(sum(scores) / 12)
@@ -131,4 +131,4 @@ def test_a_run_whose_first_responses_nobody_scores_ends(assets, tmp_path, functi
         RewardFunctionError, match=r"^no reward source scored any of the first 4 answers \(data_source "
     ):
         run.run()
-    run.ppo.collection.reward_scorer.mixture.close()
+    run.ppo.collection.requests.mixture.close()

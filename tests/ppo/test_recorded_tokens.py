@@ -7,8 +7,8 @@ import torch
 from test_mini_dataset import LENGTHS, experience
 
 from dschat_ppo.common import dist
-from dschat_ppo.ppo.losses import RecordedTokens
 from dschat_ppo.ppo.mini_dataset import MiniDataset
+from dschat_ppo.ppo.update import RecordedTokens
 
 ROWS = replace(experience(range(8)), numbers=torch.arange(8))
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.check_models import check_models, model_folders
+from dschat_ppo.ppo.begin_ppo import check_models, model_folders
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.ppo.resumable_ppo import ResumablePPO
-from dschat_ppo.ppo.state import PPOState
+from dschat_ppo.ppo.state import PPOState, ResumablePPO
 from dschat_ppo.ppo.update import Outcome
 
 BEGINS = ": was off when the checkpoint was saved, so it starts from scratch\n"
@@ -262,7 +261,8 @@ def test_rows_in_flight_that_lack_a_field_the_flags_now_need_are_refused(lacking
 def test_rows_in_flight_without_their_data_set_are_refused_if_there_are_several():
     before, after = resumable(), resumable()
     before.ppo.state.begin_updates(experience(range(3)), {})
-    after.ppo.collection.several_data_sets = True
+    settings = after.ppo.collection.settings
+    after.ppo.collection.settings = replace(settings, several_data_sets=True)
     with pytest.raises(UserError, match="have no data_sources, which the flags now need"):
         resume(before, after)
 

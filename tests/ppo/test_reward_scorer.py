@@ -9,9 +9,9 @@ from datasets import Dataset
 from tiny_tokenizers import KINDS, tokenizer_of
 
 from dschat_ppo.data.encode import encode_prompt
-from dschat_ppo.ppo.score import RewardScorer
+from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout
 
@@ -36,7 +36,7 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
     source = Remembering()
     rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
-    scorer = RewardScorer(RewardMixture([(source, 1.0)]), rows, tokenizer)
+    scorer = RewardRequests(RewardMixture([(source, 1.0)]), rows, tokenizer)
     scorer.mixture(scorer.request(rollout, [2, 0], 0), rollout)
     assert source.request.prompts == ["<user>a lamp", "<user>a lamp<s>"]
     assert source.request.responses == ["hall", "hall"]
@@ -55,7 +55,7 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
         answers, torch.ones_like(answers).bool(), answers, torch.ones_like(answers).bool(), answers.float(), reasons
     )
     rows = Dataset.from_dict({"row": ["{}"]})
-    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
+    request = RewardRequests(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
     assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
 
 
@@ -64,7 +64,7 @@ def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_scorer():
     refused = []
     mixture = SimpleNamespace(count_failed_rows=lambda refuse_all: refused.append(refuse_all) or 3)
     for _ in range(2):
-        scorer = RewardScorer(mixture, None, None)
+        scorer = RewardRequests(mixture, None, None)
         assert [scorer.count_failed_rows() for _ in range(3)] == [3, 3, 3]
     assert refused == [True, False, False] * 2
 
@@ -74,7 +74,7 @@ def test_the_answers_to_a_prompt_stand_one_after_another_with_its_data_row():
     ids = torch.tensor([tokenizer.encode("hall")[:1]]).repeat(4, 1)
     rollout = Rollout(ids, torch.ones_like(ids).bool(), ids, torch.ones_like(ids).bool(), ids.float(), torch.zeros(4))
     rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
-    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [2, 0], 0)
+    request = RewardRequests(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [2, 0], 0)
     assert [row["answer"] for row in request.rows] == [2, 2, 0, 0]
 
 
@@ -98,7 +98,7 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     reasons = torch.tensor([FinishReason.EOS, FinishReason.LENGTH])
     rollout = Rollout(prompts, torch.ones_like(prompts).bool(), answers, mask, mask.float(), reasons)
     function = FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, -1.0)
-    scorer = RewardScorer(RewardMixture([(function, 2.0)]), rows, tokenizer)
+    scorer = RewardRequests(RewardMixture([(function, 2.0)]), rows, tokenizer)
     scores = scorer.mixture(scorer.request(rollout, [0, 1], 3), rollout)
     function.close()
     assert function.take_counts().cause is None
@@ -117,5 +117,5 @@ def test_prompt_and_response_together_are_the_sampled_text(kind, prompt):
     mask, ended = torch.tensor([[False] + [True] * count]), torch.tensor([FinishReason.EOS])
     rollout = Rollout(ids, mask, answer, torch.ones_like(answer).bool(), answer.float(), ended)
     rows = Dataset.from_dict({"row": ["{}"]})
-    request = RewardScorer(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
+    request = RewardRequests(RewardMixture([(Remembering(), 1.0)]), rows, tokenizer).request(rollout, [0], 0)
     assert (request.prompts, request.responses) == ([prompt], [" is in the hall"])

@@ -15,13 +15,13 @@ from transformers import (
 )
 
 from dschat_ppo.common import dist
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_values
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.score import ModelScorer, ScoringSettings
-from dschat_ppo.rewards.reward_mixture import Scores
+from dschat_ppo.ppo.score import ForwardPasses, PassSettings
+from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths, tensors_of
 
 VOCABULARY = 32
@@ -81,10 +81,20 @@ def rollout(padding_seed: int = 0) -> Rollout:
     )
 
 
+class NotRun:
+    """A model whose forward pass would be a mistake."""
+
+    def eval(self):
+        pass
+
+    def __call__(self, *_):
+        raise AssertionError("the actor was run")
+
+
 def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes) -> ScoredRollout:
     """The rows with scores of their own number."""
     roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
-    score = ModelScorer(**roles, scoring=ScoringSettings(TEMPERATURE, budget, source, kl))
+    score = ForwardPasses(**roles, settings=PassSettings(TEMPERATURE, budget, source, kl))
     return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
 
 
@@ -225,11 +235,8 @@ def test_a_rank_with_fewer_passes_makes_more_and_keeps_its_rows(models, monkeypa
 def test_recorded_logprobs_replace_the_actors_pass(models):
     rows = rollout()
 
-    def forbidden(*_):
-        raise AssertionError("the actor was run")
-
     noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": forbidden}, noisy, source="rollout")
+    found = scored({**models, "actor": NotRun()}, noisy, source="rollout")
     assert torch.equal(found.old_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert found.entropies is None
     expected = scored(models, rows)
@@ -238,15 +245,12 @@ def test_recorded_logprobs_replace_the_actors_pass(models):
 
 
 def test_log_probs_of_the_update_are_left_to_it_and_the_recorded_ones_give_the_kl(models):
-    def forbidden(*_):
-        raise AssertionError("the actor was run")
-
     rows = rollout()
     noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": forbidden}, noisy, source="update", critic=None)
+    found = scored({**models, "actor": NotRun()}, noisy, source="update", critic=None)
     assert found.old_logprobs is None and found.entropies is None and found.values is None
     assert torch.equal(found.policy_logprobs, rows.rollout_logprobs), "0 outside the mask"
-    recorded = scored({**models, "actor": forbidden}, noisy, source="rollout")
+    recorded = scored({**models, "actor": NotRun()}, noisy, source="rollout")
     assert torch.equal(found.kl, recorded.kl) and torch.equal(found.ref_logprobs, recorded.ref_logprobs)
 
 

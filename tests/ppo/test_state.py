@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_mini_dataset import experience
 
-from dschat_ppo.common import dist, phases
+from dschat_ppo.common import dist
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.update import Outcome
@@ -24,23 +24,6 @@ def first_update(log_ratio: float) -> MetricSums:
     sums.add_mean("policy/log_ratio_abs_mean", torch.tensor([log_ratio]))
     sums.add_max("policy/log_ratio_abs_max", torch.tensor([10 * log_ratio]))
     return sums
-
-
-def test_steps_left_counts_finished_steps_and_announces_the_next():
-    state, seen = PPOState(steps=2), []
-    for step in state.steps_left(4):
-        seen.append((step, phases.where()))
-        state.finish_step({})
-    assert [step for step, _ in seen] == [3, 4] and state.steps == 4
-    assert [text.endswith(f"step {step}") for step, text in seen] == [True, True]
-    assert list(state.steps_left(4)) == []
-    phases.reset_phases()
-
-
-def test_a_step_that_is_not_finished_is_given_again():
-    steps = PPOState().steps_left(4)
-    assert [next(steps), next(steps)] == [1, 1]
-    phases.reset_phases()
 
 
 def test_updates_are_counted_with_their_metrics():
@@ -120,16 +103,6 @@ def test_a_step_in_flight_is_restored(rows):
     assert state.applied == 0 and state.metrics == state.sums.reduce() == {}
     other.load_state_dict(state.state_dict(), MetricSums(), CPU)
     assert other.experience is None
-
-
-def test_metrics_of_an_earlier_version_get_the_names_of_today():
-    state = PPOState(first={"answers/length_mean": 1.0}, last={"answers/length_mean": 2.0})
-    state.begin_updates(None, {"coef/kl": 0.5})
-    sums = measured(**{"grad_norm/actor": 3.0}).state_dict()
-    other = PPOState()
-    other.load_state_dict(state.state_dict(), MetricSums.restored([sums], CPU), CPU)
-    assert (other.first, other.last) == ({"rollout/length_mean": 1.0}, {"rollout/length_mean": 2.0})
-    assert (other.metrics, other.sums.reduce()) == ({"kl/coef": 0.5}, {"optim/grad_norm/actor": 3.0})
 
 
 def test_what_is_saved_does_not_change_with_the_state():

@@ -13,11 +13,11 @@ from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import SFTBatch
-from dschat_ppo.engine.skip_update import Fault, StepResult
+from dschat_ppo.engine.optimizer_step import Fault, StepResult
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.update import PPOUpdate
+from dschat_ppo.ppo.update import PPOUpdate, RecordedTokens, UpdateSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def one_step(monkeypatch, words="", train_actor=True, actor=GOOD, critic=GOOD, t
     engines = Engines(monkeypatch, actor=actor, critic=critic, **more)
     policy = policy or NonFinitePolicy(config.safety)
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
-    updates = PPOUpdate(config, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
+    updates = PPOUpdate(UpdateSettings.of(config), roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
     objectives = [updates.actor_objective(MINIBATCH)] * train_actor + [updates.critic_objective(MINIBATCH)]
     outcome = updates.minimise(objectives, 3)
     measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
@@ -220,8 +220,10 @@ def critic_first(monkeypatch, words="", **results: StepResult):
     )
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
     policy = NonFinitePolicy(config.safety)
-    updates = PPOUpdate(config, roles, None, FixedCoefficient(0.01), policy, PhaseClock())
-    return engines, updates, updates.critic_pass(MINIBATCH)
+    updates = PPOUpdate(UpdateSettings.of(config), roles, None, FixedCoefficient(0.01), policy, PhaseClock())
+    made = updates.critic_objective(MINIBATCH, RecordedTokens())
+    gradients = engines.accumulate("critic", MINIBATCH.micro_batches, made.loss)
+    return engines, updates, dataclasses.replace(made, gradients=gradients)
 
 
 def objectives_of(updates, made=None) -> list:
@@ -242,12 +244,6 @@ def test_gradients_that_wait_are_aligned_too(monkeypatch):
     assert engines.done == ["critic gradients", "actor gradients", "together critic", "together actor"]
 
 
-def test_gradients_of_rows_without_an_update_are_dropped(monkeypatch):
-    engines, updates, made = critic_first(monkeypatch)
-    updates.drop(made)
-    assert engines.done == ["critic gradients", "critic refused"]
-
-
 @pytest.mark.parametrize(("result", "kept"), [(GOOD, True), (OVERFLOW, True), (BAD, False)])
 def test_log_probs_are_kept_if_every_loss_is_finite(monkeypatch, result, kept):
     recorded = []
@@ -255,7 +251,9 @@ def test_log_probs_are_kept_if_every_loss_is_finite(monkeypatch, result, kept):
     monkeypatch.setattr(update, "ActorLoss", lambda *_: lambda *given: recorded.append(given[-1]))
     config = parse("ppo", WORDS.split())
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
-    updates = PPOUpdate(config, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
+    updates = PPOUpdate(
+        UpdateSettings.of(config), roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock()
+    )
     unscored = dataclasses.replace(MINIBATCH, micro_batches=[dataclasses.replace(FIRST, old_logprobs=None)])
     outcome = updates.minimise([updates.actor_objective(unscored)], 3)
     [seen] = recorded

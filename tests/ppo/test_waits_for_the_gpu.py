@@ -11,15 +11,15 @@ from tiny_models import new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.models import segment_attention
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import RATIO_EDGES, bucket_counts
-from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.score import ModelScorer, ScoringSettings, texts_of
-from dschat_ppo.rewards.reward_mixture import Scores
+from dschat_ppo.ppo.score import ForwardPasses, PassSettings, texts_of
+from dschat_ppo.ppo.update import ActorLoss, critic_loss
+from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
@@ -125,11 +125,11 @@ def test_scoring_waits_a_few_times_for_each_model():
     names = [field for field in tensors_of(rows()) if field in Rollout.__dataclass_fields__]
     rollout = record_of(Rollout, {name: tensors_of(rows())[name] for name in names})
     scores, groups = Scores(torch.zeros(3), torch.zeros(3, 1)), torch.arange(3)
-    settings = ScoringSettings(0.7, 1000, "recompute", "k1")
-    expected = ModelScorer(policy(), policy(), critic(), settings)(rollout, scores, groups)
+    settings = PassSettings(0.7, 1000, "recompute", "k1")
+    expected = ForwardPasses(policy(), policy(), critic(), settings)(rollout, scores, groups)
     with pretended_gpu() as seen:
         batch = record_of(Rollout, {name: on_gpu(value) for name, value in tensors_of(rollout).items()})
-        scorer = ModelScorer(moved(policy()), moved(policy()), moved(critic()), settings)
+        scorer = ForwardPasses(moved(policy()), moved(policy()), moved(critic()), settings)
         scores, groups = Scores(on_gpu(scores.total), on_gpu(scores.by_source)), on_gpu(groups)
         seen.waits.clear()
         found = scorer(batch, scores, groups)

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from workers.architectures import IDS, LENGTHS
 
+from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import lora_targets
 from dschat_ppo.models.loading import load_sequence_classifier
 from dschat_ppo.models.model_files import checkpoint_shapes
-from dschat_ppo.models.router import router_top_k
 from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from dschat_ppo.data.collators import right_padded
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards import learned_reward as rewards_model
 from dschat_ppo.rewards import reward_source

@@ -6,10 +6,11 @@ from launch import forked, succeed
 
 from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
-from dschat_ppo.rewards.reward_mixture import NumberMeans, RewardMixture
 from dschat_ppo.rewards.reward_source import (
     CallCounts,
+    NumberMeans,
     RewardFunctionError,
+    RewardMixture,
     RewardRequest,
     RewardServiceError,
     raise_on_any_rank,

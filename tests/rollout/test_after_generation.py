@@ -8,10 +8,9 @@ import torch
 import transformers
 from tiny_models import new_model, prompts_of
 
-from dschat_ppo.rollout import attention, continuous_batching, fused_layers, kv_cache, kv_pool, padded_batches
+from dschat_ppo.rollout import attention, continuous_batching, fused_layers, kv_cache, padded_batches
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
 def run(model, **how):
@@ -107,7 +106,7 @@ def test_an_error_while_packing_leaves_no_layer_packed(name, most, monkeypatch):
 def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
     """Reference counts alone free it: the garbage collector, which may run much later, is off."""
     seen = []
-    for kind in (kv_cache.KVCache, kv_pool.KVPool):
+    for kind in (kv_cache.KVCache, kv_cache.KVPool):
 
         def noted(cache, layer, keys, values, kept=kind.layer):
             found = kept(cache, layer, keys, values)

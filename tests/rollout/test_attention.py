@@ -10,12 +10,9 @@ from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.models.probes import UnsupportedAttentionError
-from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, installed
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.decode_attention import decode_mask
-from dschat_ppo.rollout.decode_batch import DecodeBatch
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, decode_mask, installed
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.scheduler import DecodeBatch
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 MODULE = SimpleNamespace(layer_idx=0)

@@ -10,10 +10,8 @@ from tiny_models import model_of, prompts_of, tokens_of
 
 from dschat_ppo.rollout import continuous_batching
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.kv_pool import KVPool
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.kv_cache import KVCache, KVPool
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 MESSAGE = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
 LENGTHS = (40, 9, 1, 33, 2, 17, 36, 5)

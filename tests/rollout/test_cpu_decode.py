@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.rollout.attention import RolloutAttention
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata, PrefillMetadata, SharedPrefix
-from dschat_ppo.rollout.cpu_decode import CPUDecode
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata, PrefillMetadata, SharedPrefix
 
 
 class Layer(torch.nn.Module):

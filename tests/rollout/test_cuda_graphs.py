@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,9 @@ from tiny_models import LENGTHS, model_of, new_model, prompts_of
 from dschat_ppo.rollout import continuous_batching, cuda_graphs, pool_scheduler
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, length_bucket, row_bucket
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.kv_cache import KVPool
 from dschat_ppo.rollout.pool_scheduler import PooledRows
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
@@ -39,7 +39,8 @@ def test_buckets_of_rows_and_lengths():
 
 def decoder_of(step, rows, spare=99, poll=3, rewind=None, reads_all_slots=True, longest=600) -> GraphedDecoder:
     memory = StaticMemory(KVPool(50), rows, 50, torch.device("cpu"))
-    return GraphedDecoder(step, rewind, memory, spare, poll, longest, 0, lambda: reads_all_slots, None)
+    buffers = SimpleNamespace(count=spare, width=longest, is_end=[])
+    return GraphedDecoder(step, rewind, memory, buffers, poll, lambda: reads_all_slots)
 
 
 def rows_of(sequences: list[int], position: int, prefix: int = 0) -> PooledRows:

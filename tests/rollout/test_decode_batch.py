@@ -5,7 +5,7 @@ import pytest
 import torch
 from tagged_keys import assert_holds, decode_batch_of
 
-from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs, merged, rounded_up
+from dschat_ppo.rollout.scheduler import DecodeBatch, DecodeInputs, Scheduler, merged, rounded_up
 
 
 @pytest.mark.parametrize("finished", [[0], [3], [0, 1], [2, 3], [0, 3], [1, 2], [0, 1, 2], [0, 2, 3], [0, 1, 2, 3], []])
@@ -36,7 +36,9 @@ def test_a_merged_batch_has_the_rows_and_keys_of_both_in_order():
 @pytest.mark.parametrize(("position", "capacity"), [(31, 32), (32, 64), (33, 64), (63, 64), (64, 96)])
 def test_a_cache_grows_if_the_next_token_does_not_fit(position, capacity):
     batch = decode_batch_of([1, 2], position=position, capacity=rounded_up(position))
-    batch.reserve_slots()
+    scheduler = Scheduler(np.array([1]), np.array([0]), 1)
+    scheduler.batches = [batch]
+    scheduler.reserve_slots()
     assert batch.cache.capacity == capacity
     for row, sequence in enumerate((1, 2)):
         assert_holds(batch.cache, row, [sequence * 100 + place for place in range(position)])

@@ -16,19 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout import flash_decode, fused_operations
-from dschat_ppo.rollout.attention import installed
-from dschat_ppo.rollout.attention_metadata import PrefillMetadata
+from dschat_ppo.rollout import flash_decode, fused_layers
+from dschat_ppo.rollout.attention import _products, installed
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
-from dschat_ppo.rollout.decode_attention import _products
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
-from dschat_ppo.rollout.fused_operations import rms_norm
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.fused_layers import rms_norm
+from dschat_ppo.rollout.kv_cache import KVPool, PrefillMetadata
 from dschat_ppo.rollout.pool_scheduler import PoolScheduler
-from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
 VIEWS = set(
@@ -67,7 +64,7 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     engine = ContinuousBatching(model, buffers, scheduler, sampling, memory=memory)
     engine.attention._kernel = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
-    with installed(model, engine.attention), torch.no_grad(), fused_operations.fused_rotary(model):
+    with installed(model, engine.attention), torch.no_grad(), fused_layers.fused_rotary(model):
         engine.attention.begin(PrefillMetadata(pool, columns, columns))
         engine._forward(buffers.token_ids[:ROWS, :7], torch.arange(7, device="meta").expand(ROWS, -1))
         with Kernels() as kernels:
@@ -93,7 +90,7 @@ def as_on_gpu(monkeypatch) -> None:
     """Norms are one kernel on a GPU and many elsewhere; kernels cannot be compared without numbers."""
     monkeypatch.setattr(nn.functional, "rms_norm", lambda states, *_: torch.neg(states))
     monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
-    monkeypatch.setattr(fused_operations, "_rotation_agrees", lambda *_: True)
+    monkeypatch.setattr(fused_layers, "_rotation_agrees", lambda *_: True)
 
 
 def per_layer(flash: bool, norms: bool, shares: bool = False) -> Counter:

@@ -8,14 +8,11 @@ from tiny_models import LENGTHS, model_of, prompts_of
 from torch import Tensor
 
 from dschat_ppo.rollout import continuous_batching, flash_decode, generator
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PooledMetadata
-from dschat_ppo.rollout.decode_attention import decode_attention, decode_mask
+from dschat_ppo.rollout.attention import decode_attention, decode_mask
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.kv_pool import KVPool
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
 class LoopingKernel:

@@ -7,12 +7,10 @@ from transformers.models.llama import modeling_llama
 
 from dschat_ppo.rollout import fused_layers as module
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.attention_metadata import DecodeMetadata, PrefillMetadata
 from dschat_ppo.rollout.fused_layers import can_prepack, fused_layers
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 OF_LLAMAS_FORM = ["llama", "mistral", "mistral-window", "qwen2", "qwen2-window", "gemma"]
 LENGTHS = torch.tensor([11, 3, 7])  # of prompts; windows of the models are shorter than the longest

@@ -9,9 +9,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.attention_metadata import PrefillMetadata
-from dschat_ppo.rollout.fused_operations import FUNCTION, FusedRotary, fused_norms, fused_rotary
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.fused_layers import FUNCTION, FusedRotary, fused_norms, fused_rotary
+from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 
 
 def norms_of(model: nn.Module) -> list:

@@ -19,10 +19,9 @@ from tiny_models import (
 )
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.forward import response_logprobs, response_scores
+from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
 
 COUNT = len(LENGTHS)
@@ -180,8 +179,8 @@ def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_an
     stopping = replace(WITH_ENDS, min_new_tokens=4)
     rollout = answer(sampling=SamplingParameters(1.3, top_p=0.8, repetition_penalty=1.2), stopping=stopping, **way)
     with torch.no_grad():
-        fresh = response_scores(model_of("llama"), rollout, 1.3, late_ends=stopping.late_ends).logprobs
-        free = response_logprobs(model_of("llama"), rollout, 1.3)
+        fresh = response_logprobs(model_of("llama"), rollout, 1.3, late_ends=stopping.late_ends).logprobs
+        free = response_logprobs(model_of("llama"), rollout, 1.3).logprobs
     mask, early = rollout.response_mask, torch.arange(14)[: rollout.response_mask.shape[1]] < 4
     torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
     assert (fresh - free)[:, early].min() > 1e-3 and torch.equal(fresh[:, ~early], free[:, ~early])
@@ -192,7 +191,7 @@ def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_an
 def test_logprobs_equal_those_that_training_computes(temperature, engine):
     rollout = answer(sampling=SamplingParameters(temperature, top_p=0.8, top_k=20), engine=engine, rows=3)
     with torch.no_grad():
-        fresh = response_logprobs(model_of("llama"), rollout, temperature)
+        fresh = response_logprobs(model_of("llama"), rollout, temperature).logprobs
     plain, mask = plain_logprobs(model_of("llama"), rollout, temperature), rollout.response_mask
     torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
     torch.testing.assert_close(plain[mask], fresh[mask], atol=2e-5, rtol=0)
@@ -236,7 +235,7 @@ def test_ids_in_the_padding_of_a_response_do_not_matter():
     polluted = replace(rollout, response_ids=torch.where(rollout.response_mask, rollout.response_ids, noise))
     assert not torch.equal(polluted.response_ids, rollout.response_ids)
     with torch.no_grad():
-        before, after = (response_logprobs(model_of("llama"), rows, 1.0) for rows in (rollout, polluted))
+        before, after = (response_logprobs(model_of("llama"), rows, 1.0).logprobs for rows in (rollout, polluted))
     mask = rollout.response_mask
     torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
 

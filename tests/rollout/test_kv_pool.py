@@ -5,7 +5,7 @@ import pytest
 import torch
 from tagged_keys import HEADS, tagged
 
-from dschat_ppo.rollout.kv_pool import SPARE, FreeSlots, KVPool
+from dschat_ppo.rollout.kv_cache import SPARE, FreeSlots, KVPool
 
 
 def assert_is_table(pool: KVPool, table: dict[int, float]) -> None:

@@ -6,7 +6,7 @@ import torch
 from tagged_keys import HEADS, tagged
 
 from dschat_ppo.rollout import pool_scheduler, scheduler
-from dschat_ppo.rollout.kv_pool import SPARE, KVPool
+from dschat_ppo.rollout.kv_cache import SPARE, KVPool
 from dschat_ppo.rollout.pool_scheduler import PoolScheduler
 
 POLL = 4

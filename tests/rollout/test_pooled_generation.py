@@ -10,10 +10,9 @@ from torch import Tensor
 from dschat_ppo.rollout import continuous_batching, flash_decode, generator, pool_scheduler
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_pool import KVPool
+from dschat_ppo.rollout.kv_cache import KVPool
 from dschat_ppo.rollout.pool_scheduler import PoolScheduler
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 LENGTHS = (1, 9, 30, 5, 17, 12)
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers, 2 heads of 8 numbers

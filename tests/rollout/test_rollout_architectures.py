@@ -21,11 +21,9 @@ from tiny_models import (
     transformers_greedy,
 )
 
-from dschat_ppo.rollout import decode_attention
-from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import check_engine
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout import attention
+from dschat_ppo.rollout.generator import GenerationConfig, check_engine, generate
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
 GREEDY = SamplingParameters(top_k=1)
@@ -42,13 +40,13 @@ SAMPLINGS = {
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
     """Grows by the number of rows whenever a step reads keys of a shared prefix."""
-    uses, original = [], decode_attention.prefix_scores
+    uses, original = [], attention.prefix_scores
 
     def counting(prefix, layer, query):
         uses.append(len(query))
         return original(prefix, layer, query)
 
-    monkeypatch.setattr(decode_attention, "prefix_scores", counting)
+    monkeypatch.setattr(attention, "prefix_scores", counting)
     return uses
 
 

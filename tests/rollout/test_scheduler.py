@@ -6,8 +6,7 @@ import torch
 from tagged_keys import HEADS, assert_holds, decode_batch_of, tagged
 
 from dschat_ppo.rollout import scheduler as scheduler_module
-from dschat_ppo.rollout.decode_batch import DecodeBatch, DecodeInputs
-from dschat_ppo.rollout.scheduler import MAX_BATCHES, SMALL_BATCH, Scheduler
+from dschat_ppo.rollout.scheduler import MAX_BATCHES, SMALL_BATCH, DecodeBatch, DecodeInputs, Scheduler
 
 
 class World:

@@ -9,12 +9,17 @@ import torch
 from tiny_models import HYBRIDS, model_of, new_model
 
 from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.rollout import attention, continuous_batching, decode_attention, self_check
-from dschat_ppo.rollout.generator import ENGINES, GenerationConfig
+from dschat_ppo.rollout import attention, continuous_batching, generator
+from dschat_ppo.rollout.generator import (
+    ENGINES,
+    HALF_TOLERANCE,
+    CheckResult,
+    GenerationConfig,
+    check_engine,
+    choose_engine,
+)
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.self_check import HALF_TOLERANCE, CheckResult, check_engine, choose_engine
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
 
@@ -120,7 +125,7 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     padded = replace(HOW, engine="padded")
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
-    monkeypatch.setattr(self_check, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
+    monkeypatch.setattr(generator, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
     with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 
@@ -204,10 +209,8 @@ def test_a_mistake_of_continuous_batching_is_found(name, mistake, monkeypatch, c
 
 def test_the_check_covers_prefixes_that_samples_share(monkeypatch):
     """Wrong scores of a shared prefix do not pass."""
-    original = decode_attention.prefix_scores
-    monkeypatch.setattr(
-        decode_attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0
-    )
+    original = attention.prefix_scores
+    monkeypatch.setattr(attention, "prefix_scores", lambda prefix, layer, query: original(prefix, layer, query) * 0)
     assert not check_engine(model_of("llama"), HOW, "continuous").passes(1e-3)
 
 

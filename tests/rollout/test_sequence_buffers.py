@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.rollout.sampling import SamplingParameters
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import UNFINISHED, SequenceBuffers
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
 from dschat_ppo.types import FinishReason, PromptBatch
 
 EOS, STOP, LENGTH = FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH

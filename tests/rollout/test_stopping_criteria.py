@@ -8,8 +8,7 @@ import torch
 from tiny_models import LENGTHS, cut_at, model_of, prompts_of, tokens_of, transformers_greedy
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import TAIL, StoppingCriteria
+from dschat_ppo.rollout.sampling import TAIL, SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason, Rollout
 
 EOS, STOP, LENGTH = FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH

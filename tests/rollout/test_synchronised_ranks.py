@@ -9,8 +9,7 @@ import torch
 from tiny_models import model_of, prompts_of, tokens_of
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 ENDS = (3, 5, 8, 9, 17, 30)
 # Prompt lengths of each rank: many and few prompts, equal ones, more prefills and shared prefixes on one rank.

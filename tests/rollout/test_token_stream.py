@@ -11,9 +11,8 @@ from tiny_models import LENGTHS, NEW_TOKENS, cut_at, eos_of, model_of, prompts_o
 from tiny_tokenizers import KINDS, tokenizer_of
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
-from dschat_ppo.rollout.token_stream import INCOMPLETE, TextStream, stream_tokens
+from dschat_ppo.rollout.padded_batches import INCOMPLETE, TextStream, stream_tokens
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 PROMPTS = prompts_of()
 ROWS = [ids[mask].tolist() for ids, mask in zip(PROMPTS.prompt_ids, PROMPTS.prompt_mask, strict=True)]

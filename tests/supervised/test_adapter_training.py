@@ -21,7 +21,7 @@ from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.supervised.dpo_objective import dpo_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 

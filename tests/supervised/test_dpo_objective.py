@@ -20,11 +20,11 @@ from transformers import LlamaForCausalLM
 
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import answer_logprobs
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
+from dschat_ppo.supervised.policy_objectives import add_references, dpo_objective
 
 
 def logprobs_alone(model: LlamaForCausalLM) -> np.ndarray:
@@ -45,7 +45,7 @@ def reference():
 @pytest.fixture(scope="module")
 def rows(reference):
     """The rows with the log-probs of another model."""
-    return add_reference(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
+    return add_references(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
 
 
 def test_logprobs_of_long_answers_are_summed_in_fp64():
@@ -72,7 +72,7 @@ def test_reference_logprobs_match_a_forward_pass_per_answer(rows, reference):
 
 def test_the_reference_has_no_dropout_and_training_mode_is_restored():
     noisy = PolicyModel(language_model(2, attention_dropout=0.5)).train()
-    found = add_reference(noisy, ROWS, 0, CPU, batch_size=3)
+    found = add_references(noisy, ROWS, 0, CPU, batch_size=3)
     assert noisy.training
     np.testing.assert_allclose(found["chosen_ref_logprob"], logprobs_alone(language_model(2))[:, 0], atol=2e-5)
 
@@ -197,7 +197,7 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(refer
     found = []
     for shares in (False, True):
         trained = PolicyModel(language_model(1), Layout(packed=True, shares=shares))
-        rows = add_reference(PolicyModel(reference, Layout(shares=shares)), LONG_PROMPTS, 0, CPU, batch_size=2)
+        rows = add_references(PolicyModel(reference, Layout(shares=shares)), LONG_PROMPTS, 0, CPU, batch_size=2)
         tokens = tokens_run(trained)
         loss, metrics = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo")), trained, rows, (2, 0, 1))
         loss.backward()

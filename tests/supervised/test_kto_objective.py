@@ -12,7 +12,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.kto_objective import add_reference, kto_objective, log_balance, with_baseline
+from dschat_ppo.supervised.policy_objectives import add_kto_references, kto_objective, log_balance, with_baseline
 
 ROWS = Dataset.from_list(
     [
@@ -39,7 +39,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def rows(reference):
-    return add_reference(PolicyModel(reference), ROWS, 0, CPU, 2, 64)
+    return add_kto_references(PolicyModel(reference), ROWS, 0, CPU, 2, 64)
 
 
 def ratio(policy, reference, row: int, answer_of: int) -> float:
@@ -92,7 +92,7 @@ def metrics_by_hand(policy, reference, numbers, baseline) -> dict[str, float]:
 def test_loss_and_metrics_match_loops_over_single_answers(policy, reference, swap):
     """With both models swapped the mean of the mismatched log-ratios has the other sign, so one of them is clamped."""
     policy, reference = (reference, policy) if swap else (policy, reference)
-    rows = add_reference(PolicyModel(reference), ROWS, 0, CPU, 3, 64)
+    rows = add_kto_references(PolicyModel(reference), ROWS, 0, CPU, 3, 64)
     numbers = [4, 0, 3, 1]
     objective = kto_objective(0, CPU, config_of(*WORDS))
     baseline = baseline_of(policy, reference, numbers)
@@ -129,7 +129,7 @@ def test_the_baseline_does_not_depend_on_the_micro_batches(policy, rows):
 def test_the_baseline_has_no_gradient_and_no_dropout():
     objective, found = kto_objective(0, CPU, config_of(*WORDS)), []
     for policy, reference in ((1, 2), (2, 1)):
-        rows = add_reference(PolicyModel(language_model(reference)), ROWS, 0, CPU, 5, 64)
+        rows = add_kto_references(PolicyModel(language_model(reference)), ROWS, 0, CPU, 5, 64)
         noisy = PolicyModel(language_model(policy, attention_dropout=0.5)).train()
         [batch] = with_baseline(noisy, [objective.collate(rows, [0, 2, 4])])
         assert noisy.training and not batch.baseline.requires_grad

@@ -20,14 +20,14 @@ from dschat_ppo.data.packing_plan import PackingPlan, sample_tokens
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.supervised.dpo_objective import add_reference, dpo_objective
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.policy_objectives import add_references, dpo_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 
@@ -107,7 +107,7 @@ def test_reward_training_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alo
 
 
 def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
-    rows = add_reference(PolicyModel(new_model("qwen2")), ROWS, 0, CPU, 4)
+    rows = add_references(PolicyModel(new_model("qwen2")), ROWS, 0, CPU, 4)
     module = PolicyModel(new_model("llama"))
     config = config_of("--objective", "dpo_nll", "--packing")
     assert_equal(*packed_and_alone(module, lambda _: dpo_objective(0, CPU, config), rows, 25))

@@ -19,7 +19,7 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.supervised.process_objective import process_objective
+from dschat_ppo.supervised.reward_objectives import process_objective
 
 ROWS = Dataset.from_list(
     [

@@ -16,14 +16,14 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
-from dschat_ppo.engine.skip_update import random_state
-from dschat_ppo.models.layout import Layout
+from dschat_ppo.engine.optimizer_step import random_state
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles, read_bundle
-from dschat_ppo.ppo.losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import attention_of, load_model

@@ -23,7 +23,7 @@ from dschat_ppo.models.saving import gather_state
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick

@@ -16,7 +16,7 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
@@ -69,7 +69,7 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
     config = parse("ppo", [str(word) for word in words])
     seed_everything(1)
     ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), device)
-    ppo.collection.reward_scorer.mixture = RewardMixture([(TokenSum(), 1.0)])
+    ppo.collection.requests.mixture = RewardMixture([(TokenSum(), 1.0)])
     rollout = Rollout(**torch.load(assets / "rollout.pt", weights_only=True))
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     prompts = list(range(4 // dist.world_size()))

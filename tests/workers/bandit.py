@@ -13,7 +13,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from workers.ppo_setup import make_ppo, run_all
 
@@ -58,13 +58,13 @@ def main() -> None:
     flags += ("--lr_scheduler_type", "constant", "--enable_test_mode", "--test_stop_step", 40)
     ppo = make_ppo(assets, *flags, lm="uniform_lm")
 
-    ppo.collection.reward_scorer.mixture = RewardMixture([(Arms(), 1.0)])
+    ppo.collection.requests.mixture = RewardMixture([(Arms(), 1.0)])
     with MetricsWriter(out.parent, None) as writer:
         result = run_all(ppo, writer)
-    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
+    rollout = ppo.collection.generator.answer([0, 1, 2, 3], 1)
     forced = rollout.response_ids.new_full((4, 1), BEST)
     with torch.no_grad(), ppo.engines.hybrid.generating() as model:
-        probability = response_logprobs(model, replace(rollout, response_ids=forced), 1.0).exp()
+        probability = response_logprobs(model, replace(rollout, response_ids=forced), 1.0).logprobs.exp()
     if dist.is_main():
         found = {"probability": probability.squeeze(1).tolist(), "first": result["reward/score_mean_before"]}
         out.write_text(json.dumps({**found, "last": result["reward/score_mean_after"]}))

@@ -20,7 +20,7 @@ from dschat_ppo.data.collators import collate_prompts
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.stopping_criteria import StoppingCriteria
+from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on, update_once
@@ -71,10 +71,10 @@ def gathered_equals_engine(ppo) -> float:
     """Largest difference between log-probs by the lent model and by the ZeRO-3 engine."""
     rollout = generate_some(ppo, 4, 6)
     with ppo.engines.hybrid.generating() as model:
-        lent = response_logprobs(model, rollout, 1.0)
+        lent = response_logprobs(model, rollout, 1.0).logprobs
     ppo.engines.eval()
     with torch.no_grad():
-        trained = response_logprobs(ppo.engines.actor, rollout, 1.0)
+        trained = response_logprobs(ppo.engines.actor, rollout, 1.0).logprobs
     return float(((lent - trained).abs() * rollout.response_mask).max())
 
 
@@ -113,7 +113,7 @@ def layer_by_layer(assets: Path) -> dict:
 
 def update_from_answers(ppo) -> list[float]:
     """Gradient norms of an update from fresh answers."""
-    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
+    rollout = ppo.collection.generator.answer([0, 1, 2, 3], 1)
     metrics = train_on(ppo, experience_of(ppo, rollout))
     return [metrics["optim/grad_norm/actor"], metrics["optim/grad_norm/critic"]]
 
@@ -125,7 +125,7 @@ def answers_of_two_steps(assets: Path) -> list:
     mine = list(range(dist.rank() * per_rank, (dist.rank() + 1) * per_rank))
     answers = []
     for step in (1, 2):
-        rollout = ppo.collection.generator.generate(mine, step)
+        rollout = ppo.collection.generator.answer(mine, step)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
         full = torch.nn.functional.pad(ids, (0, ppo.config.ppo.max_answer_seq_len - ids.shape[1]), value=-1)
         answers.append(dist.gather_cat(full).tolist())
@@ -155,11 +155,11 @@ def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     ppo = make_ppo(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
     prompts = [0, 1, 2, 3]
-    rollout = ppo.collection.generator.generate(prompts, step=1)
+    rollout = ppo.collection.generator.answer(prompts, 1)
     first, second = (score_answers(ppo, rollout, prompts) for _ in range(2))
     ppo.engines.train()
     with torch.no_grad():
-        noisy = [response_logprobs(ppo.engines.actor, rollout, 1.0) for _ in range(2)]
+        noisy = [response_logprobs(ppo.engines.actor, rollout, 1.0).logprobs for _ in range(2)]
     return {
         "scored_alike": torch.equal(first.old_logprobs, second.old_logprobs)
         and torch.equal(first.values, second.values),

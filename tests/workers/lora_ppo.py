@@ -68,8 +68,8 @@ def switch_often(ppo: PPOComponents, assets: Path) -> dict:
     layers = adapter_layers(engine.module)
     ppo.engines.eval()
     with torch.no_grad():
-        trained = response_logprobs(engine, rows, 1.0)
-        reference = response_logprobs(ppo.engines.reference, rows, 1.0)
+        trained = response_logprobs(engine, rows, 1.0).logprobs
+        reference = response_logprobs(ppo.engines.reference, rows, 1.0).logprobs
     ppo.engines.train()
     for _ in range(SWITCHES):
         with ppo.engines.hybrid.generating() as model:
@@ -77,11 +77,11 @@ def switch_often(ppo: PPOComponents, assets: Path) -> dict:
             merged = model.model.layers[0].self_attn.q_proj.weight
             has_whole_weights = merged.numel() > 0
     with ppo.engines.hybrid.generating() as model:
-        lent = response_logprobs(model, rows, 1.0)
+        lent = response_logprobs(model, rows, 1.0).logprobs
     ppo.engines.eval()
     with torch.no_grad():
-        again = response_logprobs(engine, rows, 1.0)
-        reference_again = response_logprobs(ppo.engines.reference, rows, 1.0)
+        again = response_logprobs(engine, rows, 1.0).logprobs
+        reference_again = response_logprobs(ppo.engines.reference, rows, 1.0).logprobs
     real = rows.response_mask
     return {
         "weights_equal": all(torch.equal(a, b) for a, b in zip(before, held(ppo), strict=True)),

@@ -35,7 +35,7 @@ def two_steps(assets: Path, *words: object) -> dict:
     rows = list(range(dist.rank() * mine, (dist.rank() + 1) * mine))
     answers, metrics = [], []
     for step in (1, 2):
-        rollout = ppo.collection.generator.generate(rows, step)
+        rollout = ppo.collection.generator.answer(rows, step)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
         full = torch.nn.functional.pad(ids, (0, 8 - ids.shape[1]), value=-1)
         answers.append(dist.gather_cat(full).tolist())

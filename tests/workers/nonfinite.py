@@ -30,9 +30,9 @@ from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.resumable_ppo import ResumablePPO
+from dschat_ppo.ppo.state import ResumablePPO
 from dschat_ppo.ppo.train_ppo import save_models
-from dschat_ppo.rewards.reward_mixture import Scores
+from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
@@ -234,7 +234,7 @@ def skip_case(assets: Path, out: Path) -> dict:
     values[12, 0] = math.inf
     state = ppo.shaping.state_dict()
     bad = ppo.shaping.advantages(ppo.shaping.with_rewards(replace(scored, values=values)), 7)
-    found["rows"] = ppo.begin_updates(bad, 7) is None
+    found["rows"] = ppo.keep_if_finite(bad, 7) is None
     found["nothing adapted"] = ppo.shaping.state_dict() == state
     return found
 
@@ -254,14 +254,14 @@ def run_case(assets: Path, out: Path) -> dict:
     ppo, _ = ppo_for(assets, out / "run", (2, 3), "--on_nonfinite", "skip", "--entropy_target", 3)
     rollout = stored_rollout(assets)
     numbers = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
-    score = ppo.collection.reward_scorer
+    score = ppo.collection.requests
 
     def reward(rollout, prompts, step):
         scores = score.mixture(score.request(rollout, prompts.rows, step - 1), rollout)
         bad = (numbers == 9) & (step == 2)
         return Scores(torch.where(bad, math.nan, scores.total), scores.by_source)
 
-    ppo.collection.generate, ppo.collection.reward = lambda *_: rollout, reward
+    ppo.collection.sample, ppo.collection.reward = lambda *_: rollout, reward
     writer = Lines()
     run_all(ppo, writer)
     return {
@@ -291,7 +291,7 @@ def saved_case(assets: Path, out: Path) -> dict:
     ppo.state.count_update(outcome)
     found = {"norms": sorted(outcome.grad_norms)}
     found["checkpoint"] = outcome_of(manager.finish)
-    tokenizer = ppo.collection.reward_scorer.tokenizer
+    tokenizer = ppo.collection.requests.tokenizer
     found["models"] = outcome_of(lambda: save_models(ppo.engines, tokenizer, folder / "best.partial"))
     found["chosen"] = str(find_checkpoint(folder, ppo.config.safety, about, False))
     return found

@@ -18,7 +18,7 @@ from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.models.saving import gather_state
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.rewards.reward_mixture import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from workers.algorithms import TokenSum
@@ -54,7 +54,7 @@ def ppo_with(assets: Path, stage: int, case: str, source: str, device) -> PPOCom
     ids = [[5 + row, *range(20, 30 + row % 5)] for row in range(40)]  # long enough to be shared by several answers
     prompts = Dataset.from_dict({"prompt_ids": ids, "row": ["{}"] * 40})
     ppo = ppo_of(config, prompts, device)
-    ppo.collection.reward_scorer.mixture = RewardMixture([(TokenSum(), 1.0)])
+    ppo.collection.requests.mixture = RewardMixture([(TokenSum(), 1.0)])
     return ppo
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.models.forward import last_token_scores
 from dschat_ppo.ppo.train_ppo import save_models
 from dschat_ppo.runtime.launch import leave
 from workers.ppo_setup import experience_of, make_ppo, train_on
@@ -21,15 +20,15 @@ def main() -> None:
     flags += ("--per_device_generation_batch_size", 4, "--per_device_training_batch_size", 4)
     flags += ("--max_answer_seq_len", 6, "--critic_learning_rate", 0.01)
     ppo = make_ppo(assets, *flags)
-    rollout = ppo.collection.generator.generate([0, 1, 2, 3], step=1)
+    rollout = ppo.collection.generator.answer([0, 1, 2, 3], 1)
     train_on(ppo, experience_of(ppo, rollout))
-    tokenizer = ppo.collection.reward_scorer.tokenizer
+    tokenizer = ppo.collection.requests.tokenizer
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")  # not its EOS
     save_models(ppo.engines, tokenizer, out)
     ppo.engines.eval()
     ids = torch.tensor([[7, 60, 90, 40, 1], [9, 80, 3, 2, 1]])
     with torch.no_grad():
-        scores = last_token_scores(ppo.engines.critic, ids, torch.tensor([5, 5]))
+        scores = ppo.engines.critic(ids, torch.tensor([5, 5]), last_only=True)
         with ppo.engines.hybrid.generating() as model:
             logits = model(ids).logits
     if dist.is_main():

@@ -70,9 +70,9 @@ def start(words: list[str], stop_at: list[int] | str | None) -> dict:
 def main() -> None:
     be_quick()
     session.CheckpointManager = StoppableManager
-    note(ExperienceCollection, "generate", lambda _, prompts, step, checkpointer: f"rollout {step}")
+    note(ExperienceCollection, "sample", lambda _, prompts, step, checkpointer: f"rollout {step}")
     note(ExperienceCollection, "reward", lambda *_: "reward")
-    note(ExperienceCollection, "score", lambda *_: "score")
+    note(ExperienceCollection, "forward_passes", lambda *_: "score")
     note(AdvantageComputation, "advantages", lambda _, rows, step: f"advantages {step}")
     note(PPOUpdate, "minimise", lambda _, objectives, step: [step, *(part.role for part in objectives)])
     note(TextBatches, "take", lambda _: "texts")

@@ -72,7 +72,7 @@ def score_answers(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None =
     """This rank's answers to the prompts at `rows`, scored as in PPO step 1."""
     rows = list(range(len(rollout.prompt_ids))) if rows is None else rows
     prompts = Prompts(rows, dist.rank() * len(rows))
-    return ppo.collection.score(rollout, ppo.collection.reward(rollout, prompts, step=1), prompts)
+    return ppo.collection.forward_passes(rollout, ppo.collection.reward(rollout, prompts, step=1), prompts)
 
 
 def scored_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:
@@ -90,7 +90,7 @@ def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step
     """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
     objectives = [ppo.updates.actor_objective(minibatch)]
     if ppo.engines.critic is not None:
-        objectives.append(ppo.state.take_critic_pass() or ppo.updates.critic_objective(minibatch))
+        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
     outcome = ppo.updates.minimise(objectives, step)
     for part in outcome.sums:
         sums.merge(part)

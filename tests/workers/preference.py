@@ -19,8 +19,8 @@ from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.supervised.dpo_objective import dpo_objective
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.train_preference import load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick

@@ -8,8 +8,13 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
-from dschat_ppo.rewards.reward_mixture import RewardMixture
-from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardRequest, RewardServiceError, raise_on_any_rank
+from dschat_ppo.rewards.reward_source import (
+    RewardFunctionError,
+    RewardMixture,
+    RewardRequest,
+    RewardServiceError,
+    raise_on_any_rank,
+)
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
 from dschat_ppo.types import Rollout

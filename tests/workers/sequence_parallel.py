@@ -31,8 +31,8 @@ from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import activation_memory
 from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.layout import Layout
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
@@ -42,8 +42,8 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.supervised.dpo_objective import dpo_objective
-from dschat_ppo.supervised.reward_objective import reward_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.train_preference import load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config

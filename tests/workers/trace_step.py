@@ -14,7 +14,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.ppo import advantages, collect, generate, loop, losses, score, state, update
+from dschat_ppo.ppo import advantages, collect, loop, score, state, update
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.runtime.launch import leave
@@ -42,7 +42,7 @@ def described(value) -> str:
     name = type(value).__name__
     if name in NEW:
         return f"{name}: " + ", ".join(f"{key} {described(getattr(value, key))}" for key in NEW[name])
-    if name in ("Scores", "ResponseScores"):
+    if name in ("Scores", "ResponseLogprobs"):
         return f"{name}: " + ", ".join(f"{key} {described(part)}" for key, part in tensors_of(value).items()
                                        if isinstance(part, torch.Tensor))  # fmt: skip
     if name == "Prompts":
@@ -83,13 +83,13 @@ def note(holder, name: str, label: str, file: str, with_role: bool = False) -> N
 
 def note_everything() -> None:
     collection = collect.ExperienceCollection
-    for name in ("take_prompts", "generate", "reward", "score", "take_rows"):
+    for name in ("take_prompts", "sample", "reward", "forward_passes", "take_rows"):
         note(collection, name, name, "ppo/collect.py")
     note(HybridEngine, "generating", "HybridEngine.generating", "engine/hybrid_engine.py")
-    note(generate, "generate", "generate", "rollout/generator.py")
+    note(collect, "generate", "generate", "rollout/generator.py")
     note(ModelReward, "__call__", "ModelReward", "rewards/learned_reward.py")
-    for module in (score, losses):
-        note(module, "response_scores", "response_scores", "models/forward.py", with_role=True)
+    for module in (score, update):
+        note(module, "response_logprobs", "response_logprobs", "models/forward.py", with_role=True)
         note(module, "response_values", "response_values", "models/forward.py", with_role=True)
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
@@ -102,8 +102,8 @@ def note_everything() -> None:
         note(update.PPOUpdate, name, name, "ppo/update.py")
     note(update, "accumulate", "accumulate", "engine/optimizer_step.py")
     note(update, "apply", "apply", "engine/optimizer_step.py")
-    note(losses.ActorLoss, "__call__", "ActorLoss", "ppo/losses.py")
-    note(update, "critic_loss", "critic_loss", "ppo/losses.py")
+    note(update.ActorLoss, "__call__", "ActorLoss", "ppo/update.py")
+    note(update, "critic_loss", "critic_loss", "ppo/update.py")
     note(deepspeed.DeepSpeedEngine, "backward", "engine.backward", "deepspeed", with_role=True)
     note(deepspeed.DeepSpeedEngine, "step", "engine.step", "deepspeed", with_role=True)
 

@@ -1,6 +1,7 @@
-"""Step 2, KTO: train the language model on single answers that are desirable or undesirable.
+"""Step 2, objectives of the language model itself: DPO and its variants, KTO on single answers, ORPO, SimPO and CPO.
 
-As for DPO, the log-probs of the reference are computed once, before the first update. KTO compares the reward of an
+The reference of DPO and KTO is the model before training. Its log-probs are computed once, before the first update, and
+stored in the rows, so there is no second model in memory.KTO compares the reward of an
 answer with a baseline, the KL from the reference, which it estimates on mismatched rows: a prompt with the answer to
 another prompt. A row keeps its mismatched answer for the whole run, as in TRL, so the reference's log-prob of it is
 computed once too. The estimate is the mean over all rows of an optimizer step, so it does not depend on the number of
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import masked_sum
 from dschat_ppo.algorithms.kto_loss import balanced_weights, kto_baseline, kto_losses
+from dschat_ppo.algorithms.preference_loss import PAIR_LOSSES, chosen_nll_loss, log_ratios, preference_loss
+from dschat_ppo.algorithms.reference_free_loss import cpo_pair_loss, orpo_pair_loss, simpo_pair_loss
 from dschat_ppo.common import dist
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.heartbeat import heartbeat
@@ -30,15 +33,85 @@ from dschat_ppo.data.collators import (
     OTHER_REF_LOGPROB,
     OTHER_ROW,
     REF_LOGPROB,
+    AnswerBatch,
     LabelledBatch,
+    PreferenceBatch,
+    collate_answers,
     collate_labelled,
+    collate_preferences,
     mismatched_rows,
+    real_rows,
+    with_reference,
 )
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import Objective, score_rows
+from dschat_ppo.supervised.reward_objectives import pair_size
 from dschat_ppo.types import Model, to_device
+
+
+def dpo_loss(
+    model: Model, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
+    """Sum over pairs of the objective's loss of D, the difference between the log-ratios of policy to reference of the
+    chosen and the rejected answer, divided by `num_pairs` of the whole optimizer step."""
+    real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
+    chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
+    lead = chosen - rejected
+    loss = preference_loss(flags.objective, lead, real, num_pairs, flags.strength, flags.label_smoothing)
+    chosen_logprobs, rejected_logprobs = logprobs.chunk(2)
+    if flags.objective == "dpo_nll":
+        nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
+        sums.add_sum("nll", nll * num_pairs, real.sum())
+        loss = loss + flags.nll_weight * nll
+    with torch.no_grad():  # by data set
+        losses = PAIR_LOSSES[flags.objective](lead, flags.strength, flags.label_smoothing)  # (B,)
+        if flags.objective == "dpo_nll":
+            losses = losses - flags.nll_weight * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(1)
+        sums.add_by_source("loss", losses, batch.data_sources, real)
+        sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
+    sums.add_sum("loss", loss * num_pairs, real.sum())
+    sums.add_mean("accuracy", (lead > 0).float(), real)
+    sums.add_mean("margin", flags.strength * lead, real)
+    sums.add_mean("chosen_reward", flags.strength * chosen, real)
+    sums.add_mean("rejected_reward", flags.strength * rejected, real)
+    sums.add_mean("chosen_logprob", chosen_logprobs, real)
+    sums.add_mean("rejected_logprob", rejected_logprobs, real)
+    return loss.float()
+
+
+def add_references(model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int) -> Dataset:
+    """Add the log-probs of both answers under the current model, without dropout, to the rows. Collective."""
+
+    def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = to_device(collate_answers(rows, indices, pad_id), device)
+        return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
+
+    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs")
+    with main_rank_of_node_first():
+        return with_reference(rows, logprobs)
+
+
+def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PreferenceBatch]:
+    """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> PreferenceBatch:
+        return to_device(collate_preferences(rows, indices, pad_id), device)
+
+    def prepare(model: Model, rows: TokenRows) -> TokenRows:
+        size = config.fit.per_device_eval_batch_size
+        train = add_references(model, rows.train, pad_id, device, size)
+        held_out = None if rows.eval is None else add_references(model, rows.eval, pad_id, device, size)
+        return replace(rows, train=train, eval=held_out)
+
+    return Objective(
+        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward),
+        real_rows, dict,
+        ("loss", "accuracy", "margin"), prepare=prepare,
+    )  # fmt: skip
+
 
 MOST_RATIO = 4 / 3  # of the weights of desirable to undesirable answers, all together
 
@@ -82,7 +155,7 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     return [replace(batch, baseline=baseline.expand(len(batch.row_mask)).clone()) for batch in batches]
 
 
-def add_reference(
+def add_kto_references(
     model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int, max_seq_len: int
 ) -> Dataset:
     """Choose the mismatched answer of each row, and add the log-probs of both answers under the current model, without
@@ -134,8 +207,8 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         assert isinstance(rows.train, Dataset)
         log_balance(rows.train, config.reward)
         size = config.fit.per_device_eval_batch_size
-        train = add_reference(model, rows.train, pad_id, device, size, limit)
-        held_out = None if rows.eval is None else add_reference(model, rows.eval, pad_id, device, size, limit)
+        train = add_kto_references(model, rows.train, pad_id, device, size, limit)
+        held_out = None if rows.eval is None else add_kto_references(model, rows.eval, pad_id, device, size, limit)
         return replace(rows, train=train, eval=held_out)
 
     def size(batch: LabelledBatch) -> Tensor:
@@ -150,4 +223,52 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
     return Objective(
         collate, lambda batch: batch.row_mask.sum(), size, partial(kto_loss, flags=config.reward),
         lambda batch: batch.row_mask, with_margin, ("loss", "accuracy", "kl"), prepare=prepare, complete=with_baseline,
+    )  # fmt: skip
+
+
+def reference_free_loss(
+    model: Model, batch: AnswerBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
+    """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step. The NLL term is the
+    mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1."""
+    real = batch.pair_mask
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
+    means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)
+    used = logprobs if flags.objective == "cpo" else means  # the others divide by the length of an answer
+    chosen, rejected = used.chunk(2)  # (B,) each
+    nll = -means.chunk(2)[0]  # (B,)
+    if flags.objective == "orpo":
+        contrast, nll_weight = orpo_pair_loss(chosen, rejected, flags.strength), 1.0
+    elif flags.objective == "simpo":
+        contrast, nll_weight = simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma), flags.nll_weight
+    else:
+        contrast, nll_weight = cpo_pair_loss(chosen, rejected, flags.strength), flags.nll_weight
+    losses = contrast + nll_weight * nll if nll_weight else contrast  # (B,)
+    lead = chosen - rejected
+    for name, values in (
+        ("loss", losses),
+        ("contrast", contrast),
+        ("nll", nll),
+        ("accuracy", (lead > 0).float()),
+        ("margin", flags.strength * lead),
+        ("chosen_reward", flags.strength * chosen),
+        ("rejected_reward", flags.strength * rejected),
+        ("chosen_logprob", logprobs.chunk(2)[0]),
+        ("rejected_logprob", logprobs.chunk(2)[1]),
+    ):
+        sums.add_mean(name, values.detach(), real)
+    sums.add_by_source("loss", losses, batch.data_sources, real)
+    sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
+    return (masked_sum(losses, real) / num_pairs).float()
+
+
+def reference_free_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[AnswerBatch]:
+    """Mean loss over pairs; nothing is computed before training."""
+
+    def collate(rows: Dataset, indices: Sequence[int]) -> AnswerBatch:
+        return to_device(collate_answers(rows, indices, pad_id), device)
+
+    return Objective(
+        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(reference_free_loss, flags=config.reward),
+        real_rows, dict, ("loss", "accuracy", "margin"),
     )  # fmt: skip
