@@ -16,7 +16,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import in_groups
-from dschat_ppo.data.rows import ROW
+from dschat_ppo.data.rows import ORIGIN, ROW, Origins
 from dschat_ppo.data.sources import is_hub_name, parse_sources
 from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
@@ -50,7 +50,7 @@ def text_blocks(
                 return rows.table.map(
                     _cut_into_blocks,
                     batched=True,
-                    fn_kwargs={"tokenizer": tokenizer, "length": length},
+                    fn_kwargs={"tokenizer": tokenizer, "length": length, "origins": splits.origins},
                     remove_columns=rows.table.column_names,
                     num_proc=flags.preprocessing_num_workers,
                     new_fingerprint=key,
@@ -65,13 +65,15 @@ def text_blocks(
 
 
 def _cut_into_blocks(
-    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, length: int
+    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, length: int, origins: Origins
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
     found = [json.loads(text).get("text") or "" for text in batch[ROW]]
-    if wrong := [text for text in found if not isinstance(text, str)]:
-        raise UserError(f"{FLAG}: 'text' holds {json.dumps(wrong[0])[:40]}; it needs a text column 'text'")
+    for text, origin in zip(found, batch[ORIGIN], strict=True):
+        if not isinstance(text, str):
+            held = json.dumps(text)[:40]
+            raise UserError(f"{FLAG}: {origins.describe(origin)}: 'text' holds {held}; it needs a text column 'text'")
     for texts in in_groups(found):
         for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             joined += [*ids, tokenizer.eos_token_id]
