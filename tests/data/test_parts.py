@@ -132,7 +132,7 @@ def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
 
 BAD = {
     "a.jsonl": ("line 41 is not JSON", '{"n": 1}\n' * 40 + '{"n": \n' + '{"n": 1}\n' * 40),
-    "last.csv": ("row 81 has 3 fields", "a,b\n" + "1,2\n" * 80 + "1,2,3\n"),
+    "last.csv": ("row 78 has 3 fields", "a,b\n" + "1,2\n" * 77 + "1,2,3\n"),  # after the last batch of 7
     "a.csv": ("row 41 has 3 fields", "a,b\n" + "1,2\n" * 40 + "1,2,3\n" + "1,2\n" * 40),
 }
 
@@ -149,7 +149,7 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
         batches.append((batch, stream.position))
     assert [batch.unreadable for batch, _ in batches if batch.unreadable] == [1]
     assert [batch.problem for batch, _ in batches if batch.problem][0].startswith(f"{path}, {problem}")
-    assert sum(len(batch.rows) for batch, _ in batches) == 80
+    assert sum(len(batch.rows) for batch, _ in batches) == (77 if name == "last.csv" else 80)
     for number, (_, position) in enumerate(batches[:-1]):
         stream.seek(position)
         assert stream.batch().unreadable == batches[number + 1][0].unreadable
