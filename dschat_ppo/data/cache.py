@@ -58,7 +58,9 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
             if not folder.is_dir():  # another process may have made the entry in the meantime
                 _write_entry(folder, make)
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
-        rows = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))])
+        # by name: `Dataset.map` writes the files of rows made from these into this folder too
+        files = sorted(folder.glob("rows_*.arrow"))
+        rows = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     rows._fingerprint = key
     return rows
 

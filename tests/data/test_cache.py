@@ -50,6 +50,14 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path, warnin
     assert sorted(path.name for path in rows.folder.iterdir()) == ["rows_00000.arrow", "rows_00001.arrow"]
 
 
+def test_rows_made_from_an_entry_are_no_part_of_it(tmp_path):
+    """`Dataset.map` writes them into its folder."""
+    rows = Rows(tmp_path)
+    rows.read()
+    cached_dataset(str(tmp_path), "key", rows.make).map(lambda row: {"a": row["a"] + 10})
+    assert len(list(rows.folder.iterdir())) > 2 and rows.read() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("damage", ["gone", "empty", "zeros"])
 def test_an_entry_that_cannot_be_read_is_named(tmp_path, damage):
     rows = Rows(tmp_path)
