@@ -26,6 +26,14 @@ from dschat_ppo.errors import UserError
             {"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]},
             "as ranked, prompt 'Q:', answer 'b'", "as prompt_response, prompt 'Q:', answer 'r'",
         ),
+        (  # prompts alone, beside a question and its answer
+            {"question": "Why?", "answer": "No.", "messages": [user("Hm")]},
+            "as messages, user: 'Hm'", "as question_answer, prompt 'Why?'",
+        ),
+        (  # chat comes first, whatever the other form serves
+            {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [user("Why?"), assistant("So.")]},
+            "as messages, user: 'Why?', answer 'So.'", "as preference, prompt 'Why?', answer ' So.'",
+        ),
         (
             {"messages": [ASK, HALL], "text": "Something else."},
             "as messages, ", "as text, text without a prompt, answer 'Something else.'",
