@@ -94,5 +94,5 @@ def report_duplicates(name: str, table: TokenTable, raw: Rows, origins: Origins,
 
 def kind_of(reason: str) -> str:
     """A reason without the value that it quotes, so that equal faults are counted together."""
-    text = re.sub(r"\(.*?\)", "", reason)
+    text = re.sub(r" ?\(.*?\)", "", reason)
     return re.sub(r"\s+", " ", re.sub(r"\d+", "N", text)).strip()[:120]

@@ -25,7 +25,7 @@ def test_a_dot_leads_into_a_column(path, value):
     ("path", "words"),
     [
         ("other", "has no 'other'"),
-        ("passages.1.text", "has no 'passages.1.text': 'passages' is list"),
+        ("passages.1.text", "has no 'passages.1.text': 'passages' is a list"),
         ("reward_model.x", "has no 'reward_model.x'"),
         ("empty.x", "'empty' is null; expected 'empty.x'"),
     ],

@@ -128,7 +128,7 @@ def test_a_form_must_read_half_of_the_rows():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "Why?", "answers": {"text": ["So"]}}, "the form ranked, .*: 'answers' is dict"),  # SQuAD
+        ({"question": "Why?", "answers": {"text": ["So"]}}, "the form ranked, .*: 'answers' is an object"),  # SQuAD
         ({"question": "Why?", "answers": ["So", "As"]}, "the form ranked, .*: the answers of 'answers' have no score"),
     ],
 )

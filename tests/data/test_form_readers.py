@@ -152,14 +152,14 @@ BAD = {
     "prompt is no list of messages": ({"prompt": [], "response": "a"}, "sft", "'prompt' is an empty list"),
     "prompt is empty": ({"prompt": "", "response": "a"}, "sft", "the prompt is empty"),
     "response is null": ({"prompt": "p:", "response": None}, "sft", "'response' is null"),
-    "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is dict"),
+    "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is an object"),
     "response ends with a question": ({"prompt": "p:", "response": [ASK]}, "sft", "'response' ends with .* 'user'"),
     "empty answer": ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
     "empty rejected": ({"prompt": "p:", "chosen": "c", "rejected": ""}, "preference", "rejected answer is empty"),
     "equal pair": ({"prompt": "p:", "chosen": "c", "rejected": "c"}, "preference", "chosen and rejected are equal"),
     "rejected is null": ({"prompt": "p:", "chosen": "c", "rejected": None}, "preference", "'rejected' is null"),
     "chosen is a list of texts": (
-        {"prompt": "p:", "chosen": ["c"], "rejected": "r"}, "preference", "'chosen' is list",
+        {"prompt": "p:", "chosen": ["c"], "rejected": "r"}, "preference", "'chosen' is a list",
     ),
     "margin is text": (
         {"prompt": "p:", "chosen": "c", "rejected": "r", "margin": "big"}, "preference", "'margin' is str",
@@ -202,13 +202,13 @@ BAD = {
     "input is a number": (ALPACA | {"input": 3}, "sft", "'input' is int"),
     "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 of 'responses' is empty", RANKED),
     "no answer in a list": (ranked(["a", None], [1, 2]), "preference", "answer 2 of 'responses' is null", RANKED),
-    "a score too few": (ranked(TWO, [1]), "preference", "'scores' is list .*; expected a list of 2 numbers", RANKED),
+    "a score too few": (ranked(TWO, [1]), "preference", "'scores' is a list .*; expected a list of 2 numbers", RANKED),
     "a score is null": (ranked(TWO, [1, None]), "preference", "'scores' holds null", RANKED),
     "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "'scores' holds nan", RANKED),
     "equal answers of a list": (
         ranked(["a", "a"], [1, 2]), "preference", "answers 2 and 1 of 'responses' are equal", RANKED
     ),
-    "an empty list of answers": (ranked([], []), "preference", "'responses' is list", RANKED),
+    "an empty list of answers": (ranked([], []), "preference", "'responses' is a list", RANKED),
     "scores are null": (ranked(TWO, None), "preference", "'scores' is null", RANKED),
     "a label is null": (
         {"prompt": "Q:", "completion": "a", "label": None}, "sft", "'label' is null; expected true or false", KTO

@@ -297,5 +297,5 @@ def test_common_names_of_the_system_message_are_not_ignored(column):
 def test_a_text_about_tools_is_not_used_and_said_so():
     row = {"messages": [ASK, assistant("In the hall.")], "tools": "a lamp"}
     assert "the column 'tools' is not used" in form_of([row]).description
-    with pytest.raises(UserError, match="'tools' is dict"):
+    with pytest.raises(UserError, match="'tools' is an object"):
         read([row | {"tools": json.dumps(TOOL)}], "sft")

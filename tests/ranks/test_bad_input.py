@@ -21,7 +21,7 @@ CASES = {
     "row that is not text": (
         "sft",
         "--data_path {b}/number.jsonl --data_split 1,0,0",
-        ["number.jsonl", "row 2 has an object in 'response'"],
+        ["number.jsonl", "row 2: 'response' is an object"],
     ),
     "row that is null": (
         "sft",
