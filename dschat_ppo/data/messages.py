@@ -231,8 +231,10 @@ def without_nulls(value: Any) -> Any:
 
 def kind_of(value: Any) -> str:
     """A value in a message: its type and its first characters."""
-    kind = {dict: "an object", list: "a list"}.get(type(value), type(value).__name__)
-    return "null" if value is None else f"{kind} ({str(value)[:40]!r})"
+    if value is None:
+        return "null"
+    kind = {"dict": "an object", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+    return f"{kind} ({str(value)[:40]!r})"
 
 
 def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
