@@ -39,8 +39,8 @@ def test_both_ways_make_the_same_update(name, folder, monkeypatch):
     ours, theirs = (ppo_step.TINY.components(folder, ppo_step.TINY.model, work, flags) for _ in range(2))
     before = weights(ours.engines.actor)
     rollouts: list[Rollout] = []
-    generate = ours.collection.generator.generate
-    ours.collection.generator.generate = lambda *given: rollouts.append(generate(*given)) or rollouts[-1]
+    answer = ours.collection.generator.answer
+    ours.collection.generator.answer = lambda *given, **how: rollouts.append(answer(*given, **how)) or rollouts[-1]
     ppo_parts.ppo_step(ours, work)
     rows = rollouts[0]
     ids = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
