@@ -8,9 +8,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from form_fixtures import ASK, CALL, FIXTURES, HALL, KTO, TOOL, assistant, system, user
+from form_fixtures import (
+    ASK,
+    CALL,
+    FIXTURES,
+    HALL,
+    KTO,
+    PRM800K,
+    SHEPHERD,
+    STEPS,
+    TOOL,
+    assistant,
+    system,
+    user,
+)  # fmt: skip
 from test_deepspeed_chat_sets import EXPECTED
-from test_form_steps import PRM800K, SHEPHERD, STEPS
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.data_flags import DataFlags
