@@ -24,7 +24,7 @@ from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.model_folders import adapter_weights, base_folder, base_name, check_patterns, lora_settings
+from dschat_ppo.models.model_folders import adapter_weights, base_folder, base_name, lora_settings
 
 Bits = Literal[4, 8]
 
@@ -75,7 +75,6 @@ NOT_CALLED = {
 MATRICES = ("lora_A", "lora_B", "lora_magnitude_vector")  # the parts of an adapter in peft's layer; the last for DoRA
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _MAX_NAMES = 8  # of layers, in a message
-_MOST_RANK = 2**16  # its matrices are allocated before training, so memory would run out
 _HOW_TO_MERGE = "docs/lora.md"
 
 
@@ -232,23 +231,15 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
     """Add peft's layers of `config`, which is that of an adapter in `folder` or of a new one (None)."""
     from peft import inject_adapter_in_model
 
-    if (rank := max([config.r, *(config.rank_pattern or {}).values()])) > _MOST_RANK:
-        raise UserError(f"{folder or 'LoRA'}: rank {rank} is above {_MOST_RANK:,}; lower it")
     seed = torch.initial_seed() ^ crc32(name.encode())
     earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
     active = next((layer.active_adapters for layer in layers.values()), [name])
-    if folder is not None:
-        check_patterns([name for name, _ in model.named_modules()], config, folder)
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
         torch.manual_seed(seed)
-        try:
+        with reading(f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"):
             inject_adapter_in_model(injected, model, adapter_name=name)
-        except ValueError as problem:
-            if folder is None:  # the layers of a new adapter are layers of the model
-                raise
-            raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {problem}") from None
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
     for layer in adapter_layers(model).values():
