@@ -3,7 +3,7 @@
 from dschat_ppo.planner.model_parts import ModelParts, SavedActivations
 from dschat_ppo.planner.role_memory import Role, running_stage
 
-SAVED = SavedActivations((100, 120), 20, 16, counted=True)
+SAVED = SavedActivations((100, 120), 20, 16)
 PARTS = ModelParts(
     embedding=300, layers=(200, 200), head=300, other=0, trained=1000, adapted=0, largest=300, packed=700, hidden=8,
     vocabulary=50, kv_bytes=64, saved=SAVED,

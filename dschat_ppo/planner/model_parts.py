@@ -34,7 +34,6 @@ class SavedActivations:
     layers: tuple[int, ...]  # of each decoder layer
     rest: int  # of the embedding and the last norm
     layer_input: int  # the input of a layer, all that gradient checkpointing keeps of it
-    counted: bool  # else the model needs data to run, and the numbers are those of `formula_per_layer`
     piece: int = 0  # with tiled MLPs, what an MLP needs while a piece of the tokens runs again
 
     @property
@@ -94,7 +93,8 @@ def parts_of(
     on_gpu: bool = True,
 ) -> ModelParts:  # fmt: skip
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
-    `UserError` if transformers cannot build it, or if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In
+    `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
+    if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In
     bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`."""
     key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, tiled, on_gpu)
     if key not in _COUNTED:
@@ -147,34 +147,14 @@ def _without_weights(config: PretrainedConfig, dtype: str, scalar: bool) -> Any:
 
 
 def _kv_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them, or if the
-    model cannot run without data, 2 x layers x key-value heads x numbers of a head x bytes of a number."""
+    """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them. A model
+    that cannot run without data, such as GPT-2, has as many key-value heads as attention heads: 2 x layers x H x s."""
     try:
         with reading("keys and values"):
             return bytes_per_token(model)
     except UserError:
         text = model.config.get_text_config()
-        _, key_heads, size = _heads(text)
-        return 2 * int(text.num_hidden_layers) * key_heads * size * model.dtype.itemsize
-
-
-def number_of(config: Any, *names: str) -> int | None:
-    """The first of these settings that is there and not 0; of one with a number for each layer, the largest."""
-    for name in names:
-        if name in (getattr(config, "per_layer_attributes", None) or ()):  # transformers raises for these; from 5.21 on
-            value: Any = [getattr(layer, name, None) for layer in config.per_layer_config]
-        else:
-            value = getattr(config, name, None)
-        if values := [each for each in (value if isinstance(value, (list, tuple)) else [value]) if each]:
-            return int(max(values))
-    return None
-
-
-def _heads(text: Any) -> tuple[int, int, int]:
-    """Attention heads, those of keys and values, and numbers of a head, of the configuration of a language model."""
-    heads: Any = number_of(text, "num_attention_heads")
-    size = number_of(text, "head_dim") or text.hidden_size // heads
-    return heads, number_of(text, "num_key_value_heads") or heads, size
+        return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize
 
 
 class _Fused(torch.autograd.Function):
@@ -203,24 +183,19 @@ def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedAc
     """What a forward pass of a model on the meta device saves for each token.
 
     The count includes the fp32 copies of norms, inputs of linear layers that train, and the inputs and outputs of
-    activation functions; frozen linear layers do not save their inputs. Parameters are not counted. A model that reads
-    numbers in its forward pass, as some routers do, cannot run without data: it gets `formula_per_layer`.
-    `backbone` has no head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept.
+    activation functions; frozen linear layers do not save their inputs. Parameters are not counted. `backbone` has no
+    head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept.
     """
     text = backbone.config.get_text_config()
-    positions = (number_of(text, "max_position_embeddings") or TOKENS) - first_position(backbone.config)
+    positions = (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(backbone.config)
     tokens, itemsize = max(1, min(TOKENS, positions)), next(backbone.parameters()).element_size()
     layer_input, layers = text.hidden_size * itemsize, len(decoder_layers(backbone))
-    try:
-        with reading("a forward pass without data"):
-            sizes = _saved_sizes(backbone, tokens, tiled)
-    except UserError:
-        return SavedActivations((formula_per_layer(text, itemsize),) * layers, 0, layer_input, counted=False)
+    sizes = _saved_sizes(backbone, tokens, tiled)
     in_mlps = [sizes.get((number, True), 0) // tokens for number in range(layers)]
     kept = tuple(
         sizes.get((number, False), 0) // tokens + (layer_input if mlp else 0) for number, mlp in enumerate(in_mlps)
     )
-    return SavedActivations(kept, sizes.get((-1, False), 0) // tokens, layer_input, True, max(in_mlps, default=0))
+    return SavedActivations(kept, sizes.get((-1, False), 0) // tokens, layer_input, max(in_mlps, default=0))
 
 
 def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, bool], int]:
@@ -265,20 +240,3 @@ def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, boo
         positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))
         backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
     return sizes
-
-
-def formula_per_layer(text: Any, itemsize: int) -> int:
-    """Bytes per token that a decoder layer with two RMS norms and a gated MLP saves, if all of it trains.
-
-    Each norm: its input in fp32, the reciprocal root (4 bytes), its output before and after the weight: 4 H + 4 +
-    2 s H bytes, for H numbers of s bytes. Attention: queries, keys, values and the output, and a log-sum (4 bytes) for
-    each head: s (2 A + 2 K) + 4 h. The MLP: outputs of both first products, of the activation function, and of the
-    product of the two: 4 s I. (Korthikanti et al. 2022, section 4, counts a layer of GPT in the same way.)
-    """
-    hidden = text.hidden_size
-    heads, key_heads, size = _heads(text)
-    intermediate = number_of(text, "intermediate_size") or 4 * hidden
-    if used := number_of(text, "num_experts_per_tok"):
-        intermediate = used * (number_of(text, "moe_intermediate_size") or intermediate)
-    norms = 2 * (4 * hidden + 4 + 2 * itemsize * hidden)
-    return norms + itemsize * 2 * size * (heads + key_heads) + 4 * heads + 4 * itemsize * intermediate

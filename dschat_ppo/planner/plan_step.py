@@ -249,11 +249,6 @@ def full_text(plan: Plan, title: str) -> str:
     lines += [f"It does not fit: {each}." for each in plan.shortages()] or ["It fits."]
     if plan.rows:
         lines.append(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
-    if estimated := [role.name for role in plan.roles if not role.parts.saved.counted]:
-        lines.append(
-            f"The activations of {', '.join(estimated)} are estimated from hidden and intermediate sizes: the model "
-            "cannot run without data."
-        )
     return "\n".join(lines)
 
 
