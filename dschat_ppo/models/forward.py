@@ -21,7 +21,7 @@ def vocabulary_size(model: Any) -> int:
 
 @dataclass(frozen=True)
 class ResponseLogprobs:
-    """Scores of the response tokens. `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
+    """Of the response tokens: `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
     `distributions` (N, V) fp32 are the log-probs of all tokens at the N response tokens, row after row."""
 
     logprobs: Tensor

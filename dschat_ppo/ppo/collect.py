@@ -143,7 +143,9 @@ class RolloutGenerator:
             shares = dist.gather_objects((indices, seeds), parallel.group)
             indices = [index for share, _ in shares for index in share]
             seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
-        batch = to_device(collate_prompts(prompts or self.prompts, indices, self.pad_id), self.device)
+        batch = to_device(
+            collate_prompts(self.prompts if prompts is None else prompts, indices, self.pad_id), self.device
+        )
         with self.hybrid.generating() as model:
             largest = self.hybrid.max_over_ranks
             if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group

@@ -1,4 +1,4 @@
-"""Scores of a rollout: by the reward sources, and by actor, reference and critic."""
+"""What a rollout gets before its update: scores of the reward sources, log-probs of actor and reference, values."""
 
 from __future__ import annotations
 

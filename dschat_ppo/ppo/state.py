@@ -68,6 +68,7 @@ class PPOState:
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics, and keep the old log-probs that it has computed. Collective in the
         first one of a PPO step."""
+        self.critic_pass = None
         if outcome.logprobs is not None and self.experience is not None:
             old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
             self.experience = replace(self.experience, old_logprobs=old_logprobs)

@@ -58,7 +58,7 @@ class RewardSource(Protocol):
         """The name of the source in metrics."""
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see `reward_mixture.HasWorkers`."""
+        """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see `HasWorkers`."""
 
 
 class RewardServiceError(UserError):

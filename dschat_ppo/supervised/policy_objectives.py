@@ -1,11 +1,12 @@
 """Step 2, objectives of the language model itself: DPO and its variants, KTO on single answers, ORPO, SimPO and CPO.
 
 The reference of DPO and KTO is the model before training. Its log-probs are computed once, before the first update, and
-stored in the rows, so there is no second model in memory.KTO compares the reward of an
-answer with a baseline, the KL from the reference, which it estimates on mismatched rows: a prompt with the answer to
-another prompt. A row keeps its mismatched answer for the whole run, as in TRL, so the reference's log-prob of it is
-computed once too. The estimate is the mean over all rows of an optimizer step, so it does not depend on the number of
-ranks and micro-batches.
+stored in the rows, so there is no second model in memory.
+
+KTO compares the reward of an answer with a baseline, the KL from the reference, which it estimates on mismatched rows:
+a prompt with the answer to another prompt. A row keeps its mismatched answer for the whole run, as in TRL, so the
+reference's log-prob of it is computed once too. The estimate is the mean over all rows of an optimizer step, so it does
+not depend on the number of ranks and micro-batches.
 """
 
 from __future__ import annotations
