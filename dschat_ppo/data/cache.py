@@ -2,8 +2,8 @@
 
 `datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated or
 full of zeros under its final name, and a file truncated between two record batches reads as a shorter table. An entry
-of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name is
-complete.
+of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name was
+complete once. The sizes of its files tell whether something removed or cut one since.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of a data file in its key
+SIZES_FILE = "sizes.json"  # of the files of an entry
 NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
 
@@ -53,9 +54,11 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
         StopRequested: the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
-    if not folder.is_dir():
+    if not _is_whole(folder):
         with _entry_lock(folder):
-            if not folder.is_dir():  # another process may have made the entry in the meantime
+            if not _is_whole(folder):  # another process may have made the entry in the meantime
+                if folder.is_dir():
+                    logger().warning(f"data: {folder} is damaged and is made again")
                 _write_entry(folder, make)
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
@@ -63,6 +66,15 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
         rows = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     rows._fingerprint = key
     return rows
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an entry has all its files, of the sizes that they had when it was made."""
+    try:
+        sizes = json.loads((folder / SIZES_FILE).read_bytes())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):  # there is none, or a file was removed or damaged
+        return False
 
 
 def notes_of(rows: Dataset) -> Any:
@@ -103,6 +115,8 @@ def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> None:
         if (work / NOTES_FILE).exists():
             os.replace(work / NOTES_FILE, unfinished / NOTES_FILE)
         remove_folder(work)
+        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
+        (unfinished / SIZES_FILE).write_text(json.dumps(sizes), encoding="utf-8")
         replace_folder(folder, unfinished)
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -115,11 +115,13 @@ def _skip_bytes(file: BinaryIO, count: int) -> None:
         count -= len(block)
 
 
-def _refuse(_: str) -> None:
-    raise UserError("holds NaN or Infinity, which is not JSON")
+def _constant(name: str) -> None:
+    """NaN, which many programs write for a missing number, is null. Infinity is refused."""
+    if name != "NaN":
+        raise UserError("holds Infinity, which is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def _with_reason(decode: Any, *text: Any) -> Any:

@@ -68,8 +68,15 @@ class TablePart:
     rows: Dataset
 
     @property
+    def files(self) -> list[Path]:
+        """The Arrow files of the table."""
+        return [Path(file["filename"]) for file in self.rows.cache_files]
+
+    @property
     def key(self) -> str:
-        return str(self.rows._fingerprint)
+        with reading(f"{self.flag} {self.name}: cannot be read"):
+            # a fingerprint does not hold what the function of a `map` read
+            return " ".join([str(self.rows._fingerprint), *map(file_key, self.files)])
 
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
         rows = self.rows.with_format("arrow")

@@ -47,9 +47,14 @@ class OpenSet:
 
     @property
     def parts(self) -> list[Part]:
-        """All parts, in the order of their numbers: files by their paths."""
-        parts = [part for split in self.splits.values() for part in split]
+        """All parts, in the order of their numbers: files by their paths. A file may be in several splits."""
+        parts = list({part.name: part for split in self.splits.values() for part in split}.values())
         return sorted(parts, key=lambda part: part.name) if isinstance(parts[0], FilePart) else parts
+
+    def numbered(self, names: Sequence[str]) -> list[tuple[int, Part]]:
+        """The parts of these splits, with their numbers."""
+        wanted = {part.name for name in names for part in self.splits[name]}
+        return [(number, part) for number, part in enumerate(self.parts) if part.name in wanted]
 
     @property
     def origins(self) -> Origins:
@@ -215,7 +220,7 @@ def _read_cuts(
 
 def _read(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str) -> tuple[Rows, Skipped]:
     """The rows of whole splits, in the order of their parts."""
-    wanted = [(n, part) for n, part in enumerate(found.parts) if any(part in found.splits[name] for name in names)]
+    wanted = found.numbered(names)
     tables, skipped = [], Skipped()
     for number, part in wanted:
         if isinstance(part, FilePart):

@@ -18,7 +18,7 @@ from dschat_ppo.data.file_formats import Row
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED
-from dschat_ppo.data.parts import FilePart, Part
+from dschat_ppo.data.parts import FilePart, Part, TablePart
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import OpenSet, Splits, open_set, splits_named
@@ -87,7 +87,7 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
     [(name, cut), *others], evaluation = opened.chosen()
     if cut or others:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts = [part for part in opened.parts if part in opened.splits[name]]
+    parts = [part for _, part in opened.numbered([name])]
     for part in parts:
         if isinstance(part, FilePart):
             part.check()
@@ -103,16 +103,17 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
 
 
 def content_of(part: Part) -> str:
-    """What identifies the rows of a part: of a file its name, its size and its ends."""
-    if not isinstance(part, FilePart):
+    """What identifies the rows of a part: of each of its files the name, the size and the ends."""
+    if not isinstance(part, FilePart | TablePart):
         return part.key
     digest = hashlib.sha256()
-    with reading(f"{part.flag} {part.path}: cannot be read"), part.path.open("rb") as file:
-        size = part.path.stat().st_size
-        digest.update(f"{part.path.name}\0{size}\0".encode())
-        digest.update(file.read(_ENDS))
-        file.seek(max(0, size - _ENDS))
-        digest.update(file.read(_ENDS))
+    for path in [part.path] if isinstance(part, FilePart) else part.files:
+        with reading(f"{part.flag} {path}: cannot be read"), path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
     return digest.hexdigest()
 
 

@@ -47,7 +47,7 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path, warnin
     rows = Rows(tmp_path)
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
     assert rows.calls == 1 and warnings == []
-    assert sorted(path.name for path in rows.folder.iterdir()) == ["rows_00000.arrow", "rows_00001.arrow"]
+    assert sorted(path.name for path in rows.folder.glob("*.arrow")) == ["rows_00000.arrow", "rows_00001.arrow"]
 
 
 def test_rows_made_from_an_entry_are_no_part_of_it(tmp_path):
@@ -55,18 +55,27 @@ def test_rows_made_from_an_entry_are_no_part_of_it(tmp_path):
     rows = Rows(tmp_path)
     rows.read()
     cached_dataset(str(tmp_path), "key", rows.make).map(lambda row: {"a": row["a"] + 10})
-    assert len(list(rows.folder.iterdir())) > 2 and rows.read() == [1, 2, 3]
+    assert len(list(rows.folder.iterdir())) > 3 and rows.read() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("damage", ["gone", "empty", "zeros"])
-def test_an_entry_that_cannot_be_read_is_named(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["gone", "one gone", "empty", "sizes gone"])
+def test_an_entry_that_lost_a_file_or_a_part_of_it_is_made_again(tmp_path, warnings, damage):
     rows = Rows(tmp_path)
     rows.read()
-    for file in rows.folder.iterdir():
-        if damage == "gone":
-            file.unlink()
+    for file in rows.folder.glob({"one gone": "rows_00001*", "sizes gone": "sizes*"}.get(damage, "*")):
+        if damage == "empty":
+            file.write_bytes(b"")
         else:
-            file.write_bytes(bytes(64 if damage == "zeros" else 0))
+            file.unlink()
+    assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
+    assert rows.calls == 2 and warnings == [f"data: {rows.folder} is damaged and is made again"]
+
+
+def test_an_entry_that_cannot_be_read_is_named(tmp_path):
+    rows = Rows(tmp_path)
+    rows.read()
+    for file in rows.folder.glob("*.arrow"):
+        file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(UserError, match=f"^{rows.folder}: prepared data cannot be read; remove this folder: "):
         rows.read()
 

@@ -1,7 +1,6 @@
 """Chunks of token rows: their content, resuming from saved positions, mixtures, and the end of the stream."""
 
 import json
-import shutil
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
@@ -115,7 +114,8 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
     assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[: sum(marks)]
     assert numbers(maker_for(tmp_path, *sources()).provide(3))[:2] == numbers(maker.provide(3))[:2]
     resumed = maker_for(tmp_path, *sources())
-    shutil.rmtree(maker.home / "chunk_000002_8")
+    for entry in maker.home.glob("chunk_000002_8/*"):
+        entry.unlink()
     assert numbers(resumed.provide(2)) == rows[16:24]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -326,3 +327,28 @@ def test_files_that_become_evaluation_rows_by_their_names_are_logged(tmp_path, f
     assert f"data: {folder.name}: files for evaluation: developers.jsonl, test" in capsys.readouterr().out
     load(tmp_path, folder / "developers.jsonl")
     assert "files for evaluation" not in capsys.readouterr().out
+
+
+def test_a_file_of_two_splits_counts_once_in_each(tmp_path):
+    """The README of a set may name a file for evaluation that its training pattern matches too."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("a", "b"):
+        write_jsonl(folder / f"{name}.jsonl", [{"p": f"{name}{number}"} for number in range(3)])
+    data_files = "[{split: train, path: '*.jsonl'}, {split: test, path: b.jsonl}]"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {data_files}\n---\n")
+    found = load(tmp_path, folder)
+    assert column(found.train, "p") == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert column(found.eval, "p") == ["b0", "b1", "b2"]
+    assert origins_of(found, found.eval)[0].endswith("b.jsonl, row 1")
+
+
+def test_a_saved_folder_with_other_rows_of_the_same_fingerprint_is_read_again(tmp_path):
+    """A fingerprint does not hold what the function of a `map` read."""
+    for text in ("one", "two"):
+        rows = Dataset.from_dict({"p": [text]})
+        rows._fingerprint = "0123456789abcdef"
+        rows.save_to_disk(tmp_path / text)
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        shutil.copytree(tmp_path / text, tmp_path / "saved")
+        assert column(load(tmp_path, tmp_path / "saved").train, "p") == [text]

@@ -1,7 +1,6 @@
 """Streamed rows: what their users see while a process makes the chunks, disk use, ends and failures."""
 
 import os
-import shutil
 import signal
 import time
 from itertools import count
@@ -246,13 +245,10 @@ def test_the_next_stream_of_a_process_ends_the_reader_and_continues_its_work(tmp
     assert process is None or process.ended
 
 
-def test_a_damaged_chunk_of_an_earlier_run_is_named_and_made_again_once_it_is_removed(tmp_path):
+def test_a_damaged_chunk_of_an_earlier_run_is_made_again(tmp_path):
     stream(tmp_path)
     [entry] = home_of(tmp_path).glob("chunk_000000_8/rows*")
     entry.write_bytes(entry.read_bytes()[:-40])
-    with pytest.raises(UserError, match=f"{entry.parent}: prepared data cannot be read; remove this folder"):
-        stream(tmp_path)[1]
-    shutil.rmtree(entry.parent)
     assert stream(tmp_path)[1]["prompt_ids"] == [2]
 
 
