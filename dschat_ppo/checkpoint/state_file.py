@@ -33,7 +33,7 @@ def load_state(path: Path) -> dict[Any, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # its message explains how to open the file without safety
         raise UserError(f"{path}: not loaded: it is damaged, or holds more than tensors and plain values") from None
-    except (OSError, RuntimeError, EOFError) as problem:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError) as problem:
         reason = str(problem).split(". ")[0] or type(problem).__name__
         raise UserError(f"{path}: cannot be loaded as a state of a run ({reason})") from None
     if not isinstance(state, dict):

@@ -199,7 +199,7 @@ def _answers(path: Path, damaged: dict[str, int], of_line: Callable[[dict[str, A
     for line in _read_lines(path, damaged):
         try:
             found += of_line(line)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             damaged[path.name] = damaged.get(path.name, 0) + 1
     return found
 

@@ -168,7 +168,7 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
             content = reply.read(_MOST_BYTES + 1)
             if len(content) <= _MOST_BYTES and reply.length:
                 raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
-    except (OSError, HTTPException, UnicodeError) as found:  # UnicodeError: a host name that no resolver accepts
+    except (OSError, HTTPException, ValueError) as found:  # ValueError: a chunk of negative length, an odd host name
         problem = found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
     finally:
         limit.end()

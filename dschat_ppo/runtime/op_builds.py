@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import ranks
-from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.atomic_files import sync_folder
+from dschat_ppo.common.heartbeat import running_clock, watchdog_paused
 from dschat_ppo.common.logging import logger, quiet_prints
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.runtime.processes import processes_at
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, requested, subprocesses_may_stop
 
 OWN_LOCK, TORCH_LOCK = "dschat_ppo.lock", "lock"
-POLL_SECONDS = 0.5
+WHOLE = "dschat_ppo.whole"  # made when all compiled files are on the disk
+LIMIT_SECONDS = 3600.0  # a compilation takes minutes
+POLL_SECONDS, _LOG_AFTER_SECONDS = 0.5, 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -75,15 +78,17 @@ def _guarded(jit_load: Callable[..., Any]) -> Callable[..., Any]:
         # only here, because this imports torch's compilation of extensions
         folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment())), builder.name)
         with watchdog_paused(), exclusive(folder), explained(builder.name, folder):
-            is_compiled = any(folder.glob("*.so"))
-            if not is_compiled:
-                for half in folder.glob("*.o"):  # of a compilation that was killed; ninja trusts names and times
-                    half.unlink()
+            is_compiled = (folder / WHOLE).exists()
+            if not is_compiled:  # what a killed compilation or a power loss left; ninja trusts names and times
+                for left in [*folder.glob("*.o"), *folder.glob("*.so"), *folder.glob(".ninja_*")]:
+                    left.unlink()
                 # to stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed
                 text = f"DeepSpeed compiles its operator {builder.name} in {folder}: one to three minutes, once"
                 print(text, file=sys.stderr, flush=True)
             start, loaded = time.monotonic(), jit_load(builder, *args, **kwargs)
             if not is_compiled:
+                sync_folder(folder)
+                (folder / WHOLE).touch()
                 seconds = time.monotonic() - start
                 print(f"DeepSpeed's operator {builder.name}: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
             return loaded
@@ -154,13 +159,18 @@ def exclusive(folder: Path) -> Iterator[None]:
             "TORCH_EXTENSIONS_DIR to another folder"
         ) from None
     with lock:
-        is_logged = False
+        start, is_logged = running_clock(), False
         while (others := _others(lock, folder)) is not None:
-            if not is_logged:
-                logger().info(f"this rank waits for DeepSpeed's operator {folder.name}: {others} is compiling it")
+            waited = running_clock() - start
+            message = f"this rank waits for DeepSpeed's operator {folder.name}: {others} is compiling it"
+            if waited > LIMIT_SECONDS:
+                minutes = LIMIT_SECONDS / 60
+                raise UserError(f"{message}; {minutes:g} minutes are over: end that process, or remove {folder}")
+            if waited > _LOG_AFTER_SECONDS and not is_logged:
+                logger().info(message)
                 is_logged = True
             raise_if_stop_requested("waited for an operator")
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(POLL_SECONDS, 0.02 + waited))  # ranks that find an operator compiled wait for a moment only
         yield
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def lock_folder(folder: Path) -> None:
         return
     _HELD[folder.resolve()] = number
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    os.ftruncate(number, 0)
-    os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
+    with suppress(OSError):  # a full disk; the text is for a second run's message alone
+        os.ftruncate(number, 0)
+        os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
 
 
 def release_locks() -> None:

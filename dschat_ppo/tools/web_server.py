@@ -49,7 +49,7 @@ def server_options(app: Any, **options: Any) -> Any:
         "http": "h11",
         "ws": "none",
     }
-    return uvicorn.Config(app, loop="asyncio", **(given | options))
+    return uvicorn.Config(app, **(given | options))
 
 
 def check_origin(headers: Mapping[str, str], names: tuple[str, ...] | None) -> None:

@@ -22,6 +22,7 @@ from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
     OWN_LOCK,
     TORCH_LOCK,
+    WHOLE,
     exclusive,
     explained,
     folder_of_environment,
@@ -194,7 +195,7 @@ def test_during_a_stop_errors_pass_because_the_stop_causes_them(tmp_path, monkey
 
 
 def test_a_compiler_that_a_killed_process_left_is_waited_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(op_builds, "_LOG_AFTER_SECONDS", 0.0)
     lock = tmp_path / TORCH_LOCK
     lock.touch()
     compiler = subprocess.Popen(["sleep", "0.5"], cwd=tmp_path)
@@ -283,6 +284,17 @@ def test_one_rank_loads_no_all_reduce(monkeypatch, count):
 def test_objects_of_an_interrupted_compilation_are_not_linked(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy/toy.o").write_bytes(b"")
-    found = op_builds._guarded(lambda builder: list((tmp_path / "toy").iterdir()))(SimpleNamespace(name="toy"))
-    assert [path.name for path in found] == [OWN_LOCK]
+    for name in ("toy.o", "toy.so", ".ninja_log"):
+        (tmp_path / "toy" / name).write_bytes(b"")
+    load = op_builds._guarded(lambda builder: sorted(path.name for path in (tmp_path / "toy").iterdir()))
+    assert load(SimpleNamespace(name="toy")) == [OWN_LOCK]
+    (tmp_path / "toy/toy.so").write_bytes(b"compiled")
+    assert load(SimpleNamespace(name="toy")) == [OWN_LOCK, WHOLE, "toy.so"]
+
+
+def test_every_wait_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.1)
+    with (tmp_path / OWN_LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=rf"operator {tmp_path.name}: another process .* remove {tmp_path}"):
+            exclusive(tmp_path).__enter__()
