@@ -67,7 +67,7 @@ def test_nothing_but_the_entry_is_left_in_the_cache(tmp_path):
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
     load(tmp_path, tmp_path / "d.csv.gz")
     left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"}
-    assert left == {"notes.json", "rows_00000.arrow"}
+    assert left == {"notes.json", "sizes.json", "rows_00000.arrow"}
 
 
 def test_text_files_have_one_row_for_each_line_that_is_not_blank(tmp_path):
