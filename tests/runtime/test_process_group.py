@@ -207,7 +207,7 @@ def test_of_two_launches_on_one_port_one_runs_with_its_own_ranks(tmp_path):
         for members in met:
             assert [rank for rank, _ in members] == [0, 1]
             assert len({launcher for _, launcher in members}) == 1
-        assert list(folder.glob("b/*")) == []
+        assert {path.name for path in folder.glob("b/*")} <= {".lock"}  # if its rank 0 came so far
 
 
 class Accelerator:
