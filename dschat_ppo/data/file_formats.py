@@ -16,14 +16,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import pyarrow as pa
 
 from dschat_ppo.data.bad_lines import NOT_UTF8, QUOTED_CHARACTERS, BadLines, around_bad_byte
 from dschat_ppo.errors import UserError, in_one_line
 
-BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of JSON Lines
+BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of JSON
+_FIRST_BYTES = 2**20  # that show the layout of a JSON file
 _BOM = b"\xef\xbb\xbf"
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "';'", "|": "'|'"}
@@ -64,13 +65,13 @@ def is_json_lines(path: Path) -> bool:
     """Whether a JSON file has one row in each line, rather than one array, one object, or objects over several lines
     each."""
     with opened(path) as file:
-        text = file.read(BATCH_BYTES).removeprefix(_BOM).lstrip()
+        text = file.read(_FIRST_BYTES).removeprefix(_BOM).lstrip()
     if text[:1] != b"{":
         return text[:1] != b"["
     first, newline, rest = text.partition(b"\n")
     try:
         json.loads(first)
-        return bool(rest.strip()) or len(text) >= BATCH_BYTES
+        return bool(rest.strip()) or len(text) >= _FIRST_BYTES
     except (ValueError, RecursionError):
         pass
     try:
@@ -160,63 +161,101 @@ def _check_row(row: Any, text: str) -> None:
 
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    """The rows of one array, or of objects over several lines each. The text of the file is in memory as a whole."""
-    with opened(path) as file:
+    """The rows of one array, or of objects over several lines each."""
+    with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
-            values = _json_values(file.read().decode("utf-8-sig"))
+            values = _json_values(_Text(text))
+            first = list(islice(values, 2))
+            if len(first) == 1 and (table := _rows_of_object(first[0][0])) is not None:
+                yield from enumerate(table, start=1)
+                return
+            for number, (row, written) in enumerate(chain(first, values), start=1):
+                row = {"text": row} if isinstance(row, str) else row
+                try:
+                    _check_row(row, written)
+                except UserError as problem:
+                    bad.add(f"row {number}", str(problem), written)
+                else:
+                    yield number, row
         except UnicodeDecodeError as problem:
             raise UserError(f"{NOT_UTF8}: {around_bad_byte(problem.object)!r}") from None
-    first = list(islice(values, 2))
-    if len(first) == 1 and (table := _rows_of_object(first[0][0])) is not None:
-        yield from enumerate(table, start=1)
-        return
-    for number, (row, text) in enumerate(chain(first, values), start=1):
-        row = {"text": row} if isinstance(row, str) else row
-        try:
-            _check_row(row, text)
-        except UserError as problem:
-            bad.add(f"row {number}", str(problem), text)
-        else:
-            yield number, row
 
 
-def _json_values(text: str) -> Iterator[tuple[Any, str]]:
-    """Each value of one array, or of a sequence of values, with its text. A value that cannot be read ends the file,
-    even if bad rows are skipped: the next one cannot be found."""
-    number, place = 0, _after_space(text, 0)
-    in_array = text.startswith("[", place)
-    place = _after_space(text, place + in_array)
-    while not (text.startswith("]", place) and number == 0 if in_array else place == len(text)):
-        try:
-            value, end = _with_reason(_DECODER.raw_decode, text, place)
-        except UserError as problem:
-            row, cause = f"row {number + 1}", problem.__cause__
-            if isinstance(cause, json.JSONDecodeError):
-                is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.rstrip())
-                reason = str(problem).rpartition(" at column")[0] + ")"
-                row += " has no end: the file is truncated" if is_cut else f" {reason}"
-                raise UserError(f"{row}: {text[place : place + QUOTED_CHARACTERS]!r}") from None
-            raise UserError(f"{row} {problem}") from None
-        number += 1
-        yield value, text[place:end]
-        place = _after_space(text, end)
-        if in_array and text.startswith("]", place):
-            break
-        if in_array and place == len(text):
-            raise UserError(f"its array has no end after row {number}: the file is truncated")
-        if in_array and not text.startswith(",", place):
-            raise UserError(f"row {number} is not followed by a comma: {text[place : place + QUOTED_CHARACTERS]!r}")
-        place = _after_space(text, place + in_array)
-    if rest := text[place + in_array :].strip():
-        raise UserError(f"has more text after the end of its array: {rest[:QUOTED_CHARACTERS]!r}")
+class _Text:
+    """The text of a JSON file, of which only a piece lies in memory."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+        self.piece, self.place, self.is_whole = "", 0, False  # `place`: in the piece, behind what is read
+
+    def more(self) -> bool:
+        """Read on; False at the end. A piece grows by its own length, so that a long value is tried few times."""
+        self.piece, self.place = self.piece[self.place :], 0
+        found = self._file.read(max(BATCH_BYTES, len(self.piece)))
+        self.piece, self.is_whole = self.piece + found, not found
+        return not self.is_whole
+
+    def mark(self) -> str:
+        """Go to the next character that is no space, and return it; "" at the end."""
+        while True:
+            self.place = _SPACE.match(self.piece, self.place).end()  # type: ignore[union-attr]  # it matches ""
+            if self.place < len(self.piece) or not self.more():
+                return self.piece[self.place : self.place + 1]
+
+    def value(self) -> tuple[Any, str]:
+        """The value here, with its text; goes behind it. What ends near the end of the piece may continue behind it."""
+        while True:
+            try:
+                value, end = _with_reason(_DECODER.raw_decode, self.piece, self.place)
+                if self.is_whole or end < len(self.piece) - _LONGEST_WORD:
+                    written, self.place = self.piece[self.place : end], end
+                    return value, written
+            except UserError as problem:
+                cause = problem.__cause__
+                if self.is_whole or not isinstance(cause, json.JSONDecodeError):
+                    raise
+                if "Unterminated" not in cause.msg and cause.pos < len(self.piece) - _LONGEST_WORD:
+                    raise
+            self.more()
+
+    @property
+    def shown(self) -> str:
+        return repr(self.piece[self.place : self.place + QUOTED_CHARACTERS])
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_LONGEST_WORD = 12  # characters that the decoder reads at once outside of texts and digits: two escapes of a character
 
 
-def _after_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
-    return found.end() if found else place
+def _json_values(text: _Text) -> Iterator[tuple[Any, str]]:
+    """Each value of one array, or of a sequence of values, with its text. A value that cannot be read ends the file,
+    even if bad rows are skipped: the next one cannot be found."""
+    number, end = 0, "]" if text.mark() == "[" else ""
+    text.place += len(end)
+    is_open = text.mark() != end
+    while is_open:
+        number += 1
+        text.mark()
+        try:
+            yield text.value()
+        except UserError as problem:
+            row, cause = f"row {number}", problem.__cause__
+            if not isinstance(cause, json.JSONDecodeError):
+                raise UserError(f"{row} {problem}") from None
+            is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.piece.rstrip())
+            reason = str(problem).rpartition(" at column")[0] + ")"
+            row += " has no end: the file is truncated" if is_cut else f" {reason}"
+            raise UserError(f"{row}: {text.shown}") from None
+        is_open = (mark := text.mark()) != end
+        if is_open and end and not mark:
+            raise UserError(f"its array has no end after row {number}: the file is truncated")
+        if is_open and end and mark != ",":
+            raise UserError(f"row {number} is not followed by a comma: {text.shown}")
+        text.place += len(end)  # the comma, or the end of the array
+    if not number:
+        text.place += len(end)
+    if text.mark():
+        raise UserError(f"has more text after the end of its array: {text.shown}")
 
 
 def _rows_of_object(table: Any) -> list[Row] | None:

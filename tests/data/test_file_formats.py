@@ -123,7 +123,9 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
     ],
     ids=["array", "indented array", "after a mark", "indented objects", "windows", "columns", "indented columns"],
 )
-def test_every_layout_of_json_gives_the_same_rows(tmp_path, text):
+@pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
+def test_every_layout_of_json_gives_the_same_rows(tmp_path, monkeypatch, text, piece):
+    monkeypatch.setattr(file_formats, "BATCH_BYTES", piece)
     splits = read(tmp_path, text.encode(), name="d.json")
     assert list(splits.train) == ROWS
     assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 2", "row 3"]
@@ -145,9 +147,14 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
         ('[{"p": "a"}, {"p": "b\tc"}, {"p": "ccccccccccccccc"}]', r"row 2 is not JSON \(Invalid control character\)"),
         ('[{"p": "a"}] x', "has more text after the end of its array: 'x'"),
         ('[{"p": "a"}, 7]', "row 2 is not an object"),
+        ('[{"p": "a"}, 7.5e+10]', "row 2 is not an object"),
+        ('[{"p": "a"},]', "row 2 is not JSON"),
+        ('[{"p": "a"}, {"p": "\\ud83d\\ude00"}, {"p": "\\ud83d"}]', "row 3 holds half of a surrogate pair"),
     ],
 )
-def test_a_broken_array_is_a_one_line_error(tmp_path, text, cause):
+@pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
+def test_a_broken_array_is_a_one_line_error(tmp_path, monkeypatch, text, cause, piece):
+    monkeypatch.setattr(file_formats, "BATCH_BYTES", piece)
     with pytest.raises(UserError, match=f"d.json: {cause}"):
         read(tmp_path, text.encode(), name="d.json")
 
