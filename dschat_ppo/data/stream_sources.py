@@ -12,6 +12,7 @@ from datasets import Features, Value
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
 from dschat_ppo.data.file_formats import Row
@@ -155,13 +156,15 @@ def _columns(use: str) -> Features:
 def _token_batch(batch: RawBatch, columns: tuple[str, ...], settings: TokeniseSettings, skips: bool) -> TokenBatch:
     """The token rows of a batch that are kept; see `StreamSource.tokenise`."""
     raw_rows = [dict.fromkeys(columns) | row for row in batch.rows]
-    made, bad = tokenise_batch(raw_rows, batch.origins, settings)
-    stopping = next((problem for problem in bad if problem.is_too_long or not skips), None)
-    if stopping is not None:
-        raise UserError(stopping.stop_message)
-    fitted = made["fitted"]
+    found = tokenise_batch(raw_rows, batch.origins, settings)
+    bad = [row for row in found if row["problem"] is not None]
+    for row in bad:
+        message = row["problem"].partition("\n")[0]
+        if row["fitted"] == Fitted.TOO_LONG or not skips:
+            raise UserError(message if row["fitted"] == Fitted.TOO_LONG else f"{message}; {WAY_OUT}")
+    made = [row for row in found if row["problem"] is None]
     names = list(_columns(settings.use))
-    rows = [{name: made[name][i] for name in names} for i, code in enumerate(fitted) if code != Fitted.DROPPED]
-    counts = Counter(FITTED_NAMES[Fitted(code)] for code in fitted)
-    counts[NOTHING] = len({*range(len(batch.rows))} - {*made["index"], *(problem.index for problem in bad)})
-    return TokenBatch(rows, dict(counts), len({problem.index for problem in bad}), bad[0].message if bad else "")
+    rows = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
+    counts = Counter(FITTED_NAMES[Fitted(row["fitted"])] for row in made)
+    counts[NOTHING] = len(batch.rows) - len({row["number"] for row in found})
+    return TokenBatch(rows, dict(counts), len(bad), bad[0]["problem"].partition("\n")[0] if bad else "")

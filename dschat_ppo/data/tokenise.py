@@ -17,7 +17,6 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
@@ -66,24 +65,6 @@ class TokeniseSettings:
     step_separator: str = "\n"
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used; `index` counts the raw rows of its batch. `reason` does not name the row; `message`
-    does, and quotes its first characters. `is_too_long` if `--truncation error` forbids its length; otherwise its
-    content is wrong."""
-
-    index: int
-    reason: str
-    message: str
-    is_too_long: bool = False
-
-    @property
-    def stop_message(self) -> str:
-        """`message` with the way out, for a run that ends at this row."""
-        way_out = "--truncation left cuts such rows, drop leaves them out" if self.is_too_long else WAY_OUT
-        return f"{self.message}; {way_out}"
-
-
 def token_features(use: str) -> Features:
     """Columns of token rows of `use`; `digest` is a hash of the others."""
     columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
@@ -100,108 +81,107 @@ def token_features(use: str) -> Features:
 
 def tokenise_batch(
     raw_rows: Sequence[dict[str, Any]], origins: Sequence[str], settings: TokeniseSettings
-) -> tuple[dict[str, list[Any]], list[BadRow]]:
+) -> list[dict[str, Any]]:
     """Tokenise some raw rows of one data set; `origins` is "FILE, row N" of each.
 
     Returns:
-        (columns of equal length, bad rows by rising index, each once). The columns are those of `token_features`;
-        `index`, the number of the raw row in `raw_rows`, rising, since a row gives none, one or several token rows; and
-        `fitted`, `prompt_tokens`, `answer_tokens` and `key` for the log. Token rows that the limit drops are
-        included, with `fitted` equal to `Fitted.DROPPED`.
+        Token rows in the order of the raw rows, with the columns of `token_features` and `NOTES`; `number` counts the
+        raw rows given here. A raw row gives none, one or several. A bad one gives a single row without tokens: its
+        `problem` is "MESSAGE\\nREASON", where the message names the row and quotes it, and `fitted` is UNUSABLE or
+        TOO_LONG. Rows that the limit drops are included as DROPPED.
     """
-    bad: dict[int, BadRow] = {}  # the first problem of each row
+    made: list[list[dict[str, Any]]] = [[] for _ in raw_rows]
+    bad: dict[int, dict[str, Any]] = {}  # the first problem of each raw row
     examples: list[tuple[int, Example]] = []
+    columns = {**token_features(settings.use), **NOTES}
+    nothing = {name: [] if isinstance(kind, List) else "{}" if name == "row" else 0 for name, kind in columns.items()}
 
-    def note(index: int, problem: UserError, suffix: str = "", is_too_long: bool = False) -> None:
-        where = f"{origins[index]}{suffix}"
-        reason = str(problem).removeprefix(f"{where}: ").removeprefix(f"{origins[index]}: ")
-        message = f"{where}: {reason}; the row: {_shown(raw_rows[index])}"
-        bad.setdefault(index, BadRow(index, reason, message, is_too_long))
+    def refuse(number: int, problem: UserError, suffix: str = "", hint: str = "") -> None:
+        where = f"{origins[number]}{suffix}"
+        reason = str(problem).removeprefix(f"{where}: ").removeprefix(f"{origins[number]}: ")
+        text = json.dumps(raw_rows[number], default=str, ensure_ascii=False)
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        told = f"{where}: {reason}; the row: {shown}{hint}\n{reason}"
+        code = int(Fitted.TOO_LONG if hint else Fitted.UNUSABLE)
+        bad.setdefault(number, nothing | {"number": number, "fitted": code, "problem": told})
 
-    for index, row in enumerate(raw_rows):
+    for number, row in enumerate(raw_rows):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
         try:
-            read = settings.form.read(row, settings.use, origins[index])
+            read = settings.form.read(row, settings.use, origins[number])
             if settings.use == "steps":
                 read = [joined_steps(example, settings.step_separator) for example in read]
-            examples += [(index, example) for example in read]
+            examples += [(number, example) for example in read]
         except UserError as problem:
-            note(index, problem)
-
+            refuse(number, problem)
     encoded = encode_examples(settings.tokenizer, (example for _, example in examples), settings.all_turns)
-    names = ["index", *token_features(settings.use), *(name for name in NOTES if name not in ("number", "problem"))]
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for (index, example), ids in zip(examples, encoded, strict=True):
+    for (number, example), ids in zip(examples, encoded, strict=True):
         try:
             if isinstance(ids, UserError):
                 raise ids
-            found = _token_rows(raw_rows[index], example, ids, settings)
+            found = _token_rows(raw_rows[number], example, ids, settings)
         except UserError as problem:
-            note(index, problem, example.suffix)
+            refuse(number, problem, example.suffix)
             continue
         if found[0]["fitted"] == Fitted.DROPPED and settings.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
-            note(index, too_long, example.suffix, is_too_long=True)
-            continue
-        for values in found:
-            for name, value in {"index": index, **values}.items():
-                columns[name].append(value)
-    return _without_rows_of(columns, set(bad)), [bad[index] for index in sorted(bad)]
+            refuse(number, too_long, example.suffix, "; --truncation left cuts such rows, drop leaves them out")
+        made[number] += [{"number": number, "problem": None, **values} for values in found]
+    # a ranked list with a bad answer gives no pair at all
+    return [row for number, rows in enumerate(made) for row in ([bad[number]] if number in bad else rows)]
 
 
 def _token_rows(
     row: dict[str, Any], example: Example, ids: EncodedExample, settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
-    """The token rows of one example of the raw row `row`, as columns of `tokenise_batch` without `index`: one, or the
-    blocks of a long plain text. `UserError` for an empty prompt or answer, and for steps that cannot be found."""
+    """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text. `UserError` for an
+    empty prompt or answer, and for steps that cannot be found."""
+    use, limit, policy = settings.use, settings.limit, settings.truncation
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
-    can_cut = settings.truncation not in ("drop", "error")
-    if example.prompt == "" and can_cut and (blocks := text_blocks(ids, settings.limit)):
-        found = [_values(row, example, block, block, Fitted.BLOCK, {}, settings) for block in blocks]
-        # equal blocks of one text are no duplicates
-        return [{**values, "key": _hash(_bytes_of(ids) + str(n).encode())} for n, values in enumerate(found)]
-    if not ids.prompt:  # plain text: nothing before its first token predicts it
-        ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
-    fitted, outcome = fit_row(ids, settings.limit, settings.truncation)
-    if outcome in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
-        fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
-        fitted, outcome = fit_row(ids, settings.limit, settings.truncation, *fixed)
     labels: dict[str, Any] = {}
-    if settings.use == "unpaired":
-        labels = {"label": example.labels[0]}
-    elif settings.use == "steps":
-        ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, settings.step_separator)
-        kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
-        labels = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
-        outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
-    return [_values(row, example, ids, fitted, outcome, labels, settings)]
+    blocks = text_blocks(ids, limit) if example.prompt == "" and policy not in ("drop", "error") else []
+    found = [(block, block, Fitted.BLOCK) for block in blocks]  # each: before and after the limit
+    if not blocks:
+        if not ids.prompt:  # plain text: nothing before its first token predicts it
+            ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
+        fitted, outcome = fit_row(ids, limit, policy)
+        if outcome in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
+            fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
+            fitted, outcome = fit_row(ids, limit, policy, *fixed)
+        if use == "unpaired":
+            labels = {"label": example.labels[0]}
+        elif use == "steps":
+            ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, settings.step_separator)
+            kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
+            labels = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
+            outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
+        found = [(ids, fitted, outcome)]
 
-
-def _values(
-    row: dict[str, Any], example: Example, whole: EncodedExample, ids: EncodedExample, outcome: Fitted,
-    labels: dict[str, Any], settings: TokeniseSettings,
-) -> dict[str, Any]:  # fmt: skip
-    """A token row: `whole` are the ids before the length limit, `ids` those within it."""
-    is_prompt = settings.use == "prompt" and example.truth is not None
-    asked = json.dumps(example.truth, default=str).encode() if is_prompt else b""  # equal prompts, other answers
-    values: dict[str, Any] = {
-        "prompt_ids": ids.prompt, "answers": ids.answers, "margin": example.margin, "fitted": int(outcome),
-        "prompt_tokens": len(whole.prompt), "answer_tokens": max(map(len, whole.answers), default=0),
-        "key": _hash(_bytes_of(whole) + asked + str(example.labels).encode() * bool(example.labels)), **labels,
-    }  # fmt: skip
-    content = [_bytes_of(ids), str(example.margin).encode()]
-    if settings.use == "sft":
-        values["prompt_spans"] = [list(span) for span in ids.prompt_spans]
-        content.append(str(values["prompt_spans"]).encode())
-    if labels:
-        content.append(str(labels).encode())
-    if settings.use == "prompt":
-        values["row"] = row_text(row, example, settings)
-        content.append(values["row"].encode("utf-8", "surrogatepass"))
-    return values | {"digest": _hash(b"\0".join(content))}
+    # For duplicates: prompts with other correct answers are none, nor are equal blocks of one text.
+    key = [_bytes_of(ids), str(example.labels)]
+    if use == "prompt" and example.truth is not None:
+        key.append(json.dumps(example.truth, default=str))
+    rows = []
+    for place, (before, after, outcome) in enumerate(found):
+        values = {
+            "prompt_ids": after.prompt, "answers": after.answers, "margin": example.margin, "fitted": int(outcome),
+            "prompt_tokens": len(before.prompt), "answer_tokens": max(map(len, before.answers), default=0),
+            "key": _hash(*key, str(place)), **labels,
+        }  # fmt: skip
+        content = [_bytes_of(after), str(example.margin)]
+        if use == "sft":
+            values["prompt_spans"] = [list(span) for span in after.prompt_spans]
+            content.append(str(values["prompt_spans"]))
+        if labels:
+            content.append(str(labels))
+        if use == "prompt":
+            values["row"] = row_text(row, example, settings)
+            content.append(values["row"])
+        rows.append(values | {"digest": _hash(*content)})
+    return rows
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
@@ -311,22 +291,13 @@ def _map_batch(
     batch: dict[str, list[Any]], indices: list[int], names: tuple[str, ...], wanted: np.ndarray, origins: Origins,
     settings: TokeniseSettings,
 ) -> pyarrow.Table:  # fmt: skip
-    """Body of `Dataset.map`, in a worker: token rows and bad rows in the order of the raw rows."""
-    schema = Features({**token_features(settings.use), **NOTES}).arrow_schema
+    """Body of `Dataset.map`, in a worker: token rows in the order of the raw rows."""
     kept = [place for place, number in enumerate(indices) if wanted[number]]
     raw_rows = [parsed(batch[ROW][place], names) for place in kept]
-    columns, bad = tokenise_batch(raw_rows, [origins.describe(batch[ORIGIN][place]) for place in kept], settings)
-    places = columns.pop("index") + [problem.index for problem in bad]
-    columns["fitted"] += [int(Fitted.TOO_LONG if problem.is_too_long else Fitted.UNUSABLE) for problem in bad]
-    columns["number"] = [indices[kept[place]] for place in places]
-    columns["problem"] = [None] * (len(places) - len(bad)) + [
-        f"{each.stop_message if each.is_too_long else each.message}\n{each.reason}" for each in bad
-    ]
-    for field in schema:
-        nothing: Any = [] if pyarrow.types.is_list(field.type) else "{}" if field.name == "row" else 0
-        columns[field.name] += [nothing] * (len(places) - len(columns[field.name]))
-    arrays = [pyarrow.array(columns[field.name], field.type) for field in schema]
-    return pyarrow.table(arrays, schema).take(np.argsort(places, kind="stable"))
+    rows = tokenise_batch(raw_rows, [origins.describe(batch[ORIGIN][place]) for place in kept], settings)
+    for row in rows:
+        row["number"] = indices[kept[row["number"]]]
+    return pyarrow.Table.from_pylist(rows, Features({**token_features(settings.use), **NOTES}).arrow_schema)
 
 
 def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
@@ -341,23 +312,11 @@ def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
     return [*how, settings.source, sorted(chosen.items())]
 
 
-def _without_rows_of(columns: dict[str, list[Any]], bad: set[int]) -> dict[str, list[Any]]:
-    """Without the token rows of raw rows that have a problem: a ranked list with a bad answer gives no pair at all."""
-    if not bad.intersection(columns["index"]):
-        return columns
-    kept = [place for place, index in enumerate(columns["index"]) if index not in bad]
-    return {name: [values[place] for place in kept] for name, values in columns.items()}
-
-
 def _bytes_of(ids: EncodedExample) -> bytes:
     lengths = array("i", [len(ids.prompt), *map(len, ids.answers)])
     return b"".join([lengths.tobytes(), *(array("i", part).tobytes() for part in (ids.prompt, *ids.answers))])
 
 
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-
-
-def _shown(row: dict[str, Any]) -> str:
-    text = json.dumps(row, default=str, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+def _hash(*content: bytes | str) -> int:
+    parts = (part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in content)
+    return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little", signed=True)

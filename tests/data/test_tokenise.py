@@ -45,64 +45,74 @@ def raw_rows(count: int) -> list[dict]:
     return [{"prompt": f"p{n}", "answers": [f"a{n}.{k}" for k in range(n % 3)]} for n in range(count)]
 
 
-def batch(rows, **changes):
+def batch(rows, **changes) -> list[dict]:
     return tokenise_batch(rows, [f"f, row {n + 1}" for n in range(len(rows))], settings(**changes))
 
 
+def numbers(rows: list[dict], code: Fitted = Fitted.WHOLE) -> list[int]:
+    return [row["number"] for row in rows if row["fitted"] == code]
+
+
 def test_a_row_gives_none_one_or_several_token_rows():
-    columns, bad = batch(raw_rows(6))
-    assert columns["index"] == [1, 2, 2, 4, 5, 5] and not bad
-    texts = [TOKENIZER.decode(answers[0]) for answers in columns["answers"]]
+    rows = batch(raw_rows(6))
+    assert numbers(rows) == [1, 2, 2, 4, 5, 5] and len(rows) == 6
+    texts = [TOKENIZER.decode(row["answers"][0]) for row in rows]
     assert texts == [f"{text}<|end|>" for text in ("a1.0", "a2.0", "a2.1", "a4.0", "a5.0", "a5.1")]
-    assert columns["prompt_tokens"] == [2] * 6 and columns["answer_tokens"] == [5] * 6
-    assert {len(values) for values in columns.values()} == {6}
+    assert {(row["prompt_tokens"], row["answer_tokens"], row["problem"]) for row in rows} == {(2, 5, None)}
 
 
-def test_bad_rows_are_returned_by_rising_index_with_their_first_characters():
+def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     rows = [
         {"prompt": "p", "answers": ["a"]}, {"prompt": "", "answers": ["b"]}, {"prompt": "q", "answers": None},
-        {"prompt": "r" * 500, "answers": ["c" * 100, "d"]},
+        {"prompt": "r" * 500, "answers": ["c" * 100, "d"]}, {"prompt": "s", "answers": ["e", "<|end|>"]},
+        {"prompt": "p", "answers": ["a"]},
     ]  # fmt: skip
-    columns, bad = batch(rows, truncation="error")
-    assert columns["index"] == [0]
-    assert [(found.index, found.is_too_long) for found in bad] == [(1, False), (2, False), (3, True)], "each row once"
-    assert bad[0].message == 'f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
-    assert bad[1].message == 'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}'
-    assert bad[1].reason == "'answers' is null"
-    shown = bad[2].message.partition("; the row: ")[2]
-    assert shown == json.dumps(rows[3])[:200] + "..." and "\n" not in bad[2].message
+    found = batch(rows, truncation="error")
+    assert [row["number"] for row in found] == [0, 1, 2, 3, 4, 5], "a row with one bad answer gives no token row"
+    assert (numbers(found), numbers(found, Fitted.TOO_LONG)) == ([0, 5], [3])
+    assert numbers(found, Fitted.UNUSABLE) == [1, 2, 4]
+    problems = [row["problem"] for row in found[1:5]]
+    assert problems[0].startswith('f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}\n')
+    assert problems[1] == (
+        'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}\n\'answers\' is null'
+    )
+    message, _, reason = problems[2].partition("\n")
+    assert message.endswith(json.dumps(rows[3])[:200] + "...; --truncation left cuts such rows, drop leaves them out")
+    assert reason == "longer than the limit of 64 tokens (--truncation error)"
+    assert problems[3].startswith("f, row 5, answer 2: the answer is empty: it has only the final token; the row: ")
 
 
-def test_a_row_with_one_bad_example_gives_no_token_row():
-    rows = [{"prompt": "p", "answers": ["a", "b" * 100]}, {"prompt": "q", "answers": ["c"]}]
-    columns, bad = batch(rows, limit=20, truncation="error")
-    assert columns["index"] == [1] and [found.index for found in bad] == [0]
-
-
-def test_dropped_rows_are_marked_and_empty_answers_are_bad():
-    rows = [{"prompt": "p", "answers": ["a" * 50, "b"]}, {"prompt": "p", "answers": ["<|end|>"]}]
-    columns, bad = batch(rows, limit=20, truncation="drop")
-    assert columns["fitted"] == [Fitted.DROPPED, Fitted.WHOLE]
-    assert [(found.index, found.reason) for found in bad] == [(1, "the answer is empty: it has only the final token")]
+def test_rows_that_the_limit_drops_are_marked():
+    found = batch([{"prompt": "p", "answers": ["a" * 50, "b"]}], limit=20, truncation="drop")
+    assert [row["fitted"] for row in found] == [Fitted.DROPPED, Fitted.WHOLE]
 
 
 def test_the_first_token_of_plain_text_is_its_prompt():
     form = replace(FORM, read=lambda row, use, where: [Example("", [row["text"]])])
-    columns, bad = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
-    found = [
-        TOKENIZER.decode([*ids, 0, *answers[0]])
-        for ids, answers in zip(columns["prompt_ids"], columns["answers"], strict=True)
-    ]
-    assert found == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and [problem.index for problem in bad] == [2]
+    rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
+    texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
+    assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
 
 
 def test_keys_tell_whole_rows_apart_and_digests_their_final_content():
     rows = [{"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "y" + "x" * 39, "answers": ["a"]},
             {"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "x" * 39, "answers": ["xa"]}]  # fmt: skip
-    columns, _ = batch(rows, limit=12)
-    keys, digests = columns["key"], columns["digest"]
+    found = batch(rows, limit=12)
+    keys, digests = [row["key"] for row in found], [row["digest"] for row in found]
     assert keys[0] == keys[2] and len(set(keys)) == 3, "compared before the limit"
     assert digests[0] == digests[1] == digests[2] != digests[3], "after it"
+
+
+def test_equal_prompts_with_other_correct_answers_and_equal_blocks_are_no_duplicates():
+    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", None)]
+    keys = [row["key"] for row in batch(rows, use="prompt")]
+    assert keys[0] == keys[2] and len({*keys}) == 3
+    assert len({row["key"] for row in batch(rows)}) == 1
+    form = replace(FORM, read=lambda row, use, where: [Example("", [row["text"]])])
+    blocks = batch([{"text": "a" * 40}] * 2, form=form, limit=4)
+    keys = [row["key"] for row in blocks]
+    assert len(keys) > 20 and keys[: len(keys) // 2] == keys[len(keys) // 2 :]
+    assert len({*keys}) == len(keys) // 2 and {row["fitted"] for row in blocks} == {Fitted.BLOCK}
 
 
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():
@@ -118,15 +128,6 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
     assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}
-
-
-def test_equal_prompts_with_other_correct_answers_are_no_duplicates():
-    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", None)]
-    prompts, _ = batch(rows, use="prompt")
-    keys = prompts["key"]
-    assert keys[0] == keys[2] and len({*keys}) == 3
-    answers, _ = batch(rows)
-    assert len({*answers["key"]}) == 1
 
 
 # A whole data set: in the order of the step, equal for any number of processes
