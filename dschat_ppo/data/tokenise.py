@@ -94,7 +94,9 @@ def tokenise_batch(
     bad: dict[int, dict[str, Any]] = {}  # the first problem of each raw row
     examples: list[tuple[int, Example]] = []
     columns = {**token_features(settings.use), **NOTES}
-    nothing = {name: [] if isinstance(kind, List) else "{}" if name == "row" else 0 for name, kind in columns.items()}
+    nothing: dict[str, Any] = {
+        name: [] if isinstance(kind, List) else "{}" if name == "row" else 0 for name, kind in columns.items()
+    }
 
     def refuse(number: int, problem: UserError, suffix: str = "", hint: str = "") -> None:
         where = f"{origins[number]}{suffix}"
@@ -161,17 +163,17 @@ def _token_rows(
         found = [(ids, fitted, outcome)]
 
     # For duplicates: prompts with other correct answers are none, nor are equal blocks of one text.
-    key = [_bytes_of(ids), str(example.labels)]
+    key: list[bytes | str] = [_bytes_of(ids), str(example.labels)]
     if use == "prompt" and example.truth is not None:
         key.append(json.dumps(example.truth, default=str))
     rows = []
     for place, (before, after, outcome) in enumerate(found):
-        values = {
+        values: dict[str, Any] = {
             "prompt_ids": after.prompt, "answers": after.answers, "margin": example.margin, "fitted": int(outcome),
             "prompt_tokens": len(before.prompt), "answer_tokens": max(map(len, before.answers), default=0),
             "key": _hash(*key, str(place)), **labels,
         }  # fmt: skip
-        content = [_bytes_of(after), str(example.margin)]
+        content: list[bytes | str] = [_bytes_of(after), str(example.margin)]
         if use == "sft":
             values["prompt_spans"] = [list(span) for span in after.prompt_spans]
             content.append(str(values["prompt_spans"]))
