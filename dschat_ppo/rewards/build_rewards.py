@@ -37,7 +37,7 @@ def check_sources(flags: RewardSourceFlags) -> None:
         function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
         function.close()
         if spec.rule is None:
-            logger().info(f"{spec}: {function.pool.signature.call.description}")
+            logger().info(f"{spec}: {function.signature.call.description}")
     check_sandbox(flags, specs)
 
 

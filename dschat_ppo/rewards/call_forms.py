@@ -1,56 +1,148 @@
-"""The forms in which people write reward functions, told apart by the names of their parameters. Needs only the
-standard library, because worker processes import it."""
+"""The forms in which people write reward functions: which one a function has, and what it is called with.
+
+Worker processes import it, so it imports no large library.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+
+from dschat_ppo.data.examples import ADDED, MESSAGES
 
 LOGGERS = ("log_extra", "log_metric")  # callables that TRL passes; the worker provides them
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One response to score. `row`: the columns of its data row. `token_ids`: of the response, up to and including the
+    token that ended it; empty unless the function takes them."""
+
+    prompt: str
+    response: str
+    row: dict[str, Any]
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def messages(self) -> Any:
+        """The prompt as TRL passes it: the messages of a chat, otherwise the text."""
+        return self.prompt if self.row.get(MESSAGES) is None else self.row[MESSAGES]
+
+    @property
+    def reply(self) -> Any:
+        """The response as TRL passes it: a message in a chat, otherwise the text."""
+        is_text = self.row.get(MESSAGES) is None
+        return self.response if is_text else [{"role": "assistant", "content": self.response}]
+
+    @property
+    def extra_info(self) -> Any:
+        """As verl passes it: where a row has none, an empty dict."""
+        return self.row.get("extra_info") or {}
+
+    @property
+    def query(self) -> str:
+        """As OpenRLHF passes it."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
 class CallForm:
-    """How functions of one form are called. `marks` are parameter names that only functions of this form have;
-    `arguments` is what the function receives besides columns and settings. If `per_row`, it gets single values and
-    returns one score, otherwise lists and a list."""
+    """How functions of one form are called.
 
-    marks: frozenset[str]
-    arguments: tuple[str, ...]
-    per_row: bool
+    Attributes:
+        per_row: whether the function gets single values and returns one score, rather than lists and a list.
+        marks: parameter names that only functions of this form have.
+        texts: argument -> attribute of `Answer`. They take precedence over columns.
+        columns: argument -> the column that it is, where this form calls it differently.
+        of_call: arguments with one value for a call.
+        hidden: what `**kwargs` does not receive, besides what data preparation adds to rows.
+        only_needed: whether columns reach only parameters without a default, and no `**kwargs`.
+    """
+
     description: str
+    per_row: bool
+    marks: tuple[str, ...]
+    texts: dict[str, str]
+    columns: dict[str, str] = field(default_factory=dict)
+    of_call: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    only_needed: bool = False
+
+    @property
+    def arguments(self) -> set[str]:
+        """What a function of this form receives besides columns and settings."""
+        return {*self.texts, *self.columns, *self.of_call}
 
 
-_TRL = ("completions", "completion_ids", "completions_ids", "trainer_state", *LOGGERS)
 CALL_FORMS = {
-    "responses": CallForm(frozenset({"responses"}), ("prompts", "responses"), False, "called once per batch"),
-    "response": CallForm(frozenset({"response"}), ("prompt", "response"), True, "called once per response"),
+    "responses": CallForm(
+        "called once per batch", False, ("responses",), {"prompts": "prompt", "responses": "response"}
+    ),
+    "response": CallForm(
+        "called once per response", True, ("response",), {"prompt": "prompt", "response": "response"}
+    ),
     "trl": CallForm(
-        frozenset(_TRL), ("prompts", *_TRL), False, "called once per batch, as TRL's GRPOTrainer does"
+        "called once per batch, as TRL's GRPOTrainer does", False,
+        ("completions", "completion_ids", "completions_ids", "trainer_state", *LOGGERS),
+        {"prompts": "messages", "completions": "reply", "completion_ids": "token_ids",
+         "completions_ids": "token_ids"},  # the name in some versions of TRL's documentation
+        of_call=("trainer_state", *LOGGERS), hidden=("prompt", "completion", "completions_ids"),
     ),
     "verl": CallForm(
-        frozenset({"solution_str"}), ("data_source", "solution_str", "ground_truth", "extra_info"), True,
-        "called once per response, as verl does",
+        "called once per response, as verl does", True, ("solution_str",),
+        {"solution_str": "response", "extra_info": "extra_info"},
+        {"data_source": "data_source", "ground_truth": "ground_truth"}, only_needed=True,
     ),
     "verl_batch": CallForm(
-        frozenset({"solution_strs"}), ("data_sources", "solution_strs", "ground_truths", "extra_infos"), False,
-        "called once per batch, as verl's batch reward manager does",
+        "called once per batch, as verl's batch reward manager does", False, ("solution_strs",),
+        {"solution_strs": "response", "extra_infos": "extra_info"},
+        {"data_sources": "data_source", "ground_truths": "ground_truth"}, only_needed=True,
     ),
     "openrlhf": CallForm(
-        frozenset({"queries"}), ("queries", "prompts", "labels"), False,
-        "called once per batch, as OpenRLHF's remote reward function",
+        "called once per batch, as OpenRLHF's remote reward function", False, ("queries",),
+        {"queries": "query", "prompts": "prompt"}, {"labels": "ground_truth"},
     ),
 }  # fmt: skip
-_TEXTS = {*CALL_FORMS["responses"].arguments, *CALL_FORMS["response"].arguments}
+_NO_SETTINGS = {*CALL_FORMS["responses"].texts, *CALL_FORMS["response"].texts}
+# What Python says when a function reads a text as a list of messages.
+_READS_MESSAGES = re.compile(r"string indices must be|'str' object has no attribute|values to unpack")
 
 
-def form_of(names: list[str]) -> str:
+@dataclass(frozen=True)
+class Signature:
+    """How to call a function. `form`: key of `CALL_FORMS`; `takes`: names of its arguments; `needs`: those without a
+    default; `any`: it has a `**` argument; `settings`: converted to the types of the defaults that they replace."""
+
+    form: str
+    takes: Sequence[str]
+    needs: Sequence[str]
+    any: bool
+    settings: dict[str, Any]
+
+    @property
+    def call(self) -> CallForm:
+        """The form of the function."""
+        return CALL_FORMS[self.form]
+
+    def wants(self, name: str) -> bool:
+        """Whether the function receives what has this name, if there is such a thing."""
+        return name in self.takes or (self.any and name not in (*ADDED, *self.call.hidden))
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether the function receives the token ids of the responses."""
+        return any(self.wants(name) for name, attribute in self.call.texts.items() if attribute == "token_ids")
+
+
+def form_of(names: Iterable[str]) -> str:
     """The form of a function with these parameters; "responses" if no name marks another; `TypeError` if several do. A
     function with `response` and `responses` is called per batch."""
-    found = {form: [name for name in names if name in known.marks] for form, known in CALL_FORMS.items()}
-    found = {form: marks for form, marks in found.items() if marks}
+    names = set(names)
+    found = {form: marks for form, call in CALL_FORMS.items() if (marks := [n for n in call.marks if n in names])}
     if set(found) == {"responses", "response"}:
         return "responses"
     if len(found) > 1:
@@ -62,32 +154,20 @@ def form_of(names: list[str]) -> str:
     return next(iter(found), "responses")
 
 
-def describe(function: Callable[..., Any], settings: dict[str, str]) -> dict[str, Any]:
-    """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting does not fit.
-
-    `form`: key of `CALL_FORMS`; `takes`: names of its arguments; `needs`: those without a default; `any`: it has a `**`
-    argument; `settings`: converted to the types of the defaults that they replace.
-    """
+def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signature:
+    """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting does not fit."""
     parameters = inspect.signature(function).parameters
-    kinds = {name: parameter.kind for name, parameter in parameters.items()}
-    by_position = [n for n, kind in kinds.items() if kind in (kind.POSITIONAL_ONLY, kind.VAR_POSITIONAL)]
-    if by_position:
-        raise TypeError(f"its argument {by_position[0]} is positional only, but the function is called by keywords")
-    names = [name for name, kind in kinds.items() if kind != kind.VAR_KEYWORD]
-    takes_any = len(names) < len(kinds)
-    form = form_of(names)
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise TypeError(f"its argument {name} is positional only, but the function is called by keywords")
+    defaults = {name: each.default for name, each in parameters.items() if each.kind != each.VAR_KEYWORD}
+    form, takes_any = form_of(defaults), len(defaults) < len(parameters)
     for name in settings:
-        if name in _TEXTS | set(CALL_FORMS[form].arguments) or (name not in names and not takes_any):
-            raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(names)}")
-    return {
-        "form": form,
-        "takes": names,
-        "needs": [name for name in names if parameters[name].default is inspect.Parameter.empty],
-        "any": takes_any,
-        "settings": {
-            n: _converted(n, text, parameters[n].default if n in names else None) for n, text in settings.items()
-        },
-    }
+        if name in _NO_SETTINGS | CALL_FORMS[form].arguments or (name not in defaults and not takes_any):
+            raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(defaults)}")
+    needs = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
+    converted = {name: _converted(name, text, defaults.get(name)) for name, text in settings.items()}
+    return Signature(form, list(defaults), needs, takes_any, converted)
 
 
 def _converted(name: str, text: str, default: Any) -> Any:
@@ -102,3 +182,39 @@ def _converted(name: str, text: str, default: Any) -> Any:
         except ValueError:
             raise ValueError(f"its setting {name} must be a number ({type(default).__name__}), not '{text}'") from None
     return text
+
+
+def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Iterable[str], step: int) -> dict[str, Any]:
+    """Keyword arguments of a call for some answers: lists for a batch function, single values for a per-row function.
+
+    Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
+    argument without a default and without a column is None. `columns`: of all rows of the rollout, also of others.
+    """
+    form, count = signature.call, len(answers)
+    wanted = [name for name in columns if (name in signature.needs if form.only_needed else signature.wants(name))]
+    values = {name: [answer.row.get(name) for answer in answers] for name in wanted}
+    for name, column in form.columns.items():
+        if signature.wants(name):
+            values[name] = [answer.row.get(column) for answer in answers]
+    for name, attribute in form.texts.items():
+        if signature.wants(name):
+            values[name] = [getattr(answer, attribute) for answer in answers]
+    values |= {name: [None] * count for name in signature.needs if name not in values and name not in form.of_call}
+    arguments: dict[str, Any] = {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
+    if "trainer_state" in form.of_call and signature.wants("trainer_state"):
+        arguments["trainer_state"] = SimpleNamespace(global_step=step)
+    return arguments | signature.settings
+
+
+def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
+    """Columns for arguments without a default that no row has, and that are neither texts nor settings."""
+    form = signature.call
+    given = {*form.texts, *form.of_call, *signature.settings}
+    return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(columns)
+
+
+def hint_of_text(signature: Signature, answer: Answer, cause: str) -> str:
+    """A hint for a function in TRL's form that fails with `cause` because it expects messages, not texts; else ""."""
+    if signature.form != "trl" or MESSAGES in answer.row or not _READS_MESSAGES.search(cause):
+        return ""
+    return " (prompts are text, so completions are text; --apply_chat_template True passes messages)"

@@ -6,9 +6,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 import torch
@@ -20,7 +19,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
-from dschat_ppo.rewards.call_arguments import arguments_of, hint_of_text, missing_columns, token_ids_of
+from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, hint_of_text, missing_columns
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
@@ -33,7 +32,6 @@ RULES = {
     "length_penalty": _RULES, "json_valid": _RULES, "code_tests": _SANDBOX,
 }  # fmt: skip
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
-SETTING_CHECKS: dict[tuple[str, str], Callable[[str], Any]] = {("format_match", "pattern"): re.compile}
 MOST_WARNINGS = 3
 LARGEST = torch.finfo(torch.float32).max
 
@@ -74,20 +72,36 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     place, settings = (head, _parse_settings(rest, given)) if mark else (rest, ())
     if not math.isfinite(weight):
         raise UserError(f"{given}: the weight must be finite, got {weight}")
-    parts = place.split(":")
-    if len(parts) == 1:
-        if place.endswith(".py"):
-            raise UserError(f"{given}: names no function; add it, as in {place}:FUNCTION")
-        if place not in RULES:
-            near = difflib.get_close_matches(place, RULES, n=1)
-            raise UserError(
-                f"{given}: there is no rule '{place}'{f'; did you mean {near[0]}?' if near else ''} "
-                f"({', '.join(RULES)}); name your own function as path.py:name or module.path:name"
-            )
-        parts = [RULES[place], place]
-    elif len(parts) != 2 or not all(parts) or not parts[1].isidentifier():
+    path, colon, name = place.partition(":")
+    if not colon and place.endswith(".py"):
+        raise UserError(f"{given}: names no function; add it, as in {place}:FUNCTION")
+    if not colon and place not in RULES:
+        near = difflib.get_close_matches(place, RULES, n=1)
+        raise UserError(
+            f"{given}: there is no rule '{place}'{f'; did you mean {near[0]}?' if near else ''} "
+            f"({', '.join(RULES)}); name your own function as path.py:name or module.path:name"
+        )
+    if not colon:
+        path, name = RULES[place], place
+    if not path or not name.isidentifier():
         raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight")
-    return _checked(FunctionSpec(parts[0], parts[1], weight, settings, flag, sources), given)
+    if path.endswith(".py"):
+        if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
+            raise UserError(f"{given}: there is no file {path}")
+    elif not all(part.isidentifier() for part in path.split(".")):
+        raise UserError(f"{given}: '{path}' is neither a file that ends in .py nor a module")
+    found = FunctionSpec(path, name, weight, settings, flag, sources)
+    if found.rule in MODULES:
+        require_extra(MODULES[found.rule], given)
+    for key, value in settings:
+        if value == HIDDEN:
+            raise UserError(f"{given}: *** stands for credentials, which are not saved: give the flag with them")
+        if (found.rule, key) == ("format_match", "pattern"):
+            try:
+                re.compile(value)
+            except re.error as problem:
+                raise UserError(f"{given}: invalid setting {key}: {in_one_line(problem)}") from None
+    return found
 
 
 def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
@@ -112,24 +126,6 @@ def _parse_settings(text: str, given: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def _checked(spec: FunctionSpec, given: str) -> FunctionSpec:
-    if spec.path.endswith(".py"):
-        if not os.path.isfile(spec.path):  # `Path.is_file` raises for a name that is too long
-            raise UserError(f"{given}: there is no file {spec.path}")
-    elif not all(part.isidentifier() for part in spec.path.split(".")):
-        raise UserError(f"{given}: '{spec.path}' is neither a file that ends in .py nor a module")
-    if spec.rule in MODULES:
-        require_extra(MODULES[spec.rule], given)
-    for key, value in spec.settings:
-        if value == HIDDEN:
-            raise UserError(f"{given}: *** stands for credentials, which are not saved: give the flag with them")
-        try:
-            SETTING_CHECKS.get((spec.rule or "", key), str)(value)
-        except (ValueError, re.error) as problem:
-            raise UserError(f"{given}: invalid setting {key}: {in_one_line(problem)}") from None
-    return spec
-
-
 class FunctionReward:
     """Scores responses with a function that runs in `workers` processes. A failed call costs a response, never the run.
     Such a response gets the score `default`. `timeout`: seconds for each call."""
@@ -146,6 +142,7 @@ class FunctionReward:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout)
         except CallError as problem:
             raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
+        self.signature = Signature(**self.pool.ready)
 
     @property
     def name(self) -> str:
@@ -161,59 +158,68 @@ class FunctionReward:
         most `worker_pool.START_SECONDS`) for each call that has to be killed.
         """
         rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)]
-        own = request.select(rows)
-        if self.spec.rule is not None:  # rules read the correct answer; other functions, the columns as they are
-            own = replace(own, rows=[row | {"answer": row[TRUTH]} if TRUTH in row else row for row in own.rows])
-        new = missing_columns(self.pool.signature, own) - self.missing if rows else set()
-        self.missing |= new
-        if new:  # most often a misspelt column
-            self._warn(f"no row has a column {_either(new)}: its argument is None{_other_name(new, own)}")
-        results = self._results(own, rollout, rows)
-        causes = {
-            row: found.score + hint_of_text(self.pool.signature, request.rows[row], found.score)
-            for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)
-        }  # fmt: skip
-        first = self.counts.cause
-        if causes and first is None:
-            first = next(iter(causes.values()))
-            if self.missing:
-                first += f" (no row has a column {_either(self.missing)})"
+        answers = [self._answer(request, rollout, row) for row in rows]
+        columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
+        self._warn_of_missing(answers, columns)
+        results = self._results(answers, columns, request.step)
+        causes = {}
+        for row, answer, found in zip(rows, answers, results, strict=True):
+            if isinstance(found.score, str):
+                causes[row] = found.score + hint_of_text(self.signature, answer, found.score)
+        before, left = self.counts, sum(found.score is None for found in results)
+        first = next(iter(causes.values()), None)
+        if first is not None and self.missing:
+            first += f" (no row has a column {_either(self.missing)})"
         self.counts = CallCounts(
-            self.counts.rows + len(rows), self.counts.failed + len(causes), first,
-            self.counts.left + sum(found.score is None for found in results),
-        )  # fmt: skip
+            before.rows + len(rows), before.failed + len(causes), before.cause or first, before.left + left
+        )
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(causes) > MOST_WARNINGS:
             self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}")
         scores = torch.full((len(request),), math.nan)
-        values = [self.default if isinstance(found.score, str) else found.score for found in results]
-        scores[rows] = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+        for row, found in zip(rows, results, strict=True):
+            if found.score is not None:
+                scores[row] = self.default if isinstance(found.score, str) else found.score
         self.numbers = self._numbers(len(request), rows, results)
         return scores
 
-    def _results(self, request: RewardRequest, rollout: Rollout, numbers: list[int]) -> list[Returned]:
-        """The result for each response. `numbers`: their rows in the rollout."""
-        rows = range(len(request))
-        signature = self.pool.signature
-        ids = None
-        if signature.takes_token_ids:
-            every = token_ids_of(rollout)
-            ids = [every[number] for number in numbers]
-        if not signature.per_row and len(request) > 1:
-            (batch,) = self.pool.map([arguments_of(signature, request, rows, ids)])
-            if isinstance(batch, list) and len(batch) == len(request):
-                return [_checked_score(found) for found in batch]
-            cause = f"returned {len(batch)} scores" if isinstance(batch, list) else str(batch)
-            self._warn(f"a call for {len(request)} rows failed ({cause}); it is repeated row by row")
-        results: list[Returned] = []
-        for found in self.pool.map([arguments_of(signature, request, [row], ids) for row in rows]):
-            if isinstance(found, CallError):
-                results.append(Returned(str(found), {}))
-            elif len(found) != 1:
-                results.append(Returned(f"returned {len(found)} scores for one row", {}))
+    def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
+        """One of the responses, as the function may see it."""
+        row, ids = request.rows[number], list[int]()
+        if self.spec.rule is not None and TRUTH in row:  # other functions see the columns as they are
+            row = row | {"answer": row[TRUTH]}
+        if self.signature.takes_token_ids:
+            ids = rollout.response_ids[number][rollout.response_mask[number]].tolist()
+        return Answer(request.prompts[number], request.responses[number], row, ids)
+
+    def _warn_of_missing(self, answers: list[Answer], columns: list[str]) -> None:
+        """Warn once of each argument without a column: most often a misspelt column."""
+        new = missing_columns(self.signature, columns) - self.missing if answers else set()
+        self.missing |= new
+        if new:
+            remedy = ""
+            for name, other in (("ground_truth", "answer"), ("answer", "ground_truth")):
+                if name in new and any(answer.row.get(other) is not None for answer in answers):
+                    remedy = f"; --answer_column {other} passes the column '{other}' under both names"
+            self._warn(f"no row has a column {_either(new)}: its argument is None{remedy}")
+
+    def _results(self, answers: list[Answer], columns: list[str], step: int) -> list[Returned]:
+        """The result for each response: of one call for all, or else of one call for each."""
+        if not self.signature.call.per_row and len(answers) > 1:
+            [reply] = self.pool.map([arguments_of(self.signature, answers, columns, step)])
+            if not isinstance(reply, CallError) and len(reply) == len(answers):
+                return [_checked(score, numbers) for score, numbers in reply]
+            cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
+            self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
+        results = []
+        for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
+            if isinstance(reply, CallError):
+                results.append(Returned(str(reply), {}))
+            elif len(reply) != 1:
+                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
             else:
-                results.append(_checked_score(found[0]))
+                results.append(_checked(*reply[0]))
         return results
 
     def _numbers(self, count: int, rows: list[int], results: list[Returned]) -> dict[str, Tensor]:
@@ -227,9 +233,8 @@ class FunctionReward:
         self.names |= set(new[:room])
         columns = {name: torch.full((count,), math.nan, dtype=torch.float64) for name in names if name in self.names}
         for row, found in zip(rows, results, strict=True):
-            for name, value in found.numbers.items():
-                if name in columns:
-                    columns[name][row] = value
+            for name in found.numbers.keys() & columns.keys():
+                columns[name][row] = found.numbers[name]
         return columns
 
     def _warn(self, text: str) -> None:
@@ -249,19 +254,11 @@ def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
 
 
-def _other_name(missing: set[str], request: RewardRequest) -> str:
-    """How to pass the correct answer, if the rows have it under the other of its two names; else ""."""
-    for name, other in (("ground_truth", "answer"), ("answer", "ground_truth")):
-        if name in missing and any(row.get(other) is not None for row in request.rows):
-            return f"; --answer_column {other} passes the column '{other}' under both names"
-    return ""
-
-
-def _checked_score(found: Returned) -> Returned:
+def _checked(score: float | str | None, numbers: dict[str, float]) -> Returned:
     """The result, with a reason in place of a score that is not a finite fp32 number."""
-    if isinstance(found.score, float) and not abs(found.score) <= LARGEST:
-        return Returned(f"returned {found.score}, which is not a finite fp32 number", {})
-    return found
+    if isinstance(score, float) and not abs(score) <= LARGEST:
+        return Returned(f"returned {score}, which is not a finite fp32 number", {})
+    return Returned(score, numbers)
 
 
 def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:

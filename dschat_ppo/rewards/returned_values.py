@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsFloat
 
 MOST_NUMBERS = 32  # other numbers of a function
@@ -26,7 +27,7 @@ def returned_rows(result: Any, per_row: bool) -> list[Returned]:
     if per_row:
         return [_returned(result)]
     if isinstance(result, dict) and "rewards" in result:
-        return returned_rows(_rows_of_openrlhf(result), per_row)
+        result = _rows_of_openrlhf(result)
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
         keys = f", nor a dict with 'rewards' (its keys: {list(result)[:8]})" if isinstance(result, dict) else ""
         raise TypeError(f"returned {type(result).__name__}, not a list of numbers{keys}")
@@ -34,40 +35,28 @@ def returned_rows(result: Any, per_row: bool) -> list[Returned]:
 
 
 def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row."""
-    logs = result.get("extra_logs") or {}
-    columns = {**logs, **{name: result[name] for name in ("scores",) if name in result}, "score": result["rewards"]}
-    values = {name: list(column) if _is_sequence(column) else column for name, column in columns.items()}
-    if not isinstance(values["score"], list):
+    """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row. A
+    log with another number of values is of no row."""
+    columns = {**(result.get("extra_logs") or {}), "scores": result.get("scores"), "score": result["rewards"]}
+    has_rows = {name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
+                for name, column in columns.items()}  # fmt: skip
+    if not has_rows["score"]:
         raise TypeError("returned 'rewards' that is not a list of numbers")
-    rows = range(len(values["score"]))
-    return [
-        {name: value[row] if isinstance(value, list) else value for name, value in values.items()
-         if not isinstance(value, list) or len(value) == len(rows)}
-        for row in rows
-    ]  # fmt: skip
-
-
-def _is_sequence(value: Any) -> bool:
-    """Whether it has rows: a list, or a tensor or array that is no single number."""
-    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+    count = len(columns["score"])
+    lists = {name: list(column) if has_rows[name] else [column] * count for name, column in columns.items()}
+    return [{name: values[row] for name, values in lists.items() if len(values) == count} for row in range(count)]
 
 
 def _returned(value: Any) -> Returned:
     if not isinstance(value, dict):
-        return Returned(_score(value), {})
-    others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
-    numbers = [(name, other) for name, other in others.items() if other is not None and math.isfinite(other)]
+        value = {"score": value}
     if "score" not in value:
-        return Returned(f"returned a dict without 'score' (its keys: {', '.join(list(others)[:8]) or 'none'})", {})
-    return Returned(_score(value["score"]), dict(numbers[:MOST_NUMBERS]))
-
-
-def _score(value: Any) -> float | str | None:
-    if value is None:
-        return None
-    number = _number(value)
-    return NO_NUMBER if number is None else number
+        keys = ", ".join(map(clean_name, list(value)[:8]))
+        return Returned(f"returned a dict without 'score' (its keys: {keys or 'none'})", {})
+    score = value["score"]
+    number = _number(score)
+    others = _finite_numbers({key: other for key, other in value.items() if key != "score"})
+    return Returned(NO_NUMBER if number is None and score is not None else number, others)
 
 
 def _number(value: Any) -> float | None:
@@ -80,40 +69,40 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _finite_numbers(values: dict[Any, Any]) -> dict[str, float]:
+    """The finite numbers among the values, by clean name."""
+    found = {clean_name(key): _number(value) for key, value in values.items()}
+    return {name: number for name, number in found.items() if number is not None and math.isfinite(number)}
+
+
 def clean_name(key: Any) -> str:
     """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and `@`."""
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", str(key)[:_LONGEST_NAME]) or "_"
 
 
+@dataclass(frozen=True)
 class CallLog:
-    """Numbers that a function of TRL's form logs during one call, with `log_metric` and `log_extra`."""
+    """What a function of TRL's form logs during one call, by clean name."""
 
-    def __init__(self) -> None:
-        self._metrics: dict[str, list[float]] = {}
-        self._columns: dict[str, list[Any]] = {}
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
-    @property
-    def loggers(self) -> dict[str, Callable[..., None]]:
-        """Argument name -> callable."""
-        return {"log_metric": self._log_metric, "log_extra": self._log_extra}
-
-    def _log_metric(self, name: Any, value: Any) -> None:
+    def log_metric(self, name: Any, value: Any) -> None:
         """One number for the whole call; of several with the same name, the mean counts."""
-        number = _number(value)
-        if number is not None and math.isfinite(number):
-            self._metrics.setdefault(clean_name(name), []).append(number)
+        for key, number in _finite_numbers({name: value}).items():
+            self.metrics.setdefault(key, []).append(number)
 
-    def _log_extra(self, column: Any, values: Any) -> None:
+    def log_extra(self, column: Any, values: Any) -> None:
         """One value for each response of the call; those that are not numbers are ignored."""
-        self._columns[clean_name(column)] = list(values)
+        self.columns[clean_name(column)] = list(values)
 
     def added_to(self, rows: list[Returned]) -> list[Returned]:
-        """The rows with the logged numbers; those that the function returned itself take precedence."""
-        metrics = {name: math.fsum(values) / len(values) for name, values in self._metrics.items()}
-        columns = {name: values for name, values in self._columns.items() if len(values) == len(rows)}
+        """The rows with the logged numbers, at most `MOST_NUMBERS` each; those that the function returned itself take
+        precedence."""
+        metrics = {name: math.fsum(values) / len(values) for name, values in self.metrics.items()}
+        columns = {name: values for name, values in self.columns.items() if len(values) == len(rows)}
         found = []
         for place, row in enumerate(rows):
-            logged = {name: _number(values[place]) for name, values in columns.items()}
-            finite = {name: number for name, number in logged.items() if number is not None and math.isfinite(number)}
-            found.append(Returned(row.score, dict(list((metrics | finite | row.numbers).items())[:MOST_NUMBERS])))
+            logged = _finite_numbers({name: values[place] for name, values in columns.items()})
+            found.append(Returned(row.score, dict(list((metrics | logged | row.numbers).items())[:MOST_NUMBERS])))
         return found

@@ -14,21 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pickle import PicklingError, dumps
-from typing import Any, NoReturn
+from typing import Any
 
 from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
-from dschat_ppo.rewards.call_arguments import Signature
-from dschat_ppo.rewards.returned_values import Returned
-from dschat_ppo.rewards.worker_process import LENGTH
 
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
-_MOST_BYTES = 2**28
-_DIED = "its process ended (a crash, os._exit, or out of memory)"
-_GARBAGE = "its process sent an invalid reply"
+_MOST_BYTES = 2**28  # of a reply
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.rewards.worker_process import main; main(sys.argv[2:])"
+    "from dschat_ppo.rewards.worker_process import main; main(*sys.argv[2:])"
 )
 
 
@@ -50,14 +45,16 @@ class Target:
 
 
 class Worker:
-    """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call."""
+    """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
+    what the function keeps between calls is lost with it. `seconds`: for each call."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, seconds: float):
         self.target = target
+        self.seconds = seconds
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Signature:
-        """Start the process and wait until it has imported the function."""
+    def start(self) -> Any:
+        """Start the process and wait until it has imported the function; what it says about it (JSON)."""
         self.stop()
         argv = [self.target.where, self.target.name, json.dumps(dict(self.target.settings))]
         self.process = subprocess.Popen(
@@ -67,30 +64,21 @@ class Worker:
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
         try:
-            ready = self._receive("ready", TimeLeft(START_SECONDS), f"was not imported within {START_SECONDS:g} s")
+            return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s")
         except CallError:
             self.stop()
             raise
-        return Signature(
-            ready["form"], frozenset(ready["takes"]), frozenset(ready["needs"]), ready["any"], ready["settings"]
-        )
 
-    def call(self, arguments: dict[str, Any], seconds: float) -> list[Returned]:
-        """Call the function with keyword arguments; its results, one for each response, or `CallError`."""
-        if self.process is None:
-            self.start()
-        left = TimeLeft(seconds)
-        late = f"took longer than {seconds:g} s (--reward_timeout) and was killed"
+    def call(self, arguments: dict[str, Any]) -> Any:
+        """Call the function with keyword arguments; its reply (JSON), or `CallError`."""
         try:
-            body = dumps(arguments)
+            request = dumps(arguments)
         except (PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
-        self._write(LENGTH.pack(len(body)) + body, left, late)
-        values = self._receive("values", left, late)
-        try:
-            return [Returned(score, numbers) for score, numbers in values]
-        except (TypeError, ValueError):
-            self._fail(CallError(_GARBAGE))
+        if self.process is None:
+            self.start()
+        late = f"took longer than {self.seconds:g} s (--reward_timeout) and was killed"
+        return self._exchange(request, self.seconds, late)
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -104,79 +92,75 @@ class Worker:
         self.process.stdout.close()
         self.process = None
 
-    def _receive(self, kind: str, left: TimeLeft, late: str) -> Any:
-        """The next reply, of one kind. An error that the worker reports leaves it alive; any other failure ends it."""
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, left, late))
-        if length > _MOST_BYTES:
-            self._fail(CallError(_GARBAGE))
+    def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
+        """Send a request; the value that the worker replies. An error that it reports leaves it alive, any other ends
+        it."""
         try:
-            reply = json.loads(self._read(length, left, late))
-        except ValueError:
-            self._fail(CallError(_GARBAGE))
-        if not isinstance(reply, dict) or not {kind, "error"} & set(reply):
-            self._fail(CallError(_GARBAGE))
-        if "error" in reply:
-            raise CallError(str(reply["error"]))
-        return reply[kind]
+            kind, value = self._transfer(request, seconds, late)
+        except CallError:
+            self.stop()
+            raise
+        if kind == "error":
+            raise CallError(str(value))
+        return value
 
-    def _read(self, size: int, left: TimeLeft, late: str) -> bytes:
-        assert self.process is not None and self.process.stdout is not None
-        number, data = self.process.stdout.fileno(), b""
-        while len(data) < size:
-            self._wait(number, select.POLLIN, left, late)
-            part = os.read(number, size - len(data))
-            if not part:
-                self._fail(WorkerDiedError(_DIED))
-            data += part
-        return data
-
-    def _write(self, data: bytes, left: TimeLeft, late: str) -> None:
-        assert self.process is not None and self.process.stdin is not None
-        number, view = self.process.stdin.fileno(), memoryview(data)
-        while view:
-            self._wait(number, select.POLLOUT, left, late)
-            try:
-                view = view[os.write(number, view) :]
-            except BrokenPipeError:
-                self._fail(WorkerDiedError(_DIED))
-
-    def _wait(self, number: int, event: int, left: TimeLeft, late: str) -> None:
+    def _transfer(self, request: bytes, seconds: float, late: str) -> tuple[str, Any]:
+        """Write a request and read a line, {kind: value}. The process may end or hang at any byte of them."""
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        inward, outward = self.process.stdin.fileno(), self.process.stdout.fileno()
+        left, unsent, line = TimeLeft(seconds), memoryview(request), bytearray()
         poll = select.poll()
-        poll.register(number, event)
-        while not poll.poll(1000 * min(_HEARTBEAT_SECONDS, max(0.0, left.seconds()))):
-            heartbeat()  # a call that hangs is found by its own time limit
-            if left.seconds() <= 0:
-                self._fail(CallError(late))
-
-    def _fail(self, problem: CallError) -> NoReturn:
-        self.stop()
-        raise problem
+        poll.register(outward, select.POLLIN)
+        if unsent:
+            poll.register(inward, select.POLLOUT)
+        try:
+            while not line.endswith(b"\n"):
+                if (most := left.seconds()) <= 0:
+                    raise CallError(late)
+                for number, _ in poll.poll(1000 * min(_HEARTBEAT_SECONDS, most)):
+                    if number == inward:
+                        unsent = unsent[os.write(inward, unsent) :]
+                        if not unsent:
+                            poll.unregister(inward)
+                        continue
+                    part = os.read(outward, 2**20)
+                    if not part or len(line) > _MOST_BYTES:
+                        raise BrokenPipeError
+                    line += part
+                heartbeat()  # a call that hangs is found by its own time limit
+            [(kind, value)] = json.loads(line).items()
+        except BrokenPipeError:
+            raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
+        except (ValueError, AttributeError):
+            raise CallError("its process sent an invalid reply") from None
+        return kind, value
 
 
 class WorkerPool:
-    """`size` worker processes of one function, with a time limit of `seconds` for each call."""
+    """`size` worker processes of one function, with a time limit of `seconds` for each call. `ready`: what the first
+    says about the function."""
 
     def __init__(self, target: Target, size: int, seconds: float):
-        self.seconds = seconds
-        self.workers = [Worker(target) for _ in range(size)]
+        self.workers = [Worker(target, seconds) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:
-            self.signature = list(self.threads.map(Worker.start, self.workers))[0]
+            self.ready = list(self.threads.map(Worker.start, self.workers))[0]
         except CallError:
             self.close()
             raise
 
-    def map(self, calls: Sequence[dict[str, Any]]) -> list[list[Returned] | CallError]:
-        """Result or failure of each call, in order. Each worker takes the next call when it is free.
+    def map(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free.
 
-        A call whose worker dies is repeated once. Takes at most `ceil(len(calls) / size) * seconds`, plus
-        `START_SECONDS` per round if every worker is replaced, and both once more for calls whose worker dies.
+        A call whose worker dies is repeated once: a process may be killed without the fault of this call (out of
+        memory). Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is
+        replaced, and both once more for calls whose worker dies.
         """
         waiting = queue.SimpleQueue[int]()
         for number in range(len(calls)):
             waiting.put(number)
-        results: list[list[Returned] | CallError] = [CallError("was not called")] * len(calls)
+        results: list[Any] = [None] * len(calls)
 
         def serve(worker: Worker) -> None:
             while not self.closed:
@@ -185,15 +169,14 @@ class WorkerPool:
                 except queue.Empty:
                     return
                 heartbeat()
-                for _ in range(2):  # a process may be killed without the fault of this call (out of memory)
+                for _ in range(2):
                     try:
-                        results[number] = worker.call(calls[number], self.seconds)
-                    except WorkerDiedError as problem:
-                        results[number] = problem
-                        continue
+                        results[number] = worker.call(calls[number])
+                        break
                     except CallError as problem:
                         results[number] = problem
-                    break
+                        if not isinstance(problem, WorkerDiedError):
+                            break
 
         list(self.threads.map(serve, self.workers[: len(calls)]))
         return results

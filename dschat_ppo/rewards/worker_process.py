@@ -1,7 +1,7 @@
-"""The worker process that runs a reward function. Started by `worker_pool.Worker`; needs only the standard library.
+"""The worker process that runs a reward function. Started by `worker_pool.Worker`; imports no large library.
 
-Requests arrive on standard input, each a length and a pickle of keyword arguments. Replies leave on the original
-standard output, each a length and JSON: the trainer unpickles nothing that a worker wrote. The function itself gets an
+Requests arrive on standard input: pickled keyword arguments, one call after another. Replies leave on the original
+standard output, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself gets an
 empty standard input, and its prints go to standard error.
 
 The process forks. The child runs the function. The parent watches whether the trainer is alive, because a function that
@@ -21,64 +21,67 @@ import os
 import pickle
 import select
 import signal
-import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import CodeType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load, one_line
-from dschat_ppo.rewards.call_forms import CALL_FORMS, describe
-from dschat_ppo.rewards.returned_values import CallLog, returned_rows
+from dschat_ppo.rewards.call_forms import LOGGERS, Signature, describe
+from dschat_ppo.rewards.returned_values import CallLog, Returned, returned_rows
 
-LENGTH = struct.Struct(">Q")
 _POLL_MILLISECONDS = 1000
 
 
-def main(argv: list[str]) -> None:
-    """Serve a function. `argv`: its file or module, its name, its settings as JSON."""
+def main(where: str, name: str, settings: str) -> None:
+    """Serve the function `name` of a file or module. `settings`: as JSON."""
     parent = os.getppid()
     outlive_signals()
     child = os.fork()
     if child:
         _watch(parent, child)
     os.register_at_fork(after_in_child=restore_signals)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")  # descriptors are not inherited
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")  # descriptors are not inherited
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    where, name, settings = argv
+
+    def reply(kind: str, value: Any) -> None:
+        print(json.dumps({kind: value}), file=replies, flush=True)
+
     try:
         function = load(where, name)
-        loaded, file = describe(function, json.loads(settings)), file_of(function)
+        signature, file = describe(function, json.loads(settings)), file_of(function)
     except NoSuchFunctionError as problem:
-        _send(replies, {"error": one_line(str(problem))})
-        return
+        return reply("error", one_line(str(problem)))
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
-        _send(replies, {"error": cause_of(problem, os.path.abspath(where))})
-        return
-    _send(replies, {"ready": loaded})
+        return reply("error", cause_of(problem, os.path.abspath(where)))
+    reply("value", asdict(signature))
     loop = asyncio.new_event_loop()
-    per_row = CALL_FORMS[loaded["form"]].per_row
-    while len(head := requests.read(LENGTH.size)) == LENGTH.size:
-        leave_dead_terminal()  # a print of the function would fail
-        arguments = pickle.loads(requests.read(LENGTH.unpack(head)[0]))
-        log = CallLog()
-        if loaded["form"] == "trl":
-            loggers = {name: call for name, call in log.loggers.items() if loaded["any"] or name in loaded["takes"]}
-            arguments = loggers | arguments
+    while True:
         try:
-            result = function(**arguments)
-            if inspect.isawaitable(result):
-                result = loop.run_until_complete(_awaited(result))
-            reply: dict[str, Any] = {"values": log.added_to(returned_rows(result, per_row))}
+            arguments = pickle.load(requests)
+        except EOFError:
+            return None
+        leave_dead_terminal()  # a print of the function would fail
+        try:
+            reply("value", _call(function, signature, arguments, loop))
         except BaseException as problem:  # noqa: BLE001  a failed call costs its rows, not the run
-            reply = {"error": cause_of(problem, file)}
-        _send(replies, reply)
+            reply("error", cause_of(problem, file))
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+def _call(
+    function: Callable[..., Any], signature: Signature, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop
+) -> list[Returned]:
+    """The results of one call, one for each response."""
+    log = CallLog()
+    if signature.form == "trl":
+        arguments = {name: getattr(log, name) for name in LOGGERS if signature.wants(name)} | arguments
+    result = function(**arguments)
+    if inspect.isawaitable(result):
+        result = loop.run_until_complete(result)
+    return log.added_to(returned_rows(result, signature.call.per_row))
 
 
 def outlive_signals() -> None:
@@ -103,12 +106,6 @@ def _watch(parent: int, child: int) -> NoReturn:
             os._exit(0)
     os.killpg(os.getpid(), signal.SIGKILL)  # this process leads the group
     os._exit(1)
-
-
-def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    body = json.dumps(reply).encode()
-    replies.write(LENGTH.pack(len(body)) + body)
-    replies.flush()
 
 
 def file_of(function: Callable[..., Any]) -> str | None:

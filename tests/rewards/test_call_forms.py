@@ -1,4 +1,5 @@
-"""Functions written for TRL, verl and OpenRLHF run as they are; parameter names tell the form of a function."""
+"""Functions of all forms: how each is told, what it receives, by hand, and that those written for TRL, verl and OpenRLHF
+run as they are."""
 
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.call_forms import describe, form_of
+from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, describe, form_of, missing_columns
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
@@ -234,7 +235,70 @@ def test_a_description_of_a_function_of_trl():
     def f(completions, scale=1.0, **kwargs):
         pass
 
-    assert describe(f, {"scale": "2"}) == {
-        "form": "trl", "takes": ["completions", "scale"], "needs": ["completions"], "any": True,
-        "settings": {"scale": 2.0},
-    }  # fmt: skip
+    assert describe(f, {"scale": "2"}) == Signature(
+        "trl", ["completions", "scale"], ["completions"], any=True, settings={"scale": 2.0}
+    )
+
+
+CHAT = chat("one?")
+REPLY = [{"role": "assistant", "content": "r0"}]
+ANSWERS = [
+    Answer("p0", "r0", {"_messages": CHAT, "prompt": CHAT, "number": 1, "data_source": "a", "extra_info": {"index": 3}},
+           [5, 6]),
+    Answer("p1", "r1", {"number": 2, "completion": "c", "ground_truth": "t"}, [7]),
+]  # fmt: skip
+COLUMNS = ["_messages", "prompt", "number", "data_source", "extra_info", "completion", "ground_truth"]
+ROWS = {"both": ANSWERS, "first": ANSWERS[:1], "second": ANSWERS[1:]}
+
+
+def signature(form, takes="", needs=None, any_=False, **settings) -> Signature:
+    return Signature(form, takes.split(), (takes if needs is None else needs).split(), any_, settings)
+
+
+@pytest.mark.parametrize(("wanted", "rows", "expected"), [
+    (signature("trl", any_=True, number=9), "both", {
+        "prompts": [CHAT, "p1"], "completions": [REPLY, "r1"], "completion_ids": [[5, 6], [7]], "number": 9,
+        "data_source": ["a", None], "extra_info": [{"index": 3}, None], "ground_truth": [None, "t"]}),
+    (signature("trl", "completions_ids prompts number absent log_extra"), "second",
+     {"completions_ids": [[7]], "prompts": ["p1"], "number": [2], "absent": [None]}),
+    (signature("verl", "number", any_=True), "first", {
+        "data_source": "a", "solution_str": "r0", "ground_truth": None, "extra_info": {"index": 3}, "number": 1}),
+    (signature("verl", "solution_str number", "solution_str"), "second", {"solution_str": "r1"}),  # keeps its default
+    (signature("verl_batch", any_=True), "both", {
+        "data_sources": ["a", None], "solution_strs": ["r0", "r1"], "ground_truths": [None, "t"],
+        "extra_infos": [{"index": 3}, {}]}),
+    (signature("openrlhf", "queries labels"), "both", {"queries": ["p0r0", "p1r1"], "labels": [None, "t"]}),
+    (signature("response", "response _messages"), "first", {"response": "r0", "_messages": CHAT}),
+    (signature("responses", any_=True), "second", {
+        "prompt": [None], "number": [2], "data_source": [None], "extra_info": [None], "completion": ["c"],
+        "ground_truth": ["t"], "prompts": ["p1"], "responses": ["r1"]}),
+])  # fmt: skip
+def test_what_a_function_receives(wanted, rows, expected):
+    found = arguments_of(wanted, ROWS[rows], COLUMNS, 4)
+    state = found.pop("trainer_state", None)
+    assert found == expected
+    assert (state is not None and state.global_step == 4) is (wanted.form == "trl" and wanted.any)
+    assert wanted.takes_token_ids is (wanted.form == "trl")
+
+
+@pytest.mark.parametrize(("wanted", "missing"), [
+    (signature("trl", "completions prompts number absent log_extra trainer_state"), {"number", "absent"}),
+    (signature("verl_batch", "data_sources solution_strs ground_truths extra_infos"), {"data_source", "ground_truth"}),
+    (signature("verl", "data_source solution_str ground_truth extra_info"), {"data_source", "ground_truth"}),
+    (signature("openrlhf", "queries labels"), {"ground_truth"}),
+    (signature("response", "response given set default", "response given set", set=1), set()),
+])  # fmt: skip
+def test_columns_that_no_row_has(wanted, missing):
+    assert missing_columns(wanted, ["ground_truths", "given"]) == missing
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "expected"), [("short", (1, 2, 3, 0), [1 / 2, 1]), ("everything", (1, 2, 3, 4), [1, 1])]
+)
+def test_a_routed_function_of_trl_gets_the_tokens_of_its_rows(name, lengths, expected):
+    """Up to the token that ended the response, without padding."""
+    rows = [{"data_source": source, "task": "t", "_messages": CHAT} for source in ("b", "a", "b", "a")]
+    reward = FunctionReward(FunctionSpec(TRL, name, sources=("a",)), 1, 10.0, -9.0)
+    scores = reward(RewardRequest([""] * 4, [""] * 4, rows), rollout_of(*lengths)).tolist()
+    reward.close()
+    assert scores == pytest.approx([float("nan"), expected[0], float("nan"), expected[1]], nan_ok=True)

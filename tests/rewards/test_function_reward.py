@@ -10,7 +10,6 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import function_reward
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, Target, Worker
 
@@ -85,11 +84,11 @@ def test_a_setting_takes_precedence_over_a_column():
 def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_path):
     file = tmp_path / "mended.py"
     file.write_text("1 / 0")
-    worker = Worker(Target(str(file), "f"))
+    worker = Worker(Target(str(file), "f"), 5.0)
     with pytest.raises(CallError, match="ZeroDivisionError"):
-        worker.call({}, 5.0)
+        worker.call({})
     file.write_text("def f():\n    return [4]\n")
-    assert worker.call({}, 5.0) == [Returned(4.0, {})]
+    assert worker.call({}) == [[4.0, {}]]
     worker.stop()
 
 

@@ -49,13 +49,13 @@ def test_a_batch_may_return_any_sequence_but_no_dict():
 def test_names_of_numbers_are_cleaned_and_their_number_is_limited():
     assert clean_name("pass@1") == "pass@1" and clean_name("a/b c\nd\ud800") == "a_b_c_d_"
     assert clean_name("x" * 999) == "x" * 64 and clean_name("") == "_" and clean_name(3) == "3"
-    [found] = returned_rows({"score": 0, **{f"n{i}": i for i in range(50)}}, per_row=True)
+    [found] = CallLog().added_to(returned_rows({"score": 0, **{f"n{i}": i for i in range(50)}}, per_row=True))
     assert list(found.numbers) == [f"n{i}" for i in range(MOST_NUMBERS)]
 
 
 def test_a_log_adds_numbers_to_the_rows_of_a_call():
     log = CallLog()
-    metric, extra = log.loggers["log_metric"], log.loggers["log_extra"]
+    metric, extra = log.log_metric, log.log_extra
     metric("loss", 1), metric("loss", torch.tensor(2.0)), metric("text", "a"), metric("nan", math.nan)
     extra("n", [1, None]), extra("own", (5, 6)), extra("short", [1])
     rows = [Returned(1.0, {"own": 7.0}), Returned(None, {})]

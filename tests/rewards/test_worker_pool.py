@@ -151,7 +151,7 @@ def test_a_limit_waits_while_all_processes_are_stopped(tmp_path):
     for process in every:
         process.resume()
     printed, _ = parent.communicate(timeout=30)
-    assert "score=7.0" in printed and "[True]" in printed, printed
+    assert "[[[7.0, {}]]]" in printed and "[True]" in printed, printed
 
 
 def test_large_rows_go_through_the_pipe():
