@@ -76,6 +76,8 @@ class History:
 
 def find(rule: Rule, history: History) -> Seen | None:
     """What a rule finds at the current step."""
+    if rule.name in MEANS:
+        return _against_mean(rule, *MEANS[rule.name], history)
     if rule.name in TRENDS:
         return TRENDS[rule.name](history)
     text = _condition(rule, history.now, history.limits)
@@ -187,33 +189,32 @@ def ranks_uneven(metrics: Metrics, limits: Metrics) -> str | None:
 
 # Trends: what the steps of the window show
 
-
-def kl_spike(history: History) -> Seen | None:
-    """The KL exceeds the threshold and three times its mean over the window."""
-    kl, mean, limit = history.now.get("kl/ref_k1", 0.0), history.mean("kl/ref_k1"), history.limits["kl_spike"]
-    if mean is None or kl <= max(limit, 3 * mean):
-        return None
-    return Seen(f"kl/ref_k1 is {kl:.3g}, above {limit:g}; its mean over the previous steps is {mean:.3g}", history.step)
-
-
-def entropy_collapse(history: History) -> Seen | None:
-    """The entropy is a fraction of its mean over the window."""
-    entropy, mean = history.now.get("policy/entropy"), history.mean("policy/entropy")
-    factor = history.limits["entropy_collapse"]
-    if entropy is None or mean is None or entropy * factor >= mean or mean < SMALL_ENTROPY:
-        return None
-    text = f"policy/entropy is {entropy:.3g}, less than its mean over the previous steps, {mean:.3g}, divided by"
-    return Seen(f"{text} {factor:g}", history.step)
+# Rules that compare a metric with its mean over the window before: (where the rule fires, of mean and threshold; words)
+MEANS: dict[str, tuple[Callable[[float, float], float], str]] = {
+    "kl_spike": (lambda mean, limit: max(limit, 3 * mean), "above {:g}"),
+    "entropy_collapse": (
+        lambda mean, factor: mean / factor if mean >= SMALL_ENTROPY else 0.0, "below its mean divided by {:g}"
+    ),
+    "entropy_explosion": (lambda mean, factor: max(mean, SMALL_ENTROPY) * factor, "above {:g} times its mean"),
+    "fewer_answers_end": (lambda mean, drop: mean - drop, "more than {:g} below its mean"),
+    "gradient_explodes": (lambda mean, factor: factor * mean, "above {:g} times its mean"),
+}  # fmt: skip
 
 
-def entropy_explosion(history: History) -> Seen | None:
-    """The entropy is a multiple of its mean over the window."""
-    entropy, mean = history.now.get("policy/entropy"), history.mean("policy/entropy")
-    factor = history.limits["entropy_explosion"]
-    if entropy is None or mean is None or entropy <= max(mean, SMALL_ENTROPY) * factor:
-        return None
-    text = f"policy/entropy is {entropy:.3g}, more than {factor:g} times its mean over the previous steps, {mean:.3g}"
-    return Seen(text, history.step)
+def _against_mean(rule: Rule, bound: Callable[[float, float], float], words: str, history: History) -> Seen | None:
+    """Compare the metric of a rule, for gradients those of all roles. A gradient of infinity is an overflow of fp16;
+    where scores are all equal, estimators that compare answers have one of 0, which is no size to compare with."""
+    is_norm, limit = rule.name == "gradient_explodes", history.limits[rule.name]
+    prefix = rule.metric.removesuffix("ROLE")
+    for name in [name for name in history.now if name.startswith(prefix)] if is_norm else [rule.metric]:
+        value, mean = history.now.get(name), history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf)
+        if value is None or mean is None or (is_norm and value == math.inf):
+            continue
+        least = bound(mean, limit)
+        if value > least if "above" in rule.comparison else value < least:
+            text = f"{name} is {value:.3g}, {words.format(limit)}; its mean over the previous steps is {mean:.3g}"
+            return Seen(text, history.step)
+    return None
 
 
 def reward_exploited(history: History) -> Seen | None:
@@ -244,16 +245,6 @@ def length_creep(history: History) -> Seen | None:
     return Seen(f"{text}, above {factor:g}", history.middle)
 
 
-def fewer_answers_end(history: History) -> Seen | None:
-    """The share of answers that end by themselves falls below its mean over the window."""
-    name, mean = "rollout/ended_share", history.mean("rollout/ended_share")
-    share, drop = history.now.get(name, 1.0), history.limits["fewer_answers_end"]
-    if mean is None or share >= mean - drop:
-        return None
-    text = f"{name} is {share:.3g}, more than {drop:g} below its mean over the previous steps, {mean:.3g}"
-    return Seen(text, history.step)
-
-
 def logprob_diff_grows(history: History) -> Seen | None:
     """The difference between rollout and training triples within the window, and is no longer small."""
     name, halves = "rollout/logprob_diff_mean", history.halves("rollout/logprob_diff_mean")
@@ -261,19 +252,6 @@ def logprob_diff_grows(history: History) -> Seen | None:
         return None
     text = f"{name} grew from {halves[0]:.3g} to {halves[1]:.3g} within {history.window + 1} steps (means of each half)"
     return Seen(text, history.middle)
-
-
-def gradient_explodes(history: History) -> Seen | None:
-    """A gradient norm exceeds its mean over the window by a factor. (Infinity is an overflow of fp16; in a step whose
-    scores are all equal, estimators that compare answers have a gradient of 0, which is no size to compare with.)"""
-    factor = history.limits["gradient_explodes"]
-    for name, norm in history.now.items():
-        if name == "grad_norm" or name.startswith("optim/grad_norm/"):
-            mean = history.mean(name, above=SMALLEST_NORM)
-            if mean is not None and factor * mean < norm < math.inf:
-                text = f"{name} is {norm:.3g}, above {factor:g} times its mean over the previous steps, {mean:.3g}"
-                return Seen(text, history.step)
-    return None
 
 
 def updates_skipped(history: History) -> Seen | None:
@@ -338,8 +316,7 @@ CONDITIONS: dict[str, Callable[[Metrics, Metrics], str | None]] = {
 TRENDS: dict[str, Callable[[History], Seen | None]] = {
     function.__name__: function
     for function in (
-        kl_spike, entropy_collapse, entropy_explosion, reward_exploited, length_creep, fewer_answers_end,
-        logprob_diff_grows, gradient_explodes, updates_skipped, fp16_overflows, loss_grows, overfitting,
+        reward_exploited, length_creep, logprob_diff_grows, updates_skipped, fp16_overflows, loss_grows, overfitting,
         accuracy_of_guessing,
     )
 }  # fmt: skip

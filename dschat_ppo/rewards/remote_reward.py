@@ -19,14 +19,7 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import (
-    AbstractHTTPHandler,
-    OpenerDirector,
-    ProxyHandler,
-    Request,
-    UnknownHandler,
-    getproxies,
-)
+from urllib.request import AbstractHTTPHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler, getproxies
 
 import torch
 from torch import Tensor
@@ -44,6 +37,7 @@ LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
+LARGEST = torch.finfo(torch.float32).max
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -158,13 +152,14 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     headers = {"Content-Type": "application/json"}
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+    request = Request(urlunsplit(parts._replace(netloc=host)), body, headers)
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
     limit = _Limited(timeout)
     for handler in (ProxyHandler(proxies_for(parts.hostname or "")), limit, UnknownHandler()):
         client.add_handler(handler)
     problem: Exception | None = None
     try:
-        with client.open(Request(urlunsplit(parts._replace(netloc=host)), body, headers), timeout=timeout) as reply:
+        with client.open(request, timeout=timeout) as reply:
             content = reply.read(_MOST_BYTES + 1)
             if len(content) <= _MOST_BYTES and reply.length:
                 raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
@@ -179,14 +174,16 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     start = shown(content[:_SHOWN].decode(errors="replace"))
     if reply.status == 429 or reply.status >= 500:
         raise _RetryableError(f"status {reply.status}: {start}")
+    encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
     if reply.status != 200:
-        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {reply.status}: {start}")
-    if len(content) > _MOST_BYTES:
-        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
-    encoding = reply.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise RewardServiceError(f"{FLAG} {url}: its reply is compressed ({shown(encoding)}), against the request")
-    return content
+        refused = f"refused the request with status {reply.status}: {start}"
+    elif len(content) > _MOST_BYTES:
+        refused = f"its reply is longer than {_MOST_BYTES} bytes"
+    elif encoding != "identity":
+        refused = f"its reply is compressed ({shown(encoding)}), against the request"
+    else:
+        return content
+    raise RewardServiceError(f"{FLAG} {url}: {refused}")
 
 
 def shown(text: str) -> str:
@@ -195,14 +192,14 @@ def shown(text: str) -> str:
 
 
 class _Limited(AbstractHTTPHandler):
-    """Opens the connection of one request, and shuts it when `timeout` seconds have passed. The timeout of a socket
-    applies to each read: a service that sends a byte now and then would never exceed it."""
+    """Opens the connection of one request, and shuts it when `seconds` have passed. The timeout of a socket applies to
+    each read: a service that sends a byte now and then would never exceed it."""
 
-    def __init__(self, timeout: float):
+    def __init__(self, seconds: float):
         super().__init__()
         self.is_late = False
         self.socket: socket.socket | None = None
-        self.timer = threading.Timer(timeout, self._shut)
+        self.timer = threading.Timer(seconds, self._shut)
         self.timer.daemon = True
         self.timer.start()
 
@@ -223,7 +220,7 @@ class _Limited(AbstractHTTPHandler):
         """Connect, and keep a second descriptor: TLS detaches the first, and the connection forgets it early."""
         connected = socket.create_connection(*words)
         self.socket = connected.dup()
-        if self.is_late:
+        if self.is_late:  # to resolve the name and try its addresses took all the time
             self._shut()
         return connected
 
@@ -254,25 +251,19 @@ def proxies_for(host: str) -> dict[str, str]:
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are finite in fp32."""
+    problem = "has no list 'rewards'"
     try:
         reply = json.loads(content)
     except (ValueError, RecursionError):
         reply, problem = None, "is not JSON"
-    else:
-        problem = "has no list 'rewards'"
     rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if isinstance(rewards, list):
-        bad = [value for value in rewards if not is_finite_number(value)]
-        if len(rewards) == rows and not bad:
-            return [float(value) for value in rewards]
-        problem = f"has {len(rewards)} rewards for {rows} responses"
-        if len(rewards) == rows:
+        bad = [value for value in rewards if type(value) not in (int, float) or not abs(value) <= LARGEST]
+        if len(rewards) != rows:
+            problem = f"has {len(rewards)} rewards for {rows} responses"
+        elif bad:
             problem = f"has {shown(repr(bad[0]))} for a reward"
+        else:
+            return [float(value) for value in rewards]
     start = content[:_SHOWN].decode(errors="replace")
     raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
-
-
-def is_finite_number(value: Any) -> bool:
-    """Whether a JSON value is a number that is finite in fp32."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and abs(value) <= torch.finfo(torch.float32).max

@@ -189,33 +189,29 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
     how, token = how or isolation(), secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
-    report, report_end = os.pipe()
-    user = _user(how)
+    words, user, filters = [sys.executable, "-I", "-c", CHILD.read_text()], _user(how), list[int]()
     with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
         if user:
             os.chown(folder, user["user"], user["group"])
-        words, passed_on = [sys.executable, "-I", "-c", CHILD.read_text(), str(report_end)], [report_end]
-        if how.bwrap:
-            start = bwrap_words(limits, how)
-            if call_filter():
-                passed_on.append(os.memfd_create("filter"))
-                os.write(passed_on[1], call_filter())
-                os.lseek(passed_on[1], 0, os.SEEK_SET)
-                start += ["--seccomp", str(passed_on[1])]
-            words = [*start, *words]
+        if how.bwrap and call_filter():
+            filters = [os.memfd_create("filter")]
+            os.write(filters[0], call_filter())
+            os.lseek(filters[0], 0, os.SEEK_SET)
+            words = ["--seccomp", str(filters[0]), *words]
         process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, cwd=folder,
-            pass_fds=passed_on, start_new_session=True, **user,
+            [*bwrap_words(limits, how), *words] if how.bwrap else words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=_ENVIRONMENT, cwd=folder, pass_fds=filters, start_new_session=True, bufsize=0, **user,
         )  # fmt: skip
-        for descriptor in passed_on:
+        for descriptor in filters:
             os.close(descriptor)
+        assert process.stdin is not None and process.stdout is not None
         try:
-            text = _exchange(process, json.dumps(job).encode() + b"\n", report, limits.wall_seconds)
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+            text = _report(process.stdout.fileno(), limits.wall_seconds)
         finally:
-            os.close(report)
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # its watcher then kills the program with all that it started, and ends
-                process.stdin.close()
+            process.stdin.close()  # its watcher then kills the program with all that it started, and ends
+            process.stdout.close()
             try:
                 process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -227,18 +223,13 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
     return [f"{token} {number}" in lines for number in range(len(tests))]
 
 
-def _exchange(process: subprocess.Popen[bytes], job: bytes, report: int, seconds: float) -> bytes:
-    """Send the job, and read the report until its end, the time limit or the size limit."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.write(job)
-        process.stdin.flush()
-    poll, left = select.poll(), TimeLeft(seconds)
-    poll.register(report, select.POLLIN)
-    text = b""
+def _report(number: int, seconds: float) -> bytes:
+    """What arrives at a descriptor until its end, the time limit or the size limit."""
+    poll, left, text = select.poll(), TimeLeft(seconds), b""
+    poll.register(number, select.POLLIN)
     while len(text) < _MOST_REPORT_BYTES and (most := left.seconds()) > 0:
         if poll.poll(1000 * min(most, 1.0)):
-            part = os.read(report, _MOST_REPORT_BYTES)
+            part = os.read(number, _MOST_REPORT_BYTES)
             if not part:
                 break
             text += part

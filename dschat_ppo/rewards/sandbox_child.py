@@ -1,8 +1,8 @@
 """Run one program and its tests under resource limits, watched by a process beside it. Started by `sandbox.py`.
 
-`python -I -c SOURCE REPORT`, with the job as JSON on standard input. It writes lines to descriptor REPORT that start
-with the job's token: one when the program starts, then one with the number of each test that passed. Without the
-token, the program could forge these lines.
+`python -I -c SOURCE`, with the job as JSON on standard input. It writes lines to standard output that start with the
+job's token: one when the program starts, then one with the number of each test that passed. Without the token, the
+program could forge these lines. What the program prints goes nowhere.
 
 The script imports only the standard library and nothing of this project: it must start fast and not read the run's
 files. With bwrap, it is process 1 of a namespace: programs cannot signal it, and all of them end when it ends.
@@ -130,24 +130,24 @@ def restore_signals() -> None:
 
 def main() -> None:
     outlive_signals()
-    report, job = int(sys.argv[1]), json.loads(sys.stdin.buffer.readline())
+    job = json.loads(sys.stdin.buffer.readline())
     prctl(SET_SUBREAPER, 1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
     child = os.fork()
     if child:
-        os.close(report)
+        os.dup2(nowhere, 1)  # the report ends with the program
         prctl(SET_DUMPABLE, 0)  # the program cannot write into this process
         watch(child, job)
         os._exit(0)
     os.register_at_fork(after_in_child=restore_signals)
     prctl(SET_NO_NEW_PRIVILEGES, 1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    report = os.dup(1)
     for number in range(3):
         os.dup2(nowhere, number)
     os.close(nowhere)
     set_limits(job)
     if not job["bwrap"]:
         sys.addaudithook(refuse)
-    del sys.argv[1:]
     os.write(report, f"{job['token']}\n".encode())
     try:
         run(job["program"], job["tests"], job.pop("token"), report)

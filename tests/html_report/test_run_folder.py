@@ -73,7 +73,8 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
              "scores_by_source": {}}  # fmt: skip
     sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
               "length": 5, "ended": "stop"}  # fmt: skip
-    run = read_run(write_run(tmp_path, ppo_lines(1), step_000010=[row], step_000011=[alone], samples=[sample]), "a")
+    files = {"step_000010": [row], "step_000011": [alone], "step_000011_copy": [row], "samples": [sample]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
     found = [
         (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
     ]

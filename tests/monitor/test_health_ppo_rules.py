@@ -11,7 +11,7 @@ from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 import dschat_ppo
 from dschat_ppo.config.health_flags import FIT_RULES, PPO_RULES
 from dschat_ppo.config.steps import STEPS
-from dschat_ppo.monitor.health_rules import CONDITIONS, TRENDS
+from dschat_ppo.monitor.health_rules import CONDITIONS, MEANS, TRENDS
 
 HEALTHY: list[dict[str, float]] = [{}] * WINDOW
 
@@ -36,7 +36,7 @@ HALF = [{}] * 5
 CASES = {
     "kl_negative": (*at_once("kl/ref_k1", -0.021, -0.019), ["-0.021", "-0.02"]),
     "kl_spike": (*after("kl/ref_k1", 0.51, 0.49), ["0.51", "0.05", "above 0.5"]),
-    "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "2,", "divided by 3"]),
+    "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "is 2", "divided by 3"]),
     "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "3 times"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "source_constant": (
@@ -252,8 +252,8 @@ def test_the_documents_name_each_event_and_the_default_of_each_threshold(rules):
 def test_every_rule_is_a_comparison_or_a_function():
     """A name of the table that no function has would compare a metric that it does not mean."""
     for rule in (*PPO_RULES, *FIT_RULES):
-        assert (rule.comparison in ("above", "below")) != (rule.name in {**CONDITIONS, **TRENDS}), rule.name
-    assert {*CONDITIONS, *TRENDS} <= {rule.name for rule in (*PPO_RULES, *FIT_RULES)}
+        assert (rule.comparison in ("above", "below")) != (rule.name in {**MEANS, **CONDITIONS, **TRENDS}), rule.name
+    assert {*MEANS, *CONDITIONS, *TRENDS} <= {rule.name for rule in (*PPO_RULES, *FIT_RULES)}
 
 
 # rule -> (value, steps at which it fires with it and not with the default)

@@ -56,7 +56,7 @@ def test_all_sources_with_their_weights():
     assert mixture.names == ["model", "exact_match", "lengths", "remote"]
     assert [weight for _, weight in mixture.sources] == [0.1, 2.0, 0.5, 3.0]
     function, remote = mixture.sources[1][0], mixture.sources[3][0]
-    assert (len(function.pool.workers), function.pool.seconds, function.default) == (3, 9.0, -7.0)
+    assert (len(function.pool.workers), function.pool.workers[0].seconds, function.default) == (3, 9.0, -7.0)
     assert (remote.urls, remote.timeout) == (["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"], 4.0)
     assert (remote.retries, remote.batch_size) == (5, 64)
     mixture.close()

@@ -1,5 +1,5 @@
-"""Functions of all forms: how each is told, what it receives, by hand, and that those written for TRL, verl and OpenRLHF
-run as they are."""
+"""Functions of all forms: how each is told, what it receives, and that those written for TRL, verl and OpenRLHF run as
+they are."""
 
 from pathlib import Path
 

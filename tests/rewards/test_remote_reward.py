@@ -274,6 +274,21 @@ def test_a_reply_sent_byte_by_byte_times_out(serve):
     assert 0.4 < time.monotonic() - started < 4.0
 
 
+def test_a_connection_that_came_too_late_is_not_read(serve, monkeypatch):
+    """Its host name took the whole time to resolve; each byte of the reply then comes within the timeout."""
+    connect = socket.create_connection
+
+    def late(*words):
+        time.sleep(0.4)
+        return connect(*words)
+
+    monkeypatch.setattr(remote_reward.socket, "create_connection", late)
+    started = time.monotonic()
+    with pytest.raises(RewardServiceError, match="no complete reply in 0.2 s"):
+        ask(serve(drip).url, timeout=0.2, retries=0)
+    assert time.monotonic() - started < 3.0, "all bytes take 5 s"
+
+
 def endless(first: bytes, part: bytes, pause: float = 0.0):
     """Sends `first`, then `part` again and again, on the plain socket."""
 
