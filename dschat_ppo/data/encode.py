@@ -8,10 +8,11 @@ lists, because in step 3 the prompt ends there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from os.path import commonprefix
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -48,8 +49,7 @@ class _Texts:
 
     Attributes:
         prompt: text, with the opening of the assistant's turn if it is a chat.
-        kind: of the prompt: "special" if the tokenizer adds its own tokens, such as BOS; "traced" if the characters of
-            each token are needed, for `spans`; otherwise "plain", as answers are.
+        has_own_bos: whether the tokenizer adds no tokens of its own, such as BOS, to the prompt.
         before: texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these
             are removed: some tokenizers put a space before every text.
         answers: text and id of the final token of each.
@@ -57,8 +57,7 @@ class _Texts:
     """
 
     prompt: str
-    is_chat: bool
-    kind: Literal["special", "traced", "plain"]
+    has_own_bos: bool
     before: tuple[str, ...]
     answers: list[tuple[str, int]]
     spans: list[Span]
@@ -126,29 +125,15 @@ def check_size(text: str) -> int:
     return size
 
 
-def in_groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in the same order, in lists to encode together."""
-    group, size = list[str](), 0
-    for text in texts:
-        group.append(text)
-        size += check_size(text)
-        if size > GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 def _texts_of(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool) -> _Texts:
     """Render an example."""
     prompt = example.prompt
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        answers = [text_answer(tokenizer, answer) for answer in example.answers]
         # Without a text before it, the answer " The" after "Answer:" would be "Answer:  The". A token may span the end
         # of the line break.
         before = ("\n", ":", "") if prompt and _puts_a_space_before(tokenizer) else ("",)
-        return _Texts(prompt, False, "plain" if has_bos else "special", before, answers, [])
+        return _Texts(prompt, has_bos, before, [text_answer(tokenizer, answer) for answer in example.answers], [])
     opening = render_prompt(tokenizer, prompt, example.tools)
     spans: list[Span] = []
     if all_turns:
@@ -160,7 +145,7 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: b
     last, special = 0, _special_tokens(tokenizer, len(tokenizer))
     for place in special.finditer(opening) if special else ():
         last = place.start()
-    return _Texts(opening, True, "traced" if spans else "plain", (opening[last:], opening, ""), answers, spans)
+    return _Texts(opening, True, (opening[last:], ""), answers, spans)
 
 
 @lru_cache(maxsize=16)
@@ -180,9 +165,9 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern
 @lru_cache(maxsize=16)
 def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before every text, as those of Llama 2 do."""
-    found = _Encoder(tokenizer)
+    plain = _Encoder(tokenizer)
     try:
-        anchor, text, both = (found.ids(part) for part in ("\n", "x", "\nx"))
+        anchor, text, both = (plain.ids(part) for part in ("\n", "x", "\nx"))
     except UserError:  # a vocabulary without these characters and without an unknown token
         return False
     return both[: len(anchor)] == anchor and both[len(anchor) :] != text
@@ -192,63 +177,60 @@ def _encoded(
     tokenizer: PreTrainedTokenizerBase, group: list[_Texts | UserError]
 ) -> Iterator[EncodedExample | UserError]:
     """The ids of each example, or its problem."""
-    encoders = {kind: _Encoder(tokenizer, kind) for kind in ("special", "traced", "plain")}
     known = [texts for texts in group if isinstance(texts, _Texts)]
-    for kind, encoder in encoders.items():
-        prompts = [texts.prompt for texts in known if texts.kind == kind]
-        encoder.add(prompts + [text for texts in known for text in texts.after()] * (kind == "plain"))
+    plain, with_bos = _Encoder(tokenizer), _Encoder(tokenizer, add_special_tokens=True)
+    prompts = [texts.prompt for texts in known if texts.has_own_bos]
+    plain.add(prompts + [each for texts in known for each in texts.after()], {t.prompt for t in known if t.spans})
+    with_bos.add([texts.prompt for texts in known if not texts.has_own_bos])
     for texts in group:
+        if isinstance(texts, UserError):
+            yield texts
+            continue
         try:
-            yield texts if isinstance(texts, UserError) else _ids_of(tokenizer, texts, encoders)
+            prompt = (plain if texts.has_own_bos else with_bos).ids(texts.prompt)
+            if not texts.has_own_bos and len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id:
+                prompt = prompt[:-1]  # some tokenizers append EOS to every text
+            answers = []
+            for text, final in texts.answers:
+                for before in texts.before:
+                    start, ids = plain.ids(before) if before else [], plain.ids(before + text)
+                    if ids[: len(start)] == start:
+                        break
+                ids = ids[len(start) :]
+                answers.append(ids if ids[-1:] == [final] else [*ids, final])
+            if prompt == [tokenizer.bos_token_id]:  # plain text, which may bring its own BOS
+                answers = [answer[1:] if answer[:1] == prompt else answer for answer in answers]
+            yield EncodedExample(prompt, answers, plain.token_spans(texts.prompt, texts.spans))
         except UserError as problem:
             yield problem
 
 
-def _ids_of(tokenizer: PreTrainedTokenizerBase, texts: _Texts, encoders: dict[str, _Encoder]) -> EncodedExample:
-    prompt, plain = encoders[texts.kind].ids(texts.prompt), encoders["plain"]
-    if not texts.is_chat and len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id:
-        prompt = prompt[:-1]  # some tokenizers append EOS to every text
-    answers = []
-    for text, final in texts.answers:
-        for before in texts.before:
-            known, ids = plain.ids(before) if before else [], plain.ids(before + text)
-            is_end = not texts.is_chat or prompt[len(prompt) - len(known) :] == known
-            if ids[: len(known)] == known and is_end:
-                break
-        ids = ids[len(known) :]
-        answers.append(ids if ids[-1:] == [final] else [*ids, final])
-    if not texts.is_chat and prompt == [tokenizer.bos_token_id]:  # plain text, which may bring its own BOS
-        answers = [answer[1:] if answer[:1] == prompt else answer for answer in answers]
-    return EncodedExample(prompt, answers, encoders[texts.kind].token_spans(texts.prompt, texts.spans))
-
-
 class _Encoder:
-    """Encodes each text once, those that `add` names in few calls of the tokenizer. `kind`: see `_Texts`."""
+    """The ids of texts: those of `add` in one call of the tokenizer, any other one when it is asked for."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str = "plain"):
-        self._tokenizer, self._kind = tokenizer, kind
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False):
+        self._tokenizer, self._add_special_tokens = tokenizer, add_special_tokens
         self._ids: dict[str, list[int] | UserError] = {}
-        self._offsets: dict[str, list[Span]] = {}  # first and last + 1 character of each token
+        self._encodings: dict[str, Any] = {}
 
-    def add(self, texts: Iterable[str]) -> None:
-        """Encode texts together; one by one if the tokenizer rejects one of them."""
-        for group in in_groups(dict.fromkeys(texts)):
-            try:
-                self._encode(group)
-            except UserError as problem:
-                self._ids[group[0]] = problem
-                for text in group if len(group) > 1 else ():
-                    self.add([text])
-
-    def _encode(self, texts: list[str]) -> None:
-        has_offsets = self._kind == "traced" and self._tokenizer.is_fast
-        with reading("the tokenizer rejects this text"):
-            found = self._tokenizer(
-                texts, add_special_tokens=self._kind == "special", return_attention_mask=False,
-                return_token_type_ids=False, return_offsets_mapping=has_offsets, verbose=False,
-            )  # fmt: skip
+    def add(self, texts: Iterable[str], traced: Collection[str] = ()) -> None:
+        """Encode texts together, those in `traced` for `token_spans`; one by one if the tokenizer rejects one."""
+        if not (texts := list(dict.fromkeys(texts))):
+            return
+        try:
+            with reading("the tokenizer rejects this text"):
+                found = self._tokenizer(
+                    texts, add_special_tokens=self._add_special_tokens, return_attention_mask=False,
+                    return_token_type_ids=False, verbose=False,
+                )  # fmt: skip
+        except UserError as problem:
+            self._ids[texts[0]] = problem
+            for text in texts if len(texts) > 1 else ():
+                self.add([text], traced)
+            return
         self._ids |= zip(texts, found["input_ids"], strict=True)
-        self._offsets |= zip(texts, found["offset_mapping"] if has_offsets else (), strict=False)
+        encodings = zip(texts, found.encodings or (), strict=False)  # slow tokenizers have none
+        self._encodings |= {text: encoding for text, encoding in encodings if text in traced}
 
     def ids(self, text: str) -> list[int]:
         """Ids of a text, shared by all who ask for them; `UserError` if the tokenizer rejects it."""
@@ -262,9 +244,12 @@ class _Encoder:
     def token_spans(self, text: str, spans: list[Span]) -> list[Span]:
         """Ranges of tokens for ranges of characters of a text, in order and disjoint. A token on a boundary belongs to
         the range."""
-        if text not in self._offsets:
-            return [(self._tokens_before(text, start), self._tokens_before(text, stop)) for start, stop in spans]
-        offsets, found, token = self._offsets[text], list[Span](), 0
+        if text not in self._encodings:  # no offsets are told: how many first tokens are those of the text's start?
+            whole, places = self.ids(text) if spans else [], [place for span in spans for place in span]
+            counts = [len(commonprefix([self.ids(text[:place]), whole])) for place in places]
+            return list(zip(counts[::2], counts[1::2], strict=True))
+        offsets: list[Span] = self._encodings[text].offsets  # first and last + 1 character of each token
+        found, token = list[Span](), 0
         for start, stop in spans:
             while token < len(offsets) and offsets[token][1] <= start:
                 token += 1
@@ -274,8 +259,79 @@ class _Encoder:
             found.append((first, token))
         return found
 
-    def _tokens_before(self, text: str, character: int) -> int:
-        """How many of the first tokens of a text are those of its start, for tokenizers that do not tell offsets."""
-        start, whole = self.ids(text[:character]), self.ids(text)
-        differ = (place for place, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b)
-        return next(differ, min(len(start), len(whole)))
+
+def joined_steps(example: Example, separator: str) -> Example:
+    """The example with one answer: its steps with `separator` between them, which is removed from their ends.
+    `UserError` if there are no steps or labels, or a step is empty or contains the separator."""
+    steps = []
+    for number, step in enumerate(example.answers, start=1):
+        assert isinstance(step, str)
+        while step.startswith(separator):
+            step = step.removeprefix(separator)
+        while step.endswith(separator):
+            step = step.removesuffix(separator)
+        if not step.strip():
+            raise UserError(f"step {number} is empty")
+        if separator in step:
+            raise UserError(f"step {number} contains the separator {separator!r}; choose another --step_separator")
+        steps.append(step)
+    if not any(label == label for label in example.labels):  # NaN: no label
+        raise UserError("no step has a label")
+    return replace(example, answers=[separator.join(steps)])
+
+
+def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
+    """The token at which each step of an answer ends, as rising indices of `ids`; the last one is `len(ids) - 1`. []
+    for an answer without tokens.
+
+    A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
+    between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.
+    Spaces at the end of a separator do not count, since most tokenizers put them into the token of the next word.
+    """
+    if not ids:
+        return []
+    text = _decoded(tokenizer, ids)
+    ends, start, found = [], 0, text.find(separator)
+    length = len(separator.rstrip(" ")) or len(separator)
+    while found >= 0:
+        if text[start:found].strip():
+            ends.append(_token_at(tokenizer, ids, text[: found + length]))
+        start = found + len(separator)
+        found = text.find(separator, start)
+    rest = text[start:]
+    if ids[-1] in tokenizer.added_tokens_decoder or ids[-1] in tokenizer.all_special_ids:
+        rest = rest.removesuffix(_decoded(tokenizer, ids[-1:]))
+    if ends and not rest.strip():  # the final token alone is no step
+        ends.pop()
+    return sorted({*ends, len(ids) - 1})
+
+
+def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: str) -> int:
+    """Index of the token that completes `start`, the first characters of the decoded text. Texts are compared, not
+    lengths: the bytes of half a character decode to one or several replacement characters."""
+    low, high = 1, len(ids)  # the number of tokens that are needed
+    while low < high:
+        middle = (low + high) // 2
+        if _decoded(tokenizer, ids[:middle]).startswith(start):
+            high = middle
+        else:
+            low = middle + 1
+    return low - 1
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def labelled_ends(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[float], separator: str
+) -> tuple[list[int], list[float]]:
+    """`step_ends` and the labels of the steps that have one. `UserError` unless there are as many labels as steps."""
+    ends = step_ends(tokenizer, ids, separator)
+    if len(ends) != len(labels):
+        raise UserError(
+            f"the tokens have {len(ends)} steps and not {len(labels)}: the tokenizer does not keep the separator "
+            f"{separator!r}; choose another --step_separator"
+        )
+    kept = [(end, label) for end, label in zip(ends, labels, strict=True) if label == label]
+    return [end for end, _ in kept], [label for _, label in kept]

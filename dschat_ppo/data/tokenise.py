@@ -18,12 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.encode import EncodedExample, encode_examples
+from dschat_ppo.data.encode import EncodedExample, encode_examples, joined_steps, labelled_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends, text_blocks
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
-from dschat_ppo.data.step_ends import joined_steps, labelled_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested

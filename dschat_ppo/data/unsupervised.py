@@ -15,7 +15,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.encode import in_groups
+from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.examples import Example
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins
 from dschat_ppo.data.sources import is_hub_name, parse_sources
 from dschat_ppo.data.splits import load_splits
@@ -69,14 +70,16 @@ def _cut_into_blocks(
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
-    found = [json.loads(text).get("text") or "" for text in batch[ROW]]
-    for text, origin in zip(found, batch[ORIGIN], strict=True):
+    texts = [json.loads(text).get("text") or "" for text in batch[ROW]]
+    for text, origin in zip(texts, batch[ORIGIN], strict=True):
         if not isinstance(text, str):
             held = json.dumps(text)[:40]
             raise UserError(f"{FLAG}: {origins.describe(origin)}: 'text' holds {held}; it needs a text column 'text'")
-    for texts in in_groups(found):
-        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-            joined += [*ids, tokenizer.eos_token_id]
+    encoded = encode_examples(tokenizer, (Example("", [text]) for text in texts), False)
+    for found, origin in zip(encoded, batch[ORIGIN], strict=True):
+        if isinstance(found, UserError):
+            raise UserError(f"{FLAG}: {origins.describe(origin)}: {found}")
+        joined += found.answers[0]
     blocks = [joined[start : start + length] for start in range(0, len(joined), length)]
     blocks = [block for block in blocks if len(block) > 1]
     return {

@@ -16,9 +16,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.collators import right_padded
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_examples, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
-from dschat_ppo.data.step_ends import step_ends
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import RowPrompts, even_passes, share_prompts

@@ -14,7 +14,6 @@ from dschat_ppo.data.encode import (
     encode_examples,
     encode_finished,
     encode_prompt,
-    in_groups,
 )
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import render_prompt, turn_end
@@ -217,13 +216,6 @@ def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer
     text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
     whole = tokenizer.decode(tokenizer.encode("Where is it? Answer:" + answer), skip_special_tokens=True)
     assert text == whole
-
-
-def test_texts_are_grouped_by_their_bytes(monkeypatch):
-    monkeypatch.setattr(encode, "GROUP_BYTES", 10)
-    assert list(in_groups([])) == []
-    assert list(in_groups(["", "abcdefghij", "k", "lm"])) == [["", "abcdefghij", "k"], ["lm"]]
-    assert list(in_groups(["é" * 3, "é" * 3])) == [["ééé"], ["ééé"]]  # up to four bytes each
 
 
 def test_a_text_of_more_than_16_mib_is_refused():

@@ -7,9 +7,8 @@ from tiny_tokenizers import KINDS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_examples, joined_steps, labelled_ends, step_ends
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.step_ends import joined_steps, labelled_ends, step_ends
 from dschat_ppo.errors import UserError
 
 VOCABULARY = ["<unk>", "</s>", "a", "b", "c", ".", "\n", ".\n", "\n\n", " ", "."]

@@ -1,6 +1,7 @@
 """The tokens of earlier answers in a prompt, by generation marks, by differences and by a probe."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from test_encode import CASES, TEMPLATES, chat_tokenizer
@@ -192,8 +193,8 @@ def test_without_all_turns_there_are_no_spans():
 
 
 def test_tokens_of_ranges_of_characters():
-    known = _Encoder(tokenizer_of("bytes"), "traced")
-    known._offsets = {"text": [(0, 2), (2, 2), (2, 5), (5, 6), (6, 9)]}
+    known = _Encoder(tokenizer_of("bytes"))
+    known._encodings = {"text": SimpleNamespace(offsets=[(0, 2), (2, 2), (2, 5), (5, 6), (6, 9)])}
     assert known.token_spans("text", [(2, 5)]) == [(2, 3)]
     assert known.token_spans("text", [(1, 4), (5, 9)]) == [(0, 3), (3, 5)]
     assert known.token_spans("text", [(0, 2), (6, 7)]) == [(0, 1), (4, 5)]

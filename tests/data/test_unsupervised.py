@@ -4,8 +4,7 @@ import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from test_prepare import TOKENIZER, flags_for, write_jsonl
 
-from dschat_ppo.data import encode, unsupervised
-from dschat_ppo.data.encode import in_groups
+from dschat_ppo.data import encode
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.errors import UserError
 
@@ -23,17 +22,6 @@ def test_texts_are_joined_by_eos_and_cut_into_blocks(tmp_path):
     expected = [joined[start : start + 4] for start in range(0, len(joined), 4)]
     assert blocks == [block for block in expected if len(block) > 1]
     assert all(len(row["prompt_ids"]) == 1 and len(row["answers"]) == 1 and row["margin"] == 0 for row in rows)
-
-
-def test_long_texts_are_encoded_a_few_at_a_time(tmp_path, monkeypatch):
-    rows = [{"text": f"{number} a b " * 100} for number in range(5)]
-    whole = read_blocks(tmp_path, rows, 64)[:]
-    monkeypatch.setattr(encode, "GROUP_BYTES", 500)
-    given = []
-    monkeypatch.setattr(unsupervised, "in_groups", lambda texts: (given.append(g) or g for g in in_groups(texts)))
-    (tmp_path / "again").mkdir()
-    assert read_blocks(tmp_path / "again", rows, 64)[:] == whole
-    assert [len(group) for group in given] == [1] * 5
 
 
 def test_a_last_block_of_one_token_is_dropped(tmp_path):
@@ -58,3 +46,11 @@ def test_another_block_length_misses_the_cache(tmp_path):
 def test_data_without_text_is_rejected(tmp_path, rows, problem):
     with pytest.raises(UserError, match=f"^--unsupervised_dataset_name.*{problem}"):
         read_blocks(tmp_path, rows, 8)
+
+
+def test_a_text_that_cannot_be_encoded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "MOST_BYTES", 10)
+    with pytest.raises(
+        UserError, match=r"^--unsup.*texts\.jsonl, row 2: a text of 11 characters is too long for the tok"
+    ):
+        read_blocks(tmp_path, [{"text": "a"}, {"text": "b" * 11}], 8)
