@@ -135,7 +135,7 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     from dschat_ppo.common.dist import barrier, is_main
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.config.data_flags import DataFlags
-    from dschat_ppo.data.collators import collate_pairs
+    from dschat_ppo.data.batches import collate_pairs
     from dschat_ppo.data.prepare import prepare
     from dschat_ppo.data.sources import parse_sources
     from dschat_ppo.data.splits import load_splits

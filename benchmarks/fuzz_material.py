@@ -95,7 +95,7 @@ def make_bundles(folder: Path) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     from dschat_ppo.config.cli import parse
-    from dschat_ppo.data.collators import SFTBatch
+    from dschat_ppo.data.batches import SFTBatch
     from dschat_ppo.models.policy_model import PolicyModel
     from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
     from dschat_ppo.types import ScoredRollout

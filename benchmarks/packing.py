@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.packing_plan import sample_tokens
+from dschat_ppo.data.batches import sample_tokens
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.runtime.launch import leave

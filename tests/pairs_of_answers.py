@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.sampler import PADDING_ROW
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.monitor.metric_sums import MetricSums
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ class StreamedRows:
 
     Row i is in chunk i // `chunk_rows`. A chunk is made when a rank first needs it, or ahead of that while the chunk
     before is used. Only chunk 0 and the chunks near the one in use are on the disk, so rows are to be used in the order
-    of `sampler.order_of`. `fingerprint` identifies the rows by what they are made from.
+    of `batches.order_of`. `fingerprint` identifies the rows by what they are made from.
     """
 
     def __init__(

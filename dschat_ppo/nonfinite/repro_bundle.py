@@ -22,7 +22,7 @@ from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
-from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
+from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout, unwrap
@@ -30,7 +30,7 @@ from dschat_ppo.models.saving import save_model
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
 _KINDS: tuple[Any, ...] = (
-    SFTBatch, PairBatch, AnswerBatch, PreferenceBatch, LabelledBatch, StepBatch, Experience, RewardedRollout,
+    SFTBatch, PairBatch, PairBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout,
     ScoredRollout,
 )  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}

@@ -23,8 +23,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.collators import collate_prompts
-from dschat_ppo.data.sampler import IndexStream, chunk_rows_of
+from dschat_ppo.data.batches import IndexStream, chunk_rows_of, collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import RolloutCancelled, UserError

@@ -18,7 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import EvaluationFlags
-from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
+from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.collect import RolloutGenerator, greedily

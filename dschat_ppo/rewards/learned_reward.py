@@ -15,7 +15,7 @@ from dschat_ppo.algorithms.process_loss import StepAggregation, aggregate_steps
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.data.collators import right_padded
+from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_examples, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.data.templates import is_messages

@@ -15,8 +15,8 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import Progress
+from dschat_ppo.data.batches import optimizer_steps
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import optimizer_steps
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.types import Model
 

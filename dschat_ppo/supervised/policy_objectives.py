@@ -30,16 +30,14 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.collators import (
+from dschat_ppo.data.batches import (
     OTHER_REF_LOGPROB,
     OTHER_ROW,
     REF_LOGPROB,
-    AnswerBatch,
     LabelledBatch,
-    PreferenceBatch,
-    collate_answers,
+    PairBatch,
     collate_labelled,
-    collate_preferences,
+    collate_pairs,
     mismatched_rows,
     real_rows,
     with_reference,
@@ -52,11 +50,10 @@ from dschat_ppo.supervised.reward_objectives import pair_size
 from dschat_ppo.types import Model, to_device
 
 
-def dpo_loss(
-    model: Model, batch: PreferenceBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
-) -> Tensor:
+def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
     """Sum over pairs of the objective's loss of D, the difference between the log-ratios of policy to reference of the
     chosen and the rejected answer, divided by `num_pairs` of the whole optimizer step."""
+    assert batch.ref_logprobs is not None
     real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
@@ -87,7 +84,7 @@ def add_references(model: Model, rows: Dataset, pad_id: int, device: torch.devic
     """Add the log-probs of both answers under the current model, without dropout, to the rows. Collective."""
 
     def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
-        batch = to_device(collate_answers(rows, indices, pad_id), device)
+        batch = to_device(collate_pairs(rows, indices, pad_id), device)
         return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
     logprobs = score_rows(model, rows, score, batch_size, "reference log-probs")
@@ -95,11 +92,11 @@ def add_references(model: Model, rows: Dataset, pad_id: int, device: torch.devic
         return with_reference(rows, logprobs)
 
 
-def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PreferenceBatch]:
+def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
 
-    def collate(rows: Dataset, indices: Sequence[int]) -> PreferenceBatch:
-        return to_device(collate_preferences(rows, indices, pad_id), device)
+    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
+        return to_device(collate_pairs(rows, indices, pad_id), device)
 
     def prepare(model: Model, rows: TokenRows) -> TokenRows:
         size = config.fit.per_device_eval_batch_size
@@ -228,7 +225,7 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
 
 
 def reference_free_loss(
-    model: Model, batch: AnswerBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+    model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
 ) -> Tensor:
     """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step. The NLL term is the
     mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1."""
@@ -263,11 +260,11 @@ def reference_free_loss(
     return (masked_sum(losses, real) / num_pairs).float()
 
 
-def reference_free_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[AnswerBatch]:
+def reference_free_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean loss over pairs; nothing is computed before training."""
 
-    def collate(rows: Dataset, indices: Sequence[int]) -> AnswerBatch:
-        return to_device(collate_answers(rows, indices, pad_id), device)
+    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
+        return to_device(collate_pairs(rows, indices, pad_id), device)
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(reference_free_loss, flags=config.reward),

@@ -17,15 +17,7 @@ from dschat_ppo.algorithms.preference_loss import (
 from dschat_ppo.algorithms.process_loss import step_losses
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.collators import (
-    AnswerBatch,
-    PairBatch,
-    PreferenceBatch,
-    StepBatch,
-    collate_pairs,
-    collate_steps,
-    real_rows,
-)
+from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps, real_rows
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
@@ -58,9 +50,8 @@ def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricS
     return loss
 
 
-def pair_size(batch: PairBatch | AnswerBatch | PreferenceBatch) -> Tensor:
+def pair_size(batch: PairBatch) -> Tensor:
     """(2,) int64: pairs of the batch that are not padding, and the tokens of both of their rows."""
-    assert batch.lengths is not None
     return torch.stack([batch.pair_mask.sum(), batch.lengths[batch.pair_mask.repeat(2)].sum()])
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
-from dschat_ppo.data.collators import SFTBatch, collate_sft, real_rows
+from dschat_ppo.data.batches import SFTBatch, collate_sft, real_rows
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
 from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel

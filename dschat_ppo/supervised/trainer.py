@@ -30,9 +30,15 @@ from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetri
 from dschat_ppo.config.schedule_flags import ScheduleFlags, fit_schedules
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
-from dschat_ppo.data.packing_plan import PackingPlan, plan_packing, sample_tokens, samples_of
+from dschat_ppo.data.batches import (
+    PackingPlan,
+    optimizer_steps,
+    order_of,
+    plan_packing,
+    sample_tokens,
+    samples_of,
+)
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import optimizer_steps, order_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config

@@ -166,7 +166,7 @@ def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: StepConfi
     are the last ones of answers or steps, whose scores the loss reads."""
     import torch
 
-    from dschat_ppo.data.collators import collate_answers, collate_pairs, collate_sft, collate_steps
+    from dschat_ppo.data.batches import collate_pairs, collate_sft, collate_steps
     from dschat_ppo.data.examples import ADDED
     from dschat_ppo.models.tokenizers import filler_id
 
@@ -191,7 +191,7 @@ def sample_of(rows: Any, index: int, tokenizer: Any, use: str, config: StepConfi
         last = pairs.lengths.unsqueeze(1) - 1
         ids, masks = pairs.input_ids, torch.arange(pairs.input_ids.shape[1]) == last
     else:
-        answers = collate_answers(rows, [index], pad_id)
+        answers = collate_pairs(rows, [index], pad_id)
         ids, masks = answers.input_ids, answers.answer_mask
     for number, name in enumerate(names):
         length = len(prompt) + len(row["answers"][number])

@@ -22,9 +22,9 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.data.batches import collate_pairs, collate_prompts
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chat_templates import with_template_flags
-from dschat_ppo.data.collators import collate_pairs, collate_prompts
 from dschat_ppo.data.prepare import prepare_whole
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.loading import (

@@ -29,7 +29,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.data.collators import collate_prompts
+from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.errors import escaped
 from dschat_ppo.html_report.page import REPORT

@@ -17,7 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
-from dschat_ppo.data.collators import LabelledBatch, SFTBatch, StepBatch, real_rows
+from dschat_ppo.data.batches import LabelledBatch, SFTBatch, StepBatch, real_rows
 from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.engine.router_term import replayed_term
 from dschat_ppo.errors import UserError, counted

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.data.collators import right_padded
+from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_finished
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier

@@ -11,7 +11,7 @@ from tiny_tokenizers import tokenizer_of
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sample_text import row_sample

@@ -9,10 +9,10 @@ from datasets import Dataset
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import streaming
+from dschat_ppo.data.batches import order_of
 from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.chunks import NOTHING
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sampler import order_of
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer

@@ -11,11 +11,11 @@ from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 from test_encode import chat_tokenizer
 
 from dschat_ppo.data import chunk_reader
+from dschat_ppo.data.batches import order_of
 from dschat_ppo.data.chunk_reader import ChunkReader, wait_until_ready, want
 from dschat_ppo.data.chunks import StreamSource
 from dschat_ppo.data.raw_stream import RawStream
 from dschat_ppo.data.sample_text import log_samples
-from dschat_ppo.data.sampler import order_of
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.errors import StopRequested, StorageError, UserError
 from dschat_ppo.runtime import stop_requests

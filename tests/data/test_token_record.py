@@ -29,6 +29,7 @@ from test_deepspeed_chat_sets import EXPECTED
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.data.batches import epoch_order
 from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.examples import PARTS
 from dschat_ppo.data.forms import check_flags_used, detect_form
@@ -36,7 +37,6 @@ from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, rows_of_step
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
-from dschat_ppo.data.sampler import epoch_order
 from dschat_ppo.data.tokenise import TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 

@@ -7,7 +7,7 @@ import torch
 from tiny_models import new_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.data.batches import SFTBatch, real_rows
 from dschat_ppo.engine.router_term import RouterSettings, replayed_term, router_settings, with_router_term
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel

@@ -9,7 +9,7 @@ from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router

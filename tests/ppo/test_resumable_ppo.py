@@ -15,7 +15,7 @@ from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.resumable import RankStates
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
-from dschat_ppo.data.sampler import IndexStream
+from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines

@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.controllers import FixedCoefficient
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import SFTBatch
+from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import update

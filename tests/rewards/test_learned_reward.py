@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from dschat_ppo.data.collators import right_padded
+from dschat_ppo.data.batches import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.scalar_model import ScalarModel

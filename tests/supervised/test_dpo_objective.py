@@ -18,8 +18,8 @@ from pairs_of_answers import (
 )
 from transformers import LlamaForCausalLM
 
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel

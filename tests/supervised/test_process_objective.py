@@ -12,8 +12,8 @@ from pairs_of_answers import CPU, config_of
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.sampler import PADDING_ROW
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairs_of_answers import CPU, REAL, ROWS, config_of, language_model, run_loss
 
-from dschat_ppo.data.sampler import PADDING_ROW
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.policy_objectives import reference_free_objective

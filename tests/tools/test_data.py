@@ -10,7 +10,7 @@ from real_shapes import hh, sharegpt, turns, ultrafeedback, verl, write_lines, w
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.collators import collate_sft
+from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.checkpoint.state_file import load_state, save_state
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import AnswerBatch, LabelledBatch, PairBatch, PreferenceBatch, SFTBatch, StepBatch
+from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import random_state
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
@@ -70,19 +70,14 @@ BAD_SFT = SFTBatch(
     ids([11, 12, 13], [14, POISON, 15], [16, 17]),
     torch.tensor([[False, True, True], [False, False, True], [False, True, False]]),
 )
-PAIRS = {
-    "input_ids": ids([11, 12, 13], [14, 15], [21, 22], [23, POISON, 24]),  # two chosen, two rejected
-    "pair_mask": torch.tensor([True, True]),
-}
-REWARD = PairBatch(lengths=torch.tensor([3, 2, 2, 3]), margin=torch.zeros(2), **PAIRS)
-DPO = PreferenceBatch(
+PAIRS = PairBatch(
+    ids([11, 12, 13], [14, 15], [21, 22], [23, POISON, 24]),  # two chosen, two rejected
+    lengths=torch.tensor([3, 2, 2, 3]),
     answer_mask=torch.tensor([[False, True, True], [False, True, False], [False, True, False], [False, True, True]]),
-    ref_logprobs=torch.zeros(4, dtype=torch.float64),
-    **PAIRS,
+    pair_mask=torch.tensor([True, True]),
+    margin=torch.zeros(2),
 )
-
-
-ORPO = AnswerBatch(answer_mask=DPO.answer_mask, **PAIRS)
+DPO = replace(PAIRS, ref_logprobs=torch.zeros(4, dtype=torch.float64))
 KTO = LabelledBatch(
     BAD_SFT.input_ids, BAD_SFT.loss_mask, torch.tensor([True, False, True]), torch.ones(3, dtype=torch.bool),
     BAD_SFT.input_ids[[2, 0, 2]], BAD_SFT.loss_mask, ref_logprobs=torch.zeros(3, dtype=torch.float64),
@@ -116,9 +111,9 @@ ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0}
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words)
 CASES = {
     "sft": ("sft", "model", "policy", [GOOD_SFT, BAD_SFT], {"total": 7.0, "rows": [[4, 9], [30, 31, -1]]}, ()),
-    "reward": ("reward", "model", "scalar", [REWARD], {"total": 2.0, "rows": [[5, 6]]}, ()),
+    "reward": ("reward", "model", "scalar", [PAIRS], {"total": 2.0, "rows": [[5, 6]]}, ()),
     "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo")),
-    "orpo": ("reward", "model", "policy", [ORPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "orpo")),
+    "orpo": ("reward", "model", "policy", [PAIRS], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "orpo")),
     "kto": ("reward", "model", "policy", [KTO], {"total": 3.0, "rows": [[5, 6, 7]]}, ("--objective", "kto")),
     "process": ("reward", "model", "scalar", [STEPS], {"total": 4.0}, ("--objective", "process")),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, ()),

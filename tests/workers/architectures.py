@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.collators import SFTBatch, real_rows
+from dschat_ppo.data.batches import SFTBatch, real_rows
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import optimizer_step

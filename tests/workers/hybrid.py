@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import parameter_offload
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.data.collators import collate_prompts
+from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.generator import generate

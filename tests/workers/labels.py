@@ -17,8 +17,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.runtime.launch import leave
 from dschat_ppo.runtime.process_group import init_process_group

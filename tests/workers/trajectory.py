@@ -14,8 +14,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sampler import epoch_order, optimizer_steps
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel

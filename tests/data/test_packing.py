@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import properties
 
-from dschat_ppo.data import packing_plan
-from dschat_ppo.data.packing_plan import PackingPlan, pack, plan_packing, sample_tokens, samples_of
-from dschat_ppo.data.sampler import PADDING_ROW, optimizer_steps
+from dschat_ppo.data import batches
+from dschat_ppo.data.batches import (
+    PADDING_ROW,
+    PackingPlan,
+    optimizer_steps,
+    pack,
+    plan_packing,
+    sample_tokens,
+    samples_of,
+)
 
 PAIRS = Dataset.from_list([
     {"prompt_ids": [1, 2, 3], "answers": [[4], [5, 6]]},  # 2 x 3 + 1 + 2
@@ -27,7 +34,7 @@ def test_the_prompt_of_a_pair_counts_once_for_each_answer():
 
 
 def test_lengths_follow_selected_rows_over_several_chunks(monkeypatch):
-    monkeypatch.setattr(packing_plan, "_CHUNK", 2)
+    monkeypatch.setattr(batches, "_CHUNK", 2)
     assert sample_tokens(PAIRS.select([2, 0, 1, 0, 2])).tolist() == [6, 9, 6, 9, 6]
 
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dschat_ppo.data.collators import (
-    collate_answers,
+from dschat_ppo.data.batches import (
+    PADDING_ROW,
     collate_labelled,
     collate_pairs,
-    collate_preferences,
     collate_prompts,
     collate_sft,
     collate_steps,
@@ -17,7 +16,6 @@ from dschat_ppo.data.collators import (
     rows_at,
     with_reference,
 )
-from dschat_ppo.data.sampler import PADDING_ROW
 
 PAD = 99
 
@@ -95,50 +93,36 @@ def test_pairs_put_all_chosen_answers_first():
     assert batch.pair_mask.tolist() == [True, True]
 
 
-def test_padding_pairs_are_masked():
-    batch = collate_pairs(pair_rows(), [1, PADDING_ROW], PAD)
-    assert batch.pair_mask.tolist() == [True, False]
-    assert batch.input_ids.shape[0] == 4
-
-
-def test_the_answer_mask_starts_at_the_prompt_length():
-    batch = collate_answers(pair_rows(), [0, 1], PAD)
-    assert batch.input_ids.tolist() == collate_pairs(pair_rows(), [0, 1], PAD).input_ids.tolist()
+def test_the_answer_mask_covers_whole_answers_from_the_prompt_length_on():
+    batch = collate_pairs(pair_rows(), [0, 1], PAD)
     assert batch.answer_mask.long().tolist() == [
         [0, 0, 1, 1, 0, 0],
         [0, 1, 1, 0, 0, 0],
         [0, 0, 1, 1, 1, 1],
         [0, 1, 0, 0, 0, 0],
     ]
-    assert batch.pair_mask.tolist() == [True, True]
-
-
-def test_answers_with_a_common_start_are_masked_in_completely():
     rows = Dataset.from_list([{"prompt_ids": [1], "answers": [[5, 6, 0], [5, 7, 0]], "margin": 0.0}])
-    assert collate_answers(rows, [0], PAD).answer_mask.long().tolist() == [[0, 1, 1, 1], [0, 1, 1, 1]]
+    assert collate_pairs(rows, [0], PAD).answer_mask.long().tolist() == [[0, 1, 1, 1], [0, 1, 1, 1]]
 
 
-def test_padding_pairs_have_no_answer_tokens():
-    batch = collate_answers(pair_rows(), [PADDING_ROW, 1], 0)
+def test_padding_pairs_are_masked_and_have_no_answer_tokens():
+    batch = collate_pairs(pair_rows(), [PADDING_ROW, 1], 0)
     assert batch.pair_mask.tolist() == [False, True]
     assert batch.answer_mask.sum(dim=1).tolist() == [0, 2, 0, 1]
 
 
 def test_reference_logprobs_are_ordered_as_the_answers():
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
-    rows = with_reference(pair_rows(), logprobs)
-    batch = collate_preferences(rows, [1, 0, PADDING_ROW], PAD)
+    batch = collate_pairs(with_reference(pair_rows(), logprobs), [1, 0, PADDING_ROW], PAD)
     assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
     assert batch.ref_logprobs.dtype == torch.float64
-    plain = collate_answers(pair_rows(), [1, 0, PADDING_ROW], PAD)
-    for name in ("input_ids", "answer_mask", "pair_mask"):
-        assert torch.equal(getattr(batch, name), getattr(plain, name))
+    assert collate_pairs(pair_rows(), [1], PAD).ref_logprobs is None
 
 
 def test_reference_logprobs_stay_with_their_rows_after_a_selection():
     rows = with_reference(pair_rows().select([1]), torch.tensor([[-5.0, -6.0]]))
     assert rows[0]["prompt_ids"] == [7]
-    assert collate_preferences(rows, [0], PAD).ref_logprobs.tolist() == [-5.0, -6.0]
+    assert collate_pairs(rows, [0], PAD).ref_logprobs.tolist() == [-5.0, -6.0]
 
 
 def test_prompts_are_left_padded():
@@ -171,10 +155,6 @@ def test_batches_have_the_lengths_and_data_sets_of_their_rows():
     batch = collate_pairs(pairs, [1, 0, PADDING_ROW], PAD)
     assert batch.lengths.tolist() == [3, 4, 4, 2, 6, 6]
     assert batch.data_sources.tolist() == [1, 3, 3]
-    answers = collate_answers(pairs, [1], PAD)
-    assert (answers.lengths.tolist(), answers.data_sources.tolist()) == ([3, 2], [1])
-    preferences = collate_preferences(with_reference(pairs, torch.zeros(2, 2)), [0], PAD)
-    assert (preferences.lengths.tolist(), preferences.data_sources.tolist()) == ([4, 6], [3])
     rows = collate_sft(sft_rows().add_column("source", [0, 2, 1]), [1, 2], PAD, False)
     assert (rows.lengths.tolist(), rows.data_sources.tolist()) == ([5, 2], [2, 1])
     assert collate_sft(sft_rows(), [1], PAD, False).data_sources is None

@@ -1,0 +1,412 @@
+"""From token rows to batches: the order of an epoch, which samples share a packed row (`--packing`), padded batches.
+
+The order of rows does not depend on the number of ranks. A batch is as wide as its longest row; masks and lengths
+exclude the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.types import PromptBatch
+
+PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
+PACKING = 11  # separates the order of packed rows from other random streams of the same seed and epoch
+_CHUNK = 10_000  # rows whose lengths are read at a time
+REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
+OTHER_ROW, OTHER_REF_LOGPROB, REF_LOGPROB = "other_row", "other_ref_logprob", "ref_logprob"
+
+
+# The order of an epoch
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of all row indices, fixed by seed and epoch."""
+    return list(torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist())
+
+
+def chunk_rows_of(rows: Dataset | StreamedRows) -> int | None:
+    """Rows of a chunk of a stream, which are shuffled among themselves; None if all rows are shuffled together."""
+    return rows.chunk_rows if isinstance(rows, StreamedRows) else None
+
+
+def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: int) -> list[int]:
+    """A permutation of the row indices of one chunk of a stream, fixed by seed, epoch and number of the chunk."""
+    first = chunk * chunk_rows
+    count = min(chunk_rows, num_rows - first)
+    return [first + index for index in torch.randperm(count, generator=shared_generator(seed, epoch, chunk)).tolist()]
+
+
+class ChunkedOrder(Sequence[int]):
+    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
+
+    def __init__(self, num_rows: int, chunk_rows: int, seed: int, epoch: int):
+        self._num_rows = num_rows
+        self._chunk_rows = chunk_rows
+        self._path = (seed, epoch)
+        self._last: tuple[int, list[int]] = (-1, [])  # the chunk in use, and its order
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [self._at(number) for number in range(*place.indices(self._num_rows))]
+        if not -self._num_rows <= place < self._num_rows:
+            raise IndexError(place)
+        return self._at(place % self._num_rows)
+
+    def _at(self, place: int) -> int:
+        chunk, inside = divmod(place, self._chunk_rows)
+        if self._last[0] != chunk:
+            self._last = (chunk, chunk_order(self._num_rows, self._chunk_rows, *self._path, chunk))
+        return self._last[1][inside]
+
+
+def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Sequence[int]:
+    """The order of all row indices in one epoch: a permutation, or for a stream one inside each chunk."""
+    chunk_rows = chunk_rows_of(rows)
+    if chunk_rows is None:
+        return epoch_order(len(rows), seed, epoch)
+    return ChunkedOrder(len(rows), chunk_rows, seed, epoch)
+
+
+def optimizer_steps(
+    order: Sequence[int], micro_batch: int, accumulation: int, world_size: int, rank: int
+) -> Iterator[list[list[int]]]:
+    """Yield this rank's micro-batches of each optimizer step, once through `order`.
+
+    A step takes the next `micro_batch * accumulation * world_size` rows, so the rows of a step do not depend on how
+    they are split over ranks and micro-batches. The last step may be short: it has the same number of micro-batches,
+    but smaller ones, padded with `PADDING_ROW`, so that all ranks run equally many micro-batches of equal size.
+    """
+    micro_batches = accumulation * world_size  # of all ranks
+    for start in range(0, len(order), micro_batch * micro_batches):
+        step = list(order[start : start + micro_batch * micro_batches])
+        size = -(-len(step) // micro_batches)
+        step += [PADDING_ROW] * (size * micro_batches - len(step))
+        mine = step[rank * accumulation * size : (rank + 1) * accumulation * size]
+        yield [mine[i : i + size] for i in range(0, len(mine), size)]
+
+
+class IndexStream:
+    """An endless sequence of row indices, the same on every rank, reshuffled every epoch. For chunks see
+    `chunk_rows_of`."""
+
+    def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):
+        self._num_rows = num_rows
+        self._seed = seed
+        self._chunk_rows = chunk_rows
+        self._epoch = self._chunk = 0  # of the rows that are added to `_pending` next
+        self._pending: list[int] = []
+        self.taken = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` row indices; a request may run over the end of an epoch into the next one."""
+        while len(self._pending) < count:
+            if self._chunk_rows is None:
+                self._pending += epoch_order(self._num_rows, self._seed, self._epoch)
+                self._epoch += 1
+                continue
+            self._pending += chunk_order(self._num_rows, self._chunk_rows, self._seed, self._epoch, self._chunk)
+            self._chunk += 1
+            if self._chunk * self._chunk_rows >= self._num_rows:
+                self._epoch, self._chunk = self._epoch + 1, 0
+        rows, self._pending = self._pending[:count], self._pending[count:]
+        self.taken += count
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the sequence, for `load_state_dict`."""
+        return {"epoch": self._epoch, "chunk": self._chunk, "pending": list(self._pending), "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position, over the same rows with the same seed. If the data set has become smaller
+        (`--resume_force`), indices beyond its end are dropped."""
+        self._epoch, self.taken = state["epoch"], state["taken"]
+        self._chunk = state.get("chunk", 0)  # older checkpoints have none: their rows were no stream
+        self._pending = [row for row in state["pending"] if row < self._num_rows]
+
+
+# Packing: the number of packed rows depends on the lengths of the samples alone, so every epoch has the same number;
+# which samples meet is drawn again in each epoch.
+
+
+def sample_tokens(rows: Dataset) -> np.ndarray:
+    """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of them."""
+    table, found = rows.data, [np.zeros(0, dtype=np.int64)]
+    for start in range(0, table.num_rows, _CHUNK):
+        part = table.slice(start, _CHUNK)
+        prompts = pc.list_value_length(part.column("prompt_ids")).to_numpy()
+        answers = part.column("answers").combine_chunks()
+        before = np.concatenate([[0], np.cumsum(pc.list_value_length(answers.flatten()).to_numpy())])
+        offsets = answers.offsets.to_numpy() - answers.offsets[0].as_py()  # answers before each row
+        found.append(before[offsets[1:]] - before[offsets[:-1]] + prompts * np.diff(offsets))
+    tokens = np.concatenate(found).astype(np.int64)
+    # Lengths of the whole table, then of the selected rows: `datasets` would copy the tokens of a selection.
+    return tokens if rows._indices is None else tokens[rows._indices.column(0).to_numpy()]
+
+
+def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:
+    """Divide samples into packed rows: the longest sample first, each into the fullest row that has room for it.
+
+    Best fit decreasing needs at most 11/9 of the smallest possible number of rows, plus 4 (Johnson et al. 1974).
+
+    Args:
+        tokens: (n,) int64, tokens of each sample, above 0.
+        capacity: most tokens of a packed row; a sample with more is a row by itself.
+        order: the numbers 0 .. n-1; decides among samples of equal length.
+    """
+    shuffled = np.asarray(order, dtype=np.int64)
+    by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
+    packed: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room in tokens -> packed rows
+    rooms = 0  # bit r is set if a packed row has room for exactly r tokens
+    for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+            packed[row].append(sample)
+        else:
+            room, row = capacity, len(packed)
+            packed.append([sample])
+        left = room - size
+        if left > 0:
+            with_room[left].append(row)
+            rooms |= 1 << left
+    return packed
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """The samples of an epoch and the size of the packed rows."""
+
+    tokens: np.ndarray  # (n,) int64, tokens of each sample
+    capacity: int  # most tokens of a packed row
+    rows: int  # packed rows of an epoch
+
+    def epoch(self, seed: int, epoch: int) -> list[list[int]]:
+        """The samples of each packed row, and the packed rows in the order of training; fixed by seed and epoch."""
+        packed = pack(self.tokens, self.capacity, epoch_order(len(self.tokens), seed, epoch))
+        order = torch.randperm(len(packed), generator=shared_generator(seed, epoch, PACKING))
+        return [packed[number] for number in order.tolist()]
+
+
+def plan_packing(rows: Dataset, max_seq_len: int) -> PackingPlan:
+    """Packed rows of `max_seq_len` tokens for each answer of a sample: a pair takes two rows, and stays together."""
+    tokens = sample_tokens(rows)
+    capacity = max_seq_len * len(rows[0]["answers"])
+    return PackingPlan(tokens, capacity, len(pack(tokens, capacity, range(len(tokens)))))
+
+
+def samples_of(packed: list[list[int]], numbers: Sequence[int]) -> list[int]:
+    """The samples of the packed rows `numbers`; one `PADDING_ROW` if all of these are padding."""
+    return [s for number in numbers if number != PADDING_ROW for s in packed[number]] or [PADDING_ROW]
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class SFTBatch:
+    """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on the tokens whose loss counts
+    (never on the first token, never on a padding row). `lengths` (B,) int64, and `data_sources` (B,) int64: the number
+    of each row's data set, None if the rows do not name it."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    lengths: Tensor | None = None
+    data_sources: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """B pairs as 2B right-padded rows, all chosen answers first."""
+
+    input_ids: Tensor  # (2B, T) int64
+    lengths: Tensor  # (2B,) int64
+    answer_mask: Tensor  # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
+    pair_mask: Tensor  # (B,) bool, False on padding pairs
+    margin: Tensor  # (B,) fp32
+    data_sources: Tensor | None = None  # (B,) int64
+    ref_logprobs: Tensor | None = None  # (2B,) fp64, the reference's log-prob of each whole answer
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """B right-padded rows of prompt and answer, and B mismatched rows, with the same prompts and other rows' answers.
+    `answer_mask` and `other_mask` are True on the tokens of the answers, and nowhere on a padding row."""
+
+    input_ids: Tensor  # (B, T) int64
+    answer_mask: Tensor  # (B, T) bool
+    desirable: Tensor  # (B,) bool
+    row_mask: Tensor  # (B,) bool, False on padding rows
+    other_ids: Tensor  # (B, S) int64, of the mismatched rows
+    other_mask: Tensor  # (B, S) bool
+    lengths: Tensor | None = None  # (B,) int64
+    data_sources: Tensor | None = None  # (B,) int64
+    ref_logprobs: Tensor | None = None  # (B,) fp64, the reference's log-prob of each whole answer
+    other_ref_logprobs: Tensor | None = None  # (B,) fp64, that of the mismatched answers
+    baseline: Tensor | None = None  # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """B right-padded rows of prompt and answer with labels at the ends of steps."""
+
+    input_ids: Tensor  # (B, T) int64
+    lengths: Tensor  # (B,) int64
+    label_mask: Tensor  # (B, T) bool, True on tokens with a label, and nowhere on a padding row
+    labels: Tensor  # (B, T) fp32 in [0, 1], 0 outside `label_mask`
+    data_sources: Tensor | None = None  # (B,) int64
+
+
+def real_rows(batch: SFTBatch | PairBatch) -> Tensor:
+    """(rows,) bool, False on the rows that only fill a batch."""
+    return batch.loss_mask.any(dim=1) if isinstance(batch, SFTBatch) else batch.pair_mask.repeat(2)
+
+
+def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
+    """(token rows, whether each is real). A padding row is a copy of row 0."""
+    return [rows[max(index, 0)] for index in indices], [index != PADDING_ROW for index in indices]
+
+
+def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,) int64)`."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    input_ids = torch.full((len(sequences), int(lengths.max())), pad_id)
+    for row, sequence in zip(input_ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return input_ids, lengths
+
+
+def data_sources_of(records: Sequence[dict[str, Any]]) -> Tensor | None:
+    """(B,) int64, the column `source`; None if the rows do not have it."""
+    return torch.tensor([r["source"] for r in records]) if "source" in records[0] else None
+
+
+def mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """(B, T) bool, True from position `starts` (B) of each row to its last token."""
+    columns = torch.arange(input_ids.shape[1])
+    return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
+
+
+def _reference(records: Sequence[dict[str, Any]], *names: str) -> Tensor | None:
+    """These columns one after another, (columns * B,) fp64; None if the rows do not have them."""
+    if names[0] not in records[0]:
+        return None
+    return torch.tensor([r[name] for name in names for r in records], dtype=torch.float64)
+
+
+def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
+    """Each prompt and its answer as one row. The loss covers the answer including its final token, and the tokens of
+    the prompt that the column `prompt_spans` names ([start, end) pairs), if there is one; with `train_on_prompt` it
+    covers everything but the first token of the row."""
+    records, real = rows_at(rows, indices)
+    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
+    starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
+    mask = mask_from(starts, ids, lengths)
+    for row, record in zip(mask, records, strict=True):
+        for start, end in record.get("prompt_spans") or ():
+            row[max(start, 1) : end] = True  # nothing predicts the first token
+    return SFTBatch(ids, mask & torch.tensor(real).unsqueeze(1), lengths, data_sources_of(records))
+
+
+def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
+    """Each prompt once with its chosen and once with its rejected answer, and what `with_reference` added."""
+    records, real = rows_at(rows, indices)
+    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
+    pair_mask, margin = torch.tensor(real), torch.tensor([r["margin"] for r in records])
+    answer_mask = mask_from(2 * [len(r["prompt_ids"]) for r in records], ids, lengths)
+    answer_mask &= pair_mask.repeat(2).unsqueeze(1)
+    reference = _reference(records, *REFERENCE_COLUMNS)
+    return PairBatch(ids, lengths, answer_mask, pair_mask, margin, data_sources_of(records), reference)
+
+
+def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
+    """Add `logprobs` (rows, 2) of the chosen and rejected answers as fp64 columns."""
+    for name, column in zip(REFERENCE_COLUMNS, logprobs.double().cpu().unbind(dim=1), strict=True):
+        rows = rows.add_column(name, column.numpy())
+    return rows
+
+
+def mismatched_rows(rows: Dataset) -> np.ndarray:
+    """For each row the row whose answer it borrows: one with another prompt, (n,) int64.
+
+    In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
+    many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
+    undesirable ones as often as they occur. If more than half of the rows have one prompt, these share the answers of
+    the others; if all have it, each borrows from the row before.
+    """
+    keys: list[int] = []
+    for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
+        keys += [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
+    _, first, prompts = np.unique(np.array(keys), return_index=True, return_inverse=True)
+    numbers = first[prompts]  # (n,) the first row with the same prompt
+    order = np.argsort(numbers, kind="stable")
+    sizes = np.bincount(numbers, minlength=1)
+    most, other = int(sizes.max()), np.empty(len(order), dtype=np.int64)
+    other[order] = np.roll(order, 1 if most == len(order) else most)
+    if len(order) / 2 < most < len(order):
+        large, rest = order[numbers[order] == sizes.argmax()], order[numbers[order] != sizes.argmax()]
+        other[large] = np.resize(rest, len(large))
+    return other
+
+
+def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq_len: int) -> LabelledBatch:
+    """Each answer after its prompt, and after the prompt the answer of the row in the column `other_row`, which is cut
+    at its end where the mismatched row would exceed `max_seq_len` tokens."""
+    records, real = rows_at(rows, indices)
+    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
+    borrowed = [rows[r[OTHER_ROW]]["answers"][0] for r in records]
+    other_ids, other_lengths = right_padded(
+        [
+            [*r["prompt_ids"], *answer[: max(1, max_seq_len - len(r["prompt_ids"]))]]
+            for r, answer in zip(records, borrowed, strict=True)
+        ],
+        pad_id,
+    )
+    starts, row_mask = [len(r["prompt_ids"]) for r in records], torch.tensor(real)
+    return LabelledBatch(
+        ids, mask_from(starts, ids, lengths) & row_mask.unsqueeze(1), torch.tensor([r["label"] > 0.5 for r in records]),
+        row_mask, other_ids, mask_from(starts, other_ids, other_lengths) & row_mask.unsqueeze(1), lengths,
+        data_sources_of(records), _reference(records, REF_LOGPROB), _reference(records, OTHER_REF_LOGPROB),
+    )  # fmt: skip
+
+
+def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBatch:
+    """Each prompt and its answer as one row, with the labels at the columns `step_ends` of the answer."""
+    records, real = rows_at(rows, indices)
+    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
+    mask, labels = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
+    for row, (record, is_real) in enumerate(zip(records, real, strict=True)):
+        columns = [len(record["prompt_ids"]) + end for end in record["step_ends"]]
+        mask[row, columns] = is_real
+        labels[row, columns] = torch.tensor(record["step_labels"]) * is_real
+    return StepBatch(ids, lengths, mask, labels, data_sources_of(records))
+
+
+def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:
+    """Left-padded prompts."""
+    reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
+    reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)
+    return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1))
