@@ -1,4 +1,4 @@
-"""Worker processes of reward functions: time limits, crashes, signals and their end."""
+"""Worker processes of reward functions: what they load, time limits, crashes, signals and their end."""
 
 import os
 import signal
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_function_reward import FILE, HERE, ask, of_responses
+from test_function_reward import FILE, HERE, REQUEST, ask, of_responses
 
+from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
-from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
+from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
-from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
+from dschat_ppo.rewards.worker_pool import CallError, Target, Worker, WorkerPool
 
 PARENT = """
 import sys
@@ -34,6 +35,17 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
             WorkerPool(Target(str(tmp_path / "bad.py"), "f"), 1, 1.0)
+
+
+def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_path):
+    file = tmp_path / "mended.py"
+    file.write_text("1 / 0")
+    worker = Worker(Target(str(file), "f"), 5.0)
+    with pytest.raises(CallError, match="ZeroDivisionError"):
+        worker.call({})
+    file.write_text("def f():\n    return [4]\n")
+    assert worker.call({}) == [[4.0, {}]]
+    worker.stop()
 
 
 def alive(pid: int) -> bool:
@@ -201,3 +213,89 @@ def test_close_after_an_interrupt_waits_only_for_calls_in_progress():
     begun = time.monotonic()
     started.close()
     assert time.monotonic() - begun < 1.5
+
+
+def test_settings_are_converted_to_the_types_of_the_defaults():
+    settings = (("factor", "2.5"), ("sign", "False"), ("word", "an"), ("count", "3"))
+    assert ask("scaled", of_responses("banana", "an", "x"), settings=settings)[0] == [-15, -7.5, 0]
+
+
+def test_where_a_function_may_be(tmp_path, monkeypatch):
+    """In a module of the search path or of the current folder, or in a file that imports its neighbours and defines
+    dataclasses."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_here.py").write_text("def half(response):\n    return len(response) / 2\n")
+    (tmp_path / "neighbour.py").write_text("SCORE = 2.5\n")
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import SCORE\n"
+    text += "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return Row().score\n"
+    (tmp_path / "with_neighbour.py").write_text(text)
+    for name, scores in (("reward_functions:lengths:0.5", [3, 2, 0, 6, 1]), ("only_here:half", [1.5, 1, 0, 3, 0.5]),
+                         (f"{tmp_path}/with_neighbour.py:f", [2.5] * 5)):  # fmt: skip
+        reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
+        assert reward(REQUEST, None).tolist() == scores
+        reward.close()
+
+
+def test_a_module_is_imported_once_for_each_worker():
+    reward = FunctionReward(FunctionSpec(FILE, "when_imported"), 1, 10.0, 0.0)
+    first, second = reward(REQUEST, None), reward(REQUEST, None)
+    reward.close()
+    assert len(set(first.tolist() + second.tolist())) == 1
+
+
+def test_prints_do_not_change_the_scores(capfd):
+    assert ask("noisy", of_responses("a", "b")) == ([1, 1], 0)
+    assert capfd.readouterr().err.splitlines().count("a child prints too") == 2
+
+
+def test_unusual_exceptions_do_not_end_the_worker():
+    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 10.0, -9.0)
+    before = reward.pool.workers[0].process.pid
+    faults = ["unprintable", "nameless", "unpicklable", "long", "surrogate", "subclass"]
+    assert reward(of_responses(*faults, "ab"), None).tolist() == [-9] * 6 + [2]
+    assert reward.pool.workers[0].process.pid == before
+    reward.close()
+
+
+def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
+    """No line of the library that raises or of the worker process; a shipped rule has none."""
+    (tmp_path / "neighbour.py").write_text("def wrapped(function):\n    return lambda response: function(response)\n")
+    (tmp_path / "mine.py").write_text(
+        "import asyncio, functools, json, neighbour\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
+        "def plain(response):\n    return inner(response)\n\n\n"
+        "async def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\n"
+        "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n\n\n"
+        "outer = functools.wraps(plain)(neighbour.wrapped(plain))\n"
+    )
+    for name, line in (("plain", 5), ("waits", 5), ("judge", 19), ("outer", 5)):
+        reward = FunctionReward(parse_function(f"{tmp_path}/mine.py:{name}"), 1, 10.0, 0.0)
+        reward(of_responses("{"), None)
+        assert reward.take_counts().cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
+        reward.close()
+    (tmp_path / "bad.py").write_text("\n1 / 0\n")
+    with pytest.raises(UserError, match=rf"cannot be used: ZeroDivisionError: .* \({tmp_path}/bad.py:2\)"):
+        FunctionReward(parse_function(f"{tmp_path}/bad.py:f"), 1, 10.0, 0.0)
+    rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
+    rule(of_responses("{"), None)
+    expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
+    assert rule.take_counts() == CallCounts(1, 1, expected)
+    rule.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("absent", (), "cannot be used: reward_functions.py has no function 'absent'; it has: "),
+        ("not_callable", (), "not a function"),
+        ("by_position", (), "positional only"),
+        ("lengths", (("colour", "red"),), "no setting 'colour'"),
+        ("lengths", (("responses", "red"),), "no setting 'responses'"),
+        ("scaled", (("factor", "much"),), "factor must be a number"),
+        ("scaled", (("sign", "plus"),), "sign must be true or false"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_rejected(name, settings, problem):
+    with pytest.raises(UserError, match=r"^--reward_function .*cannot be used") as refused:
+        FunctionReward(FunctionSpec(FILE, name, 1.0, settings), 1, 10.0, 0.0)
+    assert problem in str(refused.value)
