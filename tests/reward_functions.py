@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LOADED = time.time_ns()  # tells one import of this file from another
@@ -119,7 +120,16 @@ def fail(problem):
     raise problem
 
 
+def forge(reply):
+    """Write into every pipe of the process, as a library may that prints where it should not."""
+    for number in range(3, 64):
+        with suppress(OSError):
+            os.write(number, reply)
+
+
 FAULTS = {
+    "garbage": lambda: forge(b"no JSON\n"),
+    "endless": lambda: forge(b"0" * 2**16) or FAULTS["endless"](),
     "raise": lambda: 1 / 0,
     "unprintable": lambda: fail(UnprintableError()),
     "nameless": lambda: fail(NamelessError()),

@@ -77,19 +77,15 @@ def check_routes(
     spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
     `--streaming`), else a warning.
     """
-    routes: list[tuple[str, Sequence[str]]] = [
-        (str(spec), spec.sources) for spec in map(parse_function, flags.reward_function)
-    ]
-    if flags.use_reward_model:
-        routes.append(("--reward_model_sources", flags.reward_model_sources))
-    if flags.remote_urls:
-        routes.append(("--remote_reward_sources", flags.remote_reward_sources))
+    specs = map(parse_function, flags.reward_function)
+    routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
+    routes += [("--reward_model_sources", flags.reward_model_sources)] * flags.use_reward_model
+    routes += [("--remote_reward_sources", flags.remote_reward_sources)] * bool(flags.remote_urls)
     if not any(sources for _, sources in routes):
         return
     every = are_all_rows and len(rows) <= MOST_ROWS
     count = min(len(rows), MOST_ROWS)
-    numbers = [number * len(rows) // count for number in range(count)]
-    found = {str(json.loads(rows[number]).get(DATA_SOURCE)) for number in numbers}
+    found = {str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE)) for number in range(count)}
     shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
     for flag, sources in routes:
         for source in sources:
@@ -97,7 +93,7 @@ def check_routes(
                 raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
             if source not in found and source not in names:
                 logger().warning(
-                    f"{flag}: none of {len(numbers)} training prompts has the data source '{source}', but: {shown}"
+                    f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}"
                 )
     if all(sources for _, sources in routes):
         lacking = sorted(found - {source for _, sources in routes for source in sources})

@@ -72,11 +72,6 @@ class CallForm:
     hidden: tuple[str, ...] = ()
     only_needed: bool = False
 
-    @property
-    def arguments(self) -> set[str]:
-        """What a function of this form receives besides columns and settings."""
-        return {*self.texts, *self.columns, *self.of_call}
-
 
 CALL_FORMS = {
     "responses": CallForm(
@@ -162,8 +157,10 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
             raise TypeError(f"its argument {name} is positional only, but the function is called by keywords")
     defaults = {name: each.default for name, each in parameters.items() if each.kind != each.VAR_KEYWORD}
     form, takes_any = form_of(defaults), len(defaults) < len(parameters)
+    call = CALL_FORMS[form]
+    given = {*_NO_SETTINGS, *call.texts, *call.columns, *call.of_call}
     for name in settings:
-        if name in _NO_SETTINGS | CALL_FORMS[form].arguments or (name not in defaults and not takes_any):
+        if name in given or (name not in defaults and not takes_any):
             raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(defaults)}")
     needs = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
     converted = {name: _converted(name, text, defaults.get(name)) for name, text in settings.items()}

@@ -214,12 +214,11 @@ class FunctionReward:
             self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
         results = []
         for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
-            if isinstance(reply, CallError):
-                results.append(Returned(str(reply), {}))
-            elif len(reply) != 1:
-                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
-            else:
+            if not isinstance(reply, CallError) and len(reply) == 1:
                 results.append(_checked(*reply[0]))
+                continue
+            cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
+            results.append(Returned(str(cause), {}))
         return results
 
     def _numbers(self, count: int, rows: list[int], results: list[Returned]) -> dict[str, Tensor]:

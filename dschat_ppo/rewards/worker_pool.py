@@ -124,9 +124,11 @@ class Worker:
                             poll.unregister(inward)
                         continue
                     part = os.read(outward, 2**20)
-                    if not part or len(line) > _MOST_BYTES:
+                    if not part:
                         raise BrokenPipeError
                     line += part
+                    if len(line) > _MOST_BYTES:
+                        raise ValueError
                 heartbeat()  # a call that hangs is found by its own time limit
             [(kind, value)] = json.loads(line).items()
         except BrokenPipeError:

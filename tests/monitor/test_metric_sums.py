@@ -7,6 +7,8 @@ import torch
 from dschat_ppo.monitor import metric_sums
 from dschat_ppo.monitor.metric_sums import MetricSums, explained_variance, moments
 
+CPU = torch.device("cpu")
+
 
 def uneven_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(values, mask) of micro-batches with 7, 1 and 0 valid tokens."""
@@ -150,7 +152,7 @@ def test_restored_sums_of_two_ranks_equal_the_sums_of_all_values():
         for sums in (part, whole):
             sums.add_mean("mean", torch.tensor(values))
             sums.add_max("max", torch.tensor(values))
-    restored = MetricSums.restored([part.state_dict() for part in parts], torch.device("cpu"))
+    restored = MetricSums.restored([part.state_dict() for part in parts], CPU)
     assert restored.reduce() == whole.reduce() == {"mean": 3.0, "max": 6.0}
     restored.merge(restored.emptied())
     assert restored.reduce() == whole.reduce()
@@ -216,12 +218,12 @@ def test_a_rank_without_rows_of_a_data_set_joins_the_one_reduction(monkeypatch):
 
 def test_means_by_data_set_are_merged_restored_emptied_and_selected():
     sums = by_source()
-    sums.merge(MetricSums.restored([by_source().state_dict()], torch.device("cpu")))
+    sums.merge(MetricSums.restored([by_source().state_dict()], CPU))
     assert sums.reduce() == by_source().reduce()
     assert sums.only("loss/b").reduce() == {"loss/b": 4.0}
     assert sums.emptied().reduce() == {"loss": 0.0}
     old = {kind: named for kind, named in by_source().state_dict().items() if kind != "parts"}
-    assert MetricSums.restored([old], torch.device("cpu")).reduce() == {"loss": 3.0}
+    assert MetricSums.restored([old], CPU).reduce() == {"loss": 3.0}
 
 
 def test_scaled_sums_have_the_same_means_and_less_weight_beside_others():
@@ -234,3 +236,47 @@ def test_scaled_sums_have_the_same_means_and_less_weight_beside_others():
     alone.add_mean("x", torch.tensor([8.0]))
     half.merge(alone)  # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
     assert half.reduce()["x"] == 5.0
+
+
+def test_sums_of_several_ranks_become_those_of_one():
+    parts = [MetricSums() for _ in range(3)]
+    for number, part in enumerate(parts):
+        part.add_mean("mean", torch.arange(number + 1.0))  # 0 | 0 1 | 0 1 2
+        part.add_max("most", torch.tensor([number * (-1.0) ** number]))  # 0, -1, 2
+    alone = MetricSums.restored([parts[1].state_dict()], CPU)
+    assert alone.reduce() == {"mean": 0.5, "most": -1.0}
+    together = MetricSums.restored([part.state_dict() for part in parts], CPU)
+    assert together.reduce() == {"mean": 4 / 6, "most": 2.0}
+    together.add_mean("mean", torch.tensor([10.0]))
+    assert together.reduce()["mean"] == 14 / 7
+    assert MetricSums.restored([], CPU).reduce() == {}
+
+
+def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
+    saved = MetricSums()
+    saved.add_mean("mean", torch.tensor([-2.0, -4.0]))
+    saved.add_max("most", torch.tensor([-7.0]))
+    new = MetricSums.restored([saved.state_dict()], CPU).emptied()
+    assert new.reduce() == {"mean": 0.0, "most": 0.0}, "all names, nothing counted"
+    both = MetricSums.restored([saved.state_dict(), new.state_dict()], CPU)
+    assert both.reduce() == {"mean": -3.0, "most": -7.0}
+    new.add_mean("mean", torch.tensor([5.0]))
+    new.add_max("most", torch.tensor([-9.0]))
+    assert new.reduce() == {"mean": 5.0, "most": -9.0}
+    assert saved.reduce() == {"mean": -3.0, "most": -7.0}
+
+
+def test_counts_add_up_over_updates_ranks_and_a_checkpoint(monkeypatch):
+    first, second = MetricSums(), MetricSums()
+    first.add_counts("ratio", torch.tensor([1.0, 2.0]).double())
+    first.add_counts("ratio", torch.tensor([3.0, 0.0]).double())
+    second.merge(first.scaled(0.5))
+    second.add_counts("length", torch.tensor([7.0]).double())
+    saved = [part.state_dict() for part in (first, second, second.emptied())]
+    assert MetricSums.restored(saved[:2], CPU).reduce_counts() == {"length": [7], "ratio": [6, 3]}
+    assert MetricSums.restored(saved[2:], CPU).reduce_counts() == {"length": [0], "ratio": [0, 0]}
+    older = {name: part for name, part in saved[0].items() if name != "counts"}
+    assert MetricSums.restored([older], CPU).reduce_counts() == {}
+    assert first.reduce() == {}, "they are no metrics"
+    monkeypatch.setattr("dschat_ppo.monitor.metric_sums.gather_cat", lambda part: torch.cat([part, 10 * part]))
+    assert second.reduce_counts() == {"length": [77], "ratio": [22, 11]}

@@ -14,7 +14,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Histogram, Start, StepFigures, Tracking
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import MetricsWriter, tracked_name, write_result
 
 
 def no_constant(name):
@@ -196,3 +196,38 @@ def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "broadcast_object", lambda value: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("loss", "train/loss"),
+    ("loss/web", "train/loss/web"),
+    ("accuracy", "train/accuracy"),
+    ("epoch", "train/epoch"),
+    ("eval_loss", "eval/loss"),
+    ("eval_loss/web", "eval/loss/web"),
+    ("lr", "optim/lr"),
+    ("lora_lr", "optim/lora_lr"),
+    ("grad_norm", "optim/grad_norm"),
+    ("optim/overflow/model", "optim/overflow/model"),
+    ("time/train", "time/train"),
+    ("reward/score_mean/web", "reward/score_mean/web"),
+    ("eval/pass@1", "eval/pass@1"),
+])  # fmt: skip
+def test_a_metric_has_a_section_in_trackers(name, expected):
+    assert tracked_name(name) == expected
+
+
+def test_metrics_continue_after_the_lines_of_the_checkpoint(tmp_path):
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"a": 1.0})
+        offset = writer.saved_offset()
+        writer.write(2, {"a": 2.0})
+    with MetricsWriter(tmp_path, None, (offset, 2)) as writer:
+        writer.write(2, {"a": 3.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and '"step": 2' in lines[1] and '"a": 3.0' in lines[1]
+    with MetricsWriter(tmp_path, None, (10**6, 2)) as writer:  # somebody has cut the file
+        writer.write(3, {"a": 4.0})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
+    with MetricsWriter(tmp_path, None):
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""

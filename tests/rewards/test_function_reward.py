@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import function_reward
+from dschat_ppo.rewards import function_reward, worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 
@@ -87,13 +87,15 @@ CAUSES = {
     "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
     "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
-    "text": "not a number", "complex": "not a number",
+    "text": "not a number", "complex": "not a number", "garbage": "sent an invalid reply",
+    "endless": "sent an invalid reply",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["faulty_row", "faulty_batch"])
 def test_a_failed_call_affects_only_its_row(form, capsys, monkeypatch):
     monkeypatch.setattr(function_reward, "MOST_WARNINGS", len(CAUSES))
+    monkeypatch.setattr(worker_pool, "_MOST_BYTES", 2**20)
     scores, faults = ask(form, of_responses("four", *CAUSES, "", "a"), workers=4, timeout=1.0)
     assert scores == [4, *[-9] * len(CAUSES), 0, 1] and faults == len(CAUSES)
     warnings = capsys.readouterr().out.splitlines()
