@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Value
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.sources import DataSource
 
@@ -46,14 +47,40 @@ class Part:
     order: np.ndarray
 
 
-def mix(parts: list[Part]) -> tuple[list[Part], list[Share]]:
-    """The parts with the rows that an epoch has of each, as weights and numbers of rows say."""
-    shares = shares_of([part.source for part in parts], [len(part.order) for part in parts])
-    found = [
-        replace(part, order=repeated(part.order, share.used, SPLIT_SEED, number))
-        for number, (part, share) in enumerate(zip(parts, shares, strict=True))
+def mix(parts: list[Part]) -> list[Part]:
+    """The parts with the rows that an epoch has of each, which the log shows as a table."""
+    available = [len(part.order) for part in parts]
+    used = used_rows([part.source for part in parts], available)
+    if len(parts) > 1 or used != available:
+        logger().info(table_of([part.source.name for part in parts], available, used))
+    return [
+        replace(part, order=repeated(part.order, count, SPLIT_SEED, number))
+        for number, (part, count) in enumerate(zip(parts, used, strict=True))
     ]
-    return found, shares
+
+
+def used_rows(sources: Sequence[DataSource], available: Sequence[int]) -> list[int]:
+    """How many rows of each data set an epoch has. Data sets with a weight share the sum of their sizes in proportion
+    to their weights, rounded so that the total is exact. `@ROWS` sets a number. All others are used once."""
+    used = [count if source.samples is None else source.samples
+            for source, count in zip(sources, available, strict=True)]  # fmt: skip
+    weighted = [place for place, source in enumerate(sources) if source.weight is not None]
+    weights, total = [float(sources[place].weight or 0) for place in weighted], sum(available[p] for p in weighted)
+    before = 0
+    for number, place in enumerate(weighted, start=1):
+        bound = round(total * sum(weights[:number]) / sum(weights))
+        used[place], before = bound - before, bound
+    return used
+
+
+def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
+    """`used` of these (N,) row numbers, N above 0 unless `used` is 0: all of them as often as they fit, then a random
+    remainder in the order of `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
+    if used == len(rows):
+        return rows
+    whole, rest = divmod(used, len(rows))
+    chosen = torch.randperm(len(rows), generator=shared_generator(seed, _MIX, number))[:rest].sort().values
+    return np.concatenate([*[rows] * whole, rows[chosen.numpy()]])
 
 
 def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:
@@ -71,54 +98,15 @@ def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:
     return rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one data set adds to an epoch: `used` rows of those `available` for this step."""
-
-    name: str
-    available: int
-    used: int
-
-
-def shares_of(sources: Sequence[DataSource], available: Sequence[int]) -> list[Share]:
-    """How many rows of each data set an epoch has. Data sets with a weight share the sum of their sizes in proportion
-    to their weights, rounded so that the total is exact. `@ROWS` sets a number. All others are used once."""
-    used = [
-        count if source.samples is None else source.samples for source, count in zip(sources, available, strict=True)
-    ]
-    weighted = [place for place, source in enumerate(sources) if source.weight is not None]
-    total = sum(available[place] for place in weighted)
-    weights = [float(sources[place].weight or 0) for place in weighted]
-    bounds = (
-        [round(total * sum(weights[:place]) / sum(weights)) for place in range(len(weights) + 1)] if weights else []
-    )
-    for number, place in enumerate(weighted):
-        used[place] = bounds[number + 1] - bounds[number]
-    return [Share(source.name, *counts) for source, *counts in zip(sources, available, used, strict=True)]
-
-
-def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
-    """`used` of these (N,) row numbers, N above 0 unless `used` is 0: all of them as often as they fit, then a random
-    remainder in the order of `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
-    if used == len(rows):
-        return rows
-    whole, rest = divmod(used, len(rows))
-    chosen = torch.randperm(len(rows), generator=shared_generator(seed, _MIX, number))[:rest].sort().values
-    return np.concatenate([*[rows] * whole, rows[chosen.numpy()]])
-
-
-def table_of(shares: Sequence[Share]) -> str:
+def table_of(names: Sequence[str], available: Sequence[int], used: Sequence[int]) -> str:
     """The mixture for the log, one line for each data set."""
-    total = sum(share.used for share in shares)
     rows = [("data set", "rows", "used", "repeats", "share")]
-    for share in shares:
-        repeats = f"{share.used / share.available:.2f}" if share.available else "-"
-        rows.append((share.name, str(share.available), str(share.used), repeats, f"{100 * share.used / total:.1f} %"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for name, there, count in zip(names, available, used, strict=True):
+        repeats = f"{count / there:.2f}" if there else "-"
+        rows.append((name, str(there), str(count), repeats, f"{100 * count / sum(used):.1f} %"))
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in rows
     ]
     return "data: mixture of an epoch\n" + "\n".join(f"  {line}" for line in lines)

@@ -24,10 +24,10 @@ from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
-from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step, table_of
+from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, regrouped
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.splits import Splits, load_all, load_splits
+from dschat_ppo.data.splits import load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
@@ -96,24 +96,37 @@ class Preparation:
         if self.flags.streaming and source.flag != EVAL_FLAG:
             self.add_stream(source)
             return
-        is_eval = for_evaluation or source.flag == EVAL_FLAG
-        splits = (load_all if is_eval else load_splits)(source, self.flags.data_output_path, self.flags.bad_rows)
-        report_unreadable(source.label, splits, self.flags.bad_rows)
+        flags, is_eval = self.flags, for_evaluation or source.flag == EVAL_FLAG
+        splits = (load_all if is_eval else load_splits)(source, flags.data_output_path, flags.bad_rows)
+        report_unreadable(source.label, splits, flags.bad_rows)
         raw = splits.train
         if self.most_rows is not None:
             raw = raw.select(range(min(self.most_rows, len(raw))))
-        columns, first = list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))]
-        form = self.form_of(source, columns, first)
+        form = self.form_of(source, list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))])
         raw = self.grouped(form, raw)
+        numbers = np.arange(len(raw))
         if is_eval:
-            self.tokenise(source, raw, splits.origins, form, [(np.arange(len(raw)), "", False)])
+            self.tokenise(source, raw, splits.origins, form, [(numbers, "", False)])
             return
-        parts = self.parts_of(source, len(raw), splits)
-        self.tokenise(source, raw, splits.origins, form, parts)
-        if splits.eval is not None and self.eval_fraction is not None and not self.eval_paths:
-            evaluation = self.grouped(form, splits.eval)
-            whole = [(np.arange(len(evaluation)), " (eval)", False)]
-            self.tokenise(source, evaluation, splits.origins, form, whole)
+        if source.flag == "--data_path":
+            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
+            if len(numbers) == 0:
+                raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+            if len(numbers) < len(raw):
+                used = f"{len(numbers)} of {len(raw)} rows (--data_split {flags.data_split})"
+                logger().info(f"data: {source.label}: this step uses {used}")
+        evaluates, held_out = self.eval_fraction is not None and not self.eval_paths, numbers[:0]
+        if evaluates and splits.eval is None:
+            numbers, held_out = hold_out(numbers, self.eval_fraction or 0, SPLIT_SEED)
+        self.tokenise(source, raw, splits.origins, form, [(numbers, "", True), (held_out, " (eval)", False)])
+        if splits.eval is None:
+            return
+        if evaluates:
+            raw = self.grouped(form, splits.eval)
+            self.tokenise(source, raw, splits.origins, form, [(np.arange(len(raw)), " (eval)", False)])
+        else:
+            how = f"replaced by those of {EVAL_FLAG}" if self.eval_paths else f"not used; {EVAL_FLAG} FILE uses them"
+            logger().info(f"data: {source.label}: its {len(splits.eval)} evaluation rows are {how}")
 
     def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
@@ -132,28 +145,6 @@ class Preparation:
         if form.regroup is None:
             return raw
         return regrouped(raw, form.identity, form.regroup, self.flags.data_output_path)
-
-    def parts_of(self, source: DataSource, count: int, splits: Splits) -> list[Numbers]:
-        """The numbers of the rows for training, which are the step's share of `count` rows without those that are held
-        out, and of the rows that are held out."""
-        flags, numbers = self.flags, np.arange(count)
-        if source.flag == "--data_path":
-            numbers = rows_of_step(count, parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
-            if len(numbers) == 0:
-                raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
-            if len(numbers) < count:
-                used = f"{len(numbers)} of {count} rows (--data_split {flags.data_split})"
-                logger().info(f"data: {source.label}: this step uses {used}")
-        if self.eval_fraction is None or self.eval_paths:
-            if splits.eval is not None:
-                how = "replaced by those of {}" if self.eval_paths else "not used; {} FILE uses them"
-                rows = f"its {len(splits.eval)} evaluation rows are {how.format(EVAL_FLAG)}"
-                logger().info(f"data: {source.label}: {rows}")
-            return [(numbers, "", True)]
-        if splits.eval is not None:
-            return [(numbers, "", True)]
-        numbers, held_out = hold_out(numbers, self.eval_fraction, SPLIT_SEED)
-        return [(numbers, "", True), *([(held_out, " (eval)", False)] if len(held_out) else [])]
 
     def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
         """How the rows of a data set become token rows."""
@@ -178,22 +169,23 @@ class Preparation:
         repeats = report_duplicates(name, table, raw, origins, policy == "skip")
         usable = table.usable & ~repeats
         for numbers, suffix, for_training in parts:
+            if len(numbers) == 0:
+                continue
             name, order = f"{source.label}{suffix}", table.rows_of(numbers)
-            readable = order[table.fitted[order] != Fitted.UNUSABLE]
-            fitted = table.fitted[readable]
-            logger().info(f"data: {name}: {counted(len(readable), 'row')}; {describe_counts(fitted)}")
-            if len(readable):
-                logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[readable])}")
+            order = order[table.fitted[order] != Fitted.UNUSABLE]
+            fitted, limit = table.fitted[order], f"{limit_flag(self.use)} {self.limit}"
+            logger().info(f"data: {name}: {counted(len(order), 'row')}; {describe_counts(fitted)}")
+            if len(order):
+                logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[order])}")
                 if self.use != "prompt":
-                    logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[readable])}")
-            limit = f"{limit_flag(self.use)} {self.limit}"
-            if for_training and len(readable) and (fitted == Fitted.ANSWER_CUT).all():
+                    logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
+            elif for_training:
+                raise UserError(f"{source.spec}: none of its rows for training serves this step")
+            if for_training and (fitted == Fitted.ANSWER_CUT).all():
                 raise UserError(f"{source.spec}{suffix}: every answer is cut by {limit}; raise it")
             order = order[usable[order]]
             if for_training and len(order) == 0:
-                reason = f"no row is within {limit}; raise it, or use --truncation left"
-                reason = reason if len(readable) else "none of its rows for training serves this step"
-                raise UserError(f"{source.spec}: {reason}")
+                raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
             (self.train if for_training else self.eval).append(Part(source, table.rows, order))
         self._log_rendering(source, form)
 
@@ -256,10 +248,7 @@ class Preparation:
         """The rows of all parts: for training as their weights say, for evaluation one part after another."""
         self._check_forms()
         names = tuple(dict.fromkeys(part.source.name for part in self.train))
-        train, shares = mix(self.train)
-        if len(shares) > 1 or any(share.used != share.available for share in shares):
-            logger().info(table_of(shares))
-        return TokenRows(joined(train, names), *self._evaluation(names))
+        return TokenRows(joined(mix(self.train), names), *self._evaluation(names))
 
 
 def prepare(

@@ -5,16 +5,12 @@ import pytest
 import torch
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.mixture import Share, hold_out, repeated, rows_of_step, shares_of, table_of
+from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, table_of, used_rows
 from dschat_ppo.data.sources import DataSource
 
 
 def source(name: str, weight: float | None = None, samples: int | None = None) -> DataSource:
     return DataSource(name, name, "--data_path", name, None, None, name, weight, samples)
-
-
-def used(sources: list[DataSource], available: list[int]) -> list[int]:
-    return [share.used for share in shares_of(sources, available)]
 
 
 @pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
@@ -46,10 +42,10 @@ def test_hold_out_with_fraction_zero_holds_out_nothing():
 
 
 def test_weights_share_the_sum_of_the_sizes_of_the_weighted_sets():
-    assert used([source("a", 3.0), source("b", 1.0)], [100, 60]) == [120, 40]
-    assert used([source("a", 0.3), source("b", 0.1)], [100, 60]) == [120, 40]
-    assert used([source("a", 1.0), source("b", 1.0), source("c", 1.0)], [5, 3, 2]) == [3, 4, 3]  # 10 rows in all
-    assert used([source("a"), source("b", samples=7), source("c", 2.0)], [5, 3, 4]) == [5, 7, 4]
+    assert used_rows([source("a", 3.0), source("b", 1.0)], [100, 60]) == [120, 40]
+    assert used_rows([source("a", 0.3), source("b", 0.1)], [100, 60]) == [120, 40]
+    assert used_rows([source("a", 1.0), source("b", 1.0), source("c", 1.0)], [5, 3, 2]) == [3, 4, 3]  # 10 rows in all
+    assert used_rows([source("a"), source("b", samples=7), source("c", 2.0)], [5, 3, 4]) == [5, 7, 4]
 
 
 def test_a_set_is_repeated_whole_and_then_a_random_remainder_in_its_order():
@@ -65,7 +61,7 @@ def test_a_set_is_repeated_whole_and_then_a_random_remainder_in_its_order():
 
 
 def test_the_table_shows_rows_repeats_and_shares():
-    lines = table_of([Share("maths", 10, 25), Share("chat", 300, 75)]).splitlines()
+    lines = table_of(["maths", "chat"], [10, 300], [25, 75]).splitlines()
     assert lines == [
         "data: mixture of an epoch",
         "  data set  rows  used  repeats   share",
