@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -40,6 +41,7 @@ def chunk_rows_of(rows: Dataset | StreamedRows) -> int | None:
     return rows.chunk_rows if isinstance(rows, StreamedRows) else None
 
 
+@lru_cache(maxsize=2)
 def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: int) -> list[int]:
     """A permutation of the row indices of one chunk of a stream, fixed by seed, epoch and number of the chunk."""
     first = chunk * chunk_rows
@@ -47,39 +49,29 @@ def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: in
     return [first + index for index in torch.randperm(count, generator=shared_generator(seed, epoch, chunk)).tolist()]
 
 
-class ChunkedOrder(Sequence[int]):
-    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
+@dataclass(frozen=True)
+class ChunkedOrder:
+    """All row indices of a stream, read by slices: chunk after chunk, each in its `chunk_order`."""
 
-    def __init__(self, num_rows: int, chunk_rows: int, seed: int, epoch: int):
-        self._num_rows = num_rows
-        self._chunk_rows = chunk_rows
-        self._path = (seed, epoch)
-        self._last: tuple[int, list[int]] = (-1, [])  # the chunk in use, and its order
+    num_rows: int
+    chunk_rows: int
+    seed: int
+    epoch: int
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
-    @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, places: slice) -> list[int]:
+        start, stop, _ = places.indices(self.num_rows)
+        chunks = range(start // self.chunk_rows, -(-stop // self.chunk_rows))
+        rows = [row for n in chunks for row in chunk_order(self.num_rows, self.chunk_rows, self.seed, self.epoch, n)]
+        return rows[start - chunks.start * self.chunk_rows :][: max(0, stop - start)]
 
-    @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        if isinstance(place, slice):
-            return [self._at(number) for number in range(*place.indices(self._num_rows))]
-        if not -self._num_rows <= place < self._num_rows:
-            raise IndexError(place)
-        return self._at(place % self._num_rows)
-
-    def _at(self, place: int) -> int:
-        chunk, inside = divmod(place, self._chunk_rows)
-        if self._last[0] != chunk:
-            self._last = (chunk, chunk_order(self._num_rows, self._chunk_rows, *self._path, chunk))
-        return self._last[1][inside]
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
 
 
-def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Sequence[int]:
+def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Sequence[int] | ChunkedOrder:
     """The order of all row indices in one epoch: a permutation, or for a stream one inside each chunk."""
     chunk_rows = chunk_rows_of(rows)
     if chunk_rows is None:
@@ -88,7 +80,7 @@ def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Sequence[in
 
 
 def optimizer_steps(
-    order: Sequence[int], micro_batch: int, accumulation: int, world_size: int, rank: int
+    order: Sequence[int] | ChunkedOrder, micro_batch: int, accumulation: int, world_size: int, rank: int
 ) -> Iterator[list[list[int]]]:
     """Yield this rank's micro-batches of each optimizer step, once through `order`.
 

@@ -10,39 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.streaming import StreamedRows
 
 MOST_CHARACTERS = 2000  # of a sample in the log
-
-
-def render_sample(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> str:
-    """The text of `ids`, special tokens included, with the trained parts in ⟦...⟧. `spans` are half-open ranges of
-    `ids` that are trained, in order and disjoint; adjacent ones are one part."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    text, done = "", 0
-    for start, stop in joined:
-        text += f"{text_between(tokenizer, ids, done, start)}⟦{text_between(tokenizer, ids, start, stop)}⟧"
-        done = stop
-    return text + text_between(tokenizer, ids, done, len(ids))
-
-
-def sample_text(tokenizer: PreTrainedTokenizerBase, encoded: EncodedExample) -> str:
-    """The text of one example with the trained parts marked; further answers follow, each on a line that starts with
-    `or`. A prompt without answers (step 3) has no marks of an answer."""
-    prompt = encoded.prompt
-    first = encoded.answers[0] if encoded.answers else []
-    spans = [*encoded.prompt_spans, *([(len(prompt), len(prompt) + len(first))] if first else [])]
-    lines = [render_sample(tokenizer, [*prompt, *first], spans)]
-    for answer in encoded.answers[1:]:
-        text = text_between(tokenizer, [*prompt, *answer], len(prompt), len(prompt) + len(answer))
-        lines.append(f"or ⟦{text}⟧")
-    return "\n".join(lines)
 
 
 def log_samples(
@@ -61,9 +32,18 @@ def log_samples(
 
 
 def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
-    """A token row for the log, see `sample_text`; of a long text its start and end."""
-    spans = [(start, end) for start, end in row.get("prompt_spans") or []]
-    text = sample_text(tokenizer, EncodedExample(row["prompt_ids"], row["answers"], spans))
+    """The text of a token row, special tokens included, with the trained parts in ⟦ ⟧; of a long text its start and
+    end. A second answer follows on a line that starts with `or`. A prompt without answers (step 3) has no marks."""
+    prompt, (first, *others) = row["prompt_ids"], row["answers"] or [[]]
+    ids = [*prompt, *first]
+    spans, text, done = [*(row.get("prompt_spans") or ()), (len(prompt), len(ids))], "", 0
+    for start, stop in spans if first else ():
+        text += text_between(tokenizer, ids, done, start) + f"⟦{text_between(tokenizer, ids, start, stop)}⟧"
+        done = stop
+    text = text.replace("⟧⟦", "") + text_between(tokenizer, ids, done, len(ids))
+    for answer in others:
+        whole = [*prompt, *answer]
+        text += f"\nor ⟦{text_between(tokenizer, whole, len(prompt), len(whole))}⟧"
     half = MOST_CHARACTERS // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 

@@ -11,9 +11,7 @@ from dschat_ppo.data.sample_text import (
     MOST_CHARACTERS,
     log_samples,
     readable_text,
-    render_sample,
     row_sample,
-    sample_text,
 )
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import toy
@@ -25,10 +23,14 @@ TALK = [
 ]
 
 
+def row_of(encoded) -> dict:
+    return {"prompt_ids": encoded.prompt, "answers": encoded.answers, "prompt_spans": encoded.prompt_spans}
+
+
 def sample(kind: str, answers: list[str], prompt=TALK) -> str:
     tokenizer = chat_tokenizer(kind, "zephyr")
     (encoded,) = encode_examples(tokenizer, [Example(prompt, answers)], True)
-    return sample_text(tokenizer, encoded)
+    return row_sample(tokenizer, row_of(encoded))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "letters"])
@@ -36,30 +38,26 @@ def test_trained_parts_are_marked(kind):
     expected = "<|user|>\nWhere is it?</s>\n<|assistant|>\n⟦In the hall.</s>⟧\n<|user|>\nAnd now?</s>\n<|assistant|>\n"
     assert sample(kind, ["There."]) == expected + "⟦There.</s>⟧"
     assert sample(kind, ["There.", "No."]) == expected + "⟦There.</s>⟧\nor ⟦No.</s>⟧"
-    assert sample(kind, []) == expected
+    assert sample(kind, []) == expected.replace("⟦", "").replace("⟧", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_marks_are_the_only_change(kind):
     tokenizer = chat_tokenizer(kind, "zephyr")
     (encoded,) = encode_examples(tokenizer, [Example("Where is it?", [" In the hall."])], True)
-    text = sample_text(tokenizer, encoded)
+    text = row_sample(tokenizer, row_of(encoded))
     assert text.replace("⟦", "").replace("⟧", "") == tokenizer.decode(encoded.prompt + encoded.answers[0])
     assert text.startswith(tokenizer.decode(encoded.prompt) + "⟦")
 
 
-def test_adjacent_ranges_are_one_part():
+def test_adjacent_ranges_are_one_part_and_a_boundary_may_split_a_character():
     tokenizer = chat_tokenizer("bytes", "zephyr")
     ids = tokenizer.encode("Where is it?")
-    assert render_sample(tokenizer, ids, [(0, 1), (1, len(ids))]) == "⟦Where is it?⟧"
-    assert render_sample(tokenizer, ids, []) == "Where is it?"
-
-
-def test_a_character_that_a_boundary_splits():
-    tokenizer = chat_tokenizer("bytes", "zephyr")
+    row = {"prompt_ids": ids[:-1], "answers": [ids[-1:]], "prompt_spans": [[1, 2], [2, len(ids) - 1]]}
+    assert row_sample(tokenizer, row) == f"{tokenizer.decode(ids[:1])}⟦{tokenizer.decode(ids[1:])}⟧"
     ids = tokenizer.encode("ä")
     assert len(ids) == 2
-    assert render_sample(tokenizer, ids, [(1, 2)]) == "\ufffd⟦\ufffd⟧"
+    assert row_sample(tokenizer, {"prompt_ids": ids[:1], "answers": [ids[1:]]}) == "\ufffd⟦\ufffd⟧"
 
 
 def test_a_long_row_is_shown_by_its_start_and_end():
