@@ -16,7 +16,7 @@ from datasets import Dataset, Features
 from dschat_ppo.common.atomic_files import write_text
 from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.cache import cached_dataset
-from dschat_ppo.data.file_formats import Row
+from dschat_ppo.data.parts import Row
 from dschat_ppo.data.raw_stream import START, RawBatch, RawStream
 from dschat_ppo.errors import UserError
 

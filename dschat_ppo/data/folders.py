@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.data.parts import SUPPORTED, kind_of
+from dschat_ppo.data.sources import SUPPORTED, kind_of
 from dschat_ppo.errors import UserError, reading
 
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")

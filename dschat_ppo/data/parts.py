@@ -1,62 +1,116 @@
-"""Parts of data sets: a file, a table, a split on the hub. All are read in batches of rows, from any place on."""
+"""Parts of data sets: a file, a table, a split on the hub. All are read in batches of rows, from any place on.
+
+JSON values are those of the file: no type is inferred, text that looks like a date stays text, and 5 stays 5.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-import zlib
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate, chain, count, islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet
 from datasets import Dataset, IterableDataset
 from datasets.table import InMemoryTable
 
-from dschat_ppo.data.bad_lines import BadLines
+from dschat_ppo.data.bad_lines import NOT_UTF8, QUOTED_CHARACTERS, BadLines, around_bad_byte
 from dschat_ppo.data.cache import file_key
-from dschat_ppo.data.file_formats import BATCH_ROWS, Batch, Row, is_json_lines, json_lines, opened, other_batches
-from dschat_ppo.data.sources import COMPRESSED, SUFFIXES
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.data.sources import COMPRESSED, SUPPORTED, kind_of
+from dschat_ppo.errors import UserError, in_one_line, reading
 
-SUPPORTED = f"{', '.join(SUFFIXES)} (also with {' or '.join(COMPRESSED)})"
-Kind = Literal["json", "csv", "tsv", "parquet", "arrow", "text"]
-_KINDS: dict[str, Kind] = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow", ".txt": "text",
-}  # fmt: skip
+BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of JSON
+_FIRST_BYTES = 2**20  # that show the layout of a JSON file
+_FIRST_RECORDS = 20  # that show which separator a file uses
+_DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
+_BOM = b"\xef\xbb\xbf"
 _LFS = b"version https://git-lfs.github.com/"
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "';'", "|": "'|'"}
+
+Row = dict[str, Any]
 
 
-class Part(Protocol):
-    """A file, or a split of a table. `name`: in messages, with its flag. `key`: identifies the rows on this machine."""
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of a part, their numbers from 1 on (lines of JSON Lines and text, rows of other kinds; skipped rows
+    count), and the place after them, in values that JSON can hold."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def flag(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-
-    def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
-        """The rows from `place` on, None for the start. `bad` receives lines that cannot be read. Errors do not name
-        the part."""
+    numbers: Sequence[int]
+    rows: list[Row]
+    place: Any
 
 
 def read_part(part: Part, bad: BadLines, place: Any = None) -> Iterator[Batch]:
     """The rows of a part from `place` on. An error is a `UserError` that names the part and its flag."""
-    batches: Iterator[Batch] | None = None
-    while True:
+    try:
+        with reading("cannot be read"):
+            yield from part.batches(bad, place)
+    except UserError as problem:
+        raise UserError(f"{part.flag} {part.name}: {problem}") from problem.__cause__
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A data file."""
+
+    path: Path
+    flag: str
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def key(self) -> str:
+        with reading(f"{self.flag} {self.path}: cannot be read"):
+            return file_key(self.path)
+
+    @property
+    def kind(self) -> str | None:
+        return kind_of(self.path)
+
+    def check(self) -> None:
+        """Refuse what is no data file. Reads its first bytes alone."""
+        what = f"{self.flag} {self.path}"
+        if self.kind is None:
+            raise UserError(f"{what}: '{self.path.suffix}' files are not supported; use one of {SUPPORTED}")
+        if not self.path.is_file():
+            raise UserError(f"{what}: is not a regular file")
+        with reading(f"{what}: cannot be read"), self.path.open("rb") as file:
+            first = file.read(len(_LFS))
+        if not first:
+            raise UserError(f"{what}: the file is empty")
+        if first == _LFS:
+            raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
+
+    def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
+        """JSON Lines and Parquet are opened at `place`; other files are read from their start."""
         try:
-            with reading("cannot be read"):
-                batches = batches or part.batches(bad, place)
-                batch = next(batches, None)
-        except UserError as problem:
-            raise UserError(f"{part.flag} {part.name}: {problem}") from problem.__cause__
-        if batch is None:
-            return
-        yield batch
+            if self.kind == "json" and (isinstance(place, list) or _is_json_lines(self.path)):
+                yield from json_lines(self.path, bad, place or [0, 0])
+            elif self.kind in ("parquet", "arrow"):
+                yield from _table_batches(self.path, self.kind, place or 0)
+            else:
+                rows = {"json": _json_rows, "text": _text_rows}.get(str(self.kind), _separated_rows)(self.path, bad)
+                while part := list(islice(rows, BATCH_ROWS)):
+                    numbers = [number for number, _ in part]
+                    if numbers[-1] > (place or 0):
+                        yield Batch(numbers, [row for _, row in part], numbers[-1])
+                    else:
+                        bad.forget()  # they were counted when these rows were read before
+        except OSError as problem:
+            if self.path.suffix.lower() not in COMPRESSED or problem.errno is not None:
+                raise
+            damage = "truncated" if "Truncated" in str(problem) else f"damaged ({problem})"
+            raise UserError(f"the compressed file is {damage}; copy or download it again") from None
 
 
 @dataclass(frozen=True)
@@ -105,107 +159,51 @@ class HubPart:
             yield Batch(range(first, number + 1), rows, {"state": self.rows.state_dict(), "number": number})
 
 
-@dataclass(frozen=True)
-class FilePart:
-    """A data file."""
+Part = FilePart | TablePart | HubPart
 
-    path: Path
-    flag: str
 
-    @property
-    def name(self) -> str:
-        return str(self.path)
+def _opened(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed."""
+    codec = COMPRESSED.get(path.suffix.lower())
+    if codec is None:
+        return path.open("rb")
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec), BATCH_BYTES)
 
-    @property
-    def key(self) -> str:
-        with reading(f"{self.flag} {self.path}: cannot be read"):
-            return file_key(self.path)
 
-    @property
-    def kind(self) -> Kind | None:
-        return kind_of(self.path)
+# Parquet and Arrow
 
-    def check(self) -> None:
-        """Refuse what is no data file. Reads its first bytes alone."""
-        what = f"{self.flag} {self.path}"
-        if self.kind is None:
-            raise UserError(f"{what}: '{self.path.suffix}' files are not supported; use one of {SUPPORTED}")
-        if not self.path.is_file():
-            raise UserError(f"{what}: is not a regular file")
-        if self.path.stat().st_size == 0:
-            raise UserError(f"{what}: the file is empty")
-        with reading(f"{what}: cannot be read"), self.path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
 
-    def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
-        """JSON Lines and Parquet are opened at `place`; other files are read from their start."""
+def _table_batches(path: Path, kind: str, after: int) -> Iterator[Batch]:
+    """Batches of the rows behind row `after`. Row groups of Parquet before it are not read."""
+    source: Any = str(path)
+    if path.suffix.lower() in COMPRESSED:
+        with _opened(path) as file:
+            source = pa.BufferReader(file.read())
+    before = 0  # rows of the file before the next table
+    if kind == "parquet":
+        table = pa.parquet.ParquetFile(source, memory_map=True)
+        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+        first = sum(end <= after for end in accumulate(sizes))
+        before = sum(sizes[:first])
+        groups = list(range(first, len(sizes)))
+        batches: Any = table.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False)
+    else:
+        content = pa.memory_map(source) if isinstance(source, str) else source
         try:
-            if self.kind == "json" and (isinstance(place, list) or is_json_lines(self.path)):
-                yield from json_lines(self.path, bad, place or [0, 0])
-            elif self.kind == "parquet":
-                yield from _table_batches(*_parquet_tables(self.path, place or 0), place or 0)
-            elif self.kind == "arrow":
-                yield from _table_batches(_arrow_tables(self.path), 0, place or 0)
-            else:
-                yield from other_batches(self.path, self.kind, bad, place or 0)
-        except (EOFError, zlib.error, OSError) as problem:
-            if self.path.suffix.lower() not in COMPRESSED or getattr(problem, "errno", None) is not None:
-                raise
-            if isinstance(problem, EOFError) or "Truncated" in str(problem):
-                raise UserError("the compressed file is truncated; copy or download it again") from None
-            raise UserError(f"the compressed file is damaged ({problem}); copy or download it again") from None
-
-
-def kind_of(path: Path) -> Kind | None:
-    """How a file is read, by its name; None if it is not a data file."""
-    name = path.name.lower()
-    for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    return _KINDS.get(Path(name).suffix)
-
-
-def _table_batches(tables: Iterator[pa.Table], before: int, after: int) -> Iterator[Batch]:
-    """Batches of the rows behind row `after`; `before` rows of the file come before the tables."""
-    for table in tables:
-        first, before = before + 1, before + len(table)
-        if before > after:
-            part = table.slice(max(0, after - first + 1))
-            yield Batch(range(before - len(part) + 1, before + 1), _rows_of_table(part), before)
-
-
-def _parquet_tables(path: Path, after: int) -> tuple[Iterator[pa.Table], int]:
-    """(tables of the row groups from that of row `after + 1` on, number of the rows before them)."""
-    file = pa.parquet.ParquetFile(_source(path), memory_map=True)
-    group = before = 0
-    while group < file.num_row_groups and before + file.metadata.row_group(group).num_rows <= after:
-        before += file.metadata.row_group(group).num_rows
-        group += 1
-    groups = list(range(group, file.num_row_groups))
-    batches = file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False)
-    return (pa.Table.from_batches([batch]) for batch in batches), before
-
-
-def _arrow_tables(path: Path) -> Iterator[pa.Table]:
-    source = _source(path)
-    with pa.memory_map(source) if isinstance(source, str) else source as content:
-        try:
-            stream: Any = pa.ipc.open_stream(content)
+            batches = pa.ipc.open_stream(content)
         except pa.ArrowInvalid:
             content.seek(0)
-            file = pa.ipc.open_file(content)
-            stream = map(file.get_batch, range(file.num_record_batches))
-        for batch in stream:
-            table = pa.Table.from_batches([batch])
-            yield from (table.slice(start, BATCH_ROWS) for start in range(0, len(table), BATCH_ROWS))
-
-
-def _source(path: Path) -> str | pa.BufferReader:
-    """A file for pyarrow; a compressed one is read whole."""
-    if path.suffix.lower() not in COMPRESSED:
-        return str(path)
-    with opened(path) as file:
-        return pa.BufferReader(file.read())
+            table_file = pa.ipc.open_file(content)
+            batches = map(table_file.get_batch, range(table_file.num_record_batches))
+    for batch in batches:
+        for start in range(0, len(batch), BATCH_ROWS):
+            part = batch.slice(start, BATCH_ROWS)
+            before += len(part)
+            if before > after:
+                part = part.slice(max(0, after + len(part) - before))
+                yield Batch(
+                    range(before - len(part) + 1, before + 1), _rows_of_table(pa.Table.from_batches([part])), before
+                )
 
 
 def _rows_of_table(table: pa.Table) -> list[Row]:
@@ -228,3 +226,306 @@ def _as_json(value: Any) -> Any:
 
 def _rows_of_columns(columns: dict[str, list[Any]]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+# JSON
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether a JSON file has one row in each line, rather than one array, one object, or objects over several lines
+    each."""
+    with _opened(path) as file:
+        text = file.read(_FIRST_BYTES).removeprefix(_BOM).lstrip()
+    if text[:1] != b"{":
+        return text[:1] != b"["
+    first, newline, rest = text.partition(b"\n")
+    try:
+        json.loads(first)
+        return bool(rest.strip()) or len(text) >= _FIRST_BYTES
+    except (ValueError, RecursionError):
+        pass
+    try:
+        json.JSONDecoder().raw_decode(text.decode(errors="ignore"))
+    except (ValueError, RecursionError):
+        return True  # a bad line
+    return not newline
+
+
+def json_lines(path: Path, bad: BadLines, place: list[int]) -> Iterator[Batch]:
+    """`place` is [bytes, lines] of the file that are read already."""
+    offset, number = place
+    with _opened(path) as file:
+        _skip_bytes(file, offset)
+        while lines := file.readlines(BATCH_BYTES):
+            numbers, rows = [], []
+            for line in lines:
+                number += 1
+                if number == 1:
+                    line = line.removeprefix(_BOM)
+                if line.isspace():
+                    continue
+                try:
+                    text = line.decode().rstrip("\r\n")
+                    row = _with_reason(_DECODER.decode, text)
+                    _check_row(row, text)
+                except UnicodeDecodeError:
+                    bad.add_bytes(f"line {number}", line.strip())
+                except UserError as problem:
+                    bad.add(f"line {number}", str(problem), text.strip())
+                else:
+                    numbers.append(number)
+                    rows.append(row)
+            offset += sum(map(len, lines))
+            yield Batch(numbers, rows, [offset, number])
+
+
+def _skip_bytes(file: BinaryIO, count: int) -> None:
+    if file.seekable():
+        file.seek(count)
+    while not file.seekable() and count and (block := file.read(min(count, BATCH_BYTES))):
+        count -= len(block)
+
+
+def _constant(name: str) -> None:
+    """NaN, which many programs write for a missing number, is null. Infinity is refused."""
+    if name != "NaN":
+        raise UserError("holds Infinity, which is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant)
+
+
+def _with_reason(decode: Any, *text: Any) -> Any:
+    """`decode(*text)`; an error says what is wrong with the row."""
+    try:
+        return decode(*text)
+    except RecursionError:
+        raise UserError("is nested too deeply") from None
+    except json.JSONDecodeError as problem:
+        reason = problem.msg.rstrip(": ").removesuffix(" at").removesuffix(" starting")
+        raise UserError(f"is not JSON ({reason} at column {problem.pos + 1})") from problem
+    except UserError:
+        raise
+    except ValueError as problem:  # a number of more than 4,300 digits
+        raise UserError(f"is not JSON ({in_one_line(problem)})") from None
+
+
+def _check_row(row: Any, text: str) -> None:
+    """Refuse a value that is no row of named fields, that would not be parsed again, or that no file can hold."""
+    if not isinstance(row, dict):
+        raise UserError("is not an object with named fields")
+    if not row:
+        raise UserError("is an object without fields")
+    if text.count("[") + text.count("{") > _DEEPEST:
+        level: list[Any] = [row]
+        for _ in range(_DEEPEST):
+            level = [each for value in level if isinstance(value, list | dict)
+                     for each in (value.values() if isinstance(value, dict) else value)]  # fmt: skip
+        if level:
+            raise UserError("is nested too deeply")
+    if "\\u" in text:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UserError("holds half of a surrogate pair, which is not text") from None
+
+
+def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """The rows of one array, or of objects over several lines each."""
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        try:
+            values = _json_values(_Text(text))
+            first = list(islice(values, 2))
+            if len(first) == 1 and (table := _rows_of_object(first[0][0])) is not None:
+                yield from enumerate(table, start=1)
+                return
+            for number, (row, written) in enumerate(chain(first, values), start=1):
+                row = {"text": row} if isinstance(row, str) else row
+                try:
+                    _check_row(row, written)
+                except UserError as problem:
+                    bad.add(f"row {number}", str(problem), written)
+                else:
+                    yield number, row
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{NOT_UTF8}: {around_bad_byte(problem.object)!r}") from None
+
+
+class _Text:
+    """The text of a JSON file, of which only a piece lies in memory."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+        self.piece, self.place, self.is_whole = "", 0, False  # `place`: in the piece, behind what is read
+
+    def more(self) -> bool:
+        """Read on; False at the end. A piece grows by its own length, so that a long value is tried few times."""
+        self.piece, self.place = self.piece[self.place :], 0
+        found = self._file.read(max(BATCH_BYTES, len(self.piece)))
+        self.piece, self.is_whole = self.piece + found, not found
+        return not self.is_whole
+
+    def mark(self) -> str:
+        """Go to the next character that is no space, and return it; "" at the end."""
+        while True:
+            self.place = _SPACE.match(self.piece, self.place).end()  # type: ignore[union-attr]  # it matches ""
+            if self.place < len(self.piece) or not self.more():
+                return self.piece[self.place : self.place + 1]
+
+    def value(self) -> tuple[Any, str]:
+        """The value here, with its text; goes behind it. What ends near the end of the piece may continue behind it."""
+        while True:
+            try:
+                value, end = _with_reason(_DECODER.raw_decode, self.piece, self.place)
+                if self.is_whole or end < len(self.piece) - _LONGEST_WORD:
+                    written, self.place = self.piece[self.place : end], end
+                    return value, written
+            except UserError as problem:
+                cause = problem.__cause__
+                if self.is_whole or not isinstance(cause, json.JSONDecodeError):
+                    raise
+                if "Unterminated" not in cause.msg and cause.pos < len(self.piece) - _LONGEST_WORD:
+                    raise
+            self.more()
+
+    @property
+    def shown(self) -> str:
+        return repr(self.piece[self.place : self.place + QUOTED_CHARACTERS])
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LONGEST_WORD = 12  # characters that the decoder reads at once outside of texts and digits: two escapes of a character
+
+
+def _json_values(text: _Text) -> Iterator[tuple[Any, str]]:
+    """Each value of one array, or of a sequence of values, with its text. A value that cannot be read ends the file,
+    even if bad rows are skipped: the next one cannot be found."""
+    number, end = 0, "]" if text.mark() == "[" else ""
+    text.place += len(end)
+    is_open = text.mark() != end
+    while is_open:
+        number += 1
+        text.mark()
+        try:
+            yield text.value()
+        except UserError as problem:
+            row, cause = f"row {number}", problem.__cause__
+            if not isinstance(cause, json.JSONDecodeError):
+                raise UserError(f"{row} {problem}") from None
+            is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.piece.rstrip())
+            reason = str(problem).rpartition(" at column")[0] + ")"
+            row += " has no end: the file is truncated" if is_cut else f" {reason}"
+            raise UserError(f"{row}: {text.shown}") from None
+        is_open = (mark := text.mark()) != end
+        if is_open and end and not mark:
+            raise UserError(f"its array has no end after row {number}: the file is truncated")
+        if is_open and end and mark != ",":
+            raise UserError(f"row {number} is not followed by a comma: {text.shown}")
+        text.place += len(end)  # the comma, or the end of the array
+    if not number:
+        text.place += len(end)
+    if text.mark():
+        raise UserError(f"has more text after the end of its array: {text.shown}")
+
+
+def _rows_of_object(table: Any) -> list[Row] | None:
+    """Rows of a file that is one object of columns, as pandas writes it; None if it is something else."""
+    parts = list(table.values()) if isinstance(table, dict) else []
+    if parts and all(isinstance(part, dict) and list(part) == list(map(str, range(len(parts[0])))) for part in parts):
+        parts = [list(part.values()) for part in parts]
+    elif not (
+        parts
+        and all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts)
+        and all(isinstance(value, str) for part in parts for value in part)
+    ):
+        return None
+    return [dict(zip(table, values, strict=True)) for values in zip(*parts, strict=True)]
+
+
+# CSV and text
+
+
+def _text_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """One row with the column `text` for each line that is not blank."""
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = (line.removeprefix(_BOM) if number == 1 else line).decode().rstrip("\r\n")
+            except UnicodeDecodeError:
+                bad.add_bytes(f"line {number}", line.strip())
+                continue
+            if text.strip():
+                yield number, {"text": text}
+
+
+@contextmanager
+def _opened_csv(path: Path, delimiter: str) -> Iterator[Any]:
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+        yield csv.reader(text, delimiter=delimiter, strict=True)
+
+
+def _separated_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty."""
+    delimiter = "," if kind_of(path) == "csv" else "\t"
+    _require_separator(path, delimiter)
+    with _opened_csv(path, delimiter) as lines:
+        try:
+            header: list[str] = next((fields for fields in lines if fields), [])
+        except csv.Error as problem:
+            raise UserError(f"the header is not CSV ({problem})") from None
+        if (content := _escaped_bytes(header, delimiter)) is not None:
+            raise UserError(f"the header {NOT_UTF8}: {around_bad_byte(content)!r}")
+        names: list[str] = []  # as pandas gives them: `Unnamed: 0` for an empty one, `a.1` for the second `a`
+        for place, name in enumerate(header):
+            candidates = chain([name or f"Unnamed: {place}"], (f"{name}.{number}" for number in count(1)))
+            names.append(next(word for word in candidates if word not in names))
+        number = 0
+        while True:
+            first_line = lines.line_num + 1
+            try:
+                fields = next(lines)
+            except StopIteration:
+                return
+            except csv.Error as problem:
+                number += 1
+                cause = f"is not CSV ({problem}); text with a quote needs it twice, inside double quotes"
+                swallowed = lines.line_num - first_line + 1
+                bad.add(f"row {number}", cause, f"line {first_line}", max(1, swallowed))
+                continue
+            if not fields or (len(fields) == 1 < len(names) and not fields[0].strip()):
+                continue  # a blank line
+            number += 1
+            if len(fields) != len(names):
+                cause = f"has {len(fields)} fields, the header has {len(names)}"
+                cause += "; put text that contains the separator in double quotes"
+                bad.add(f"row {number}", cause, delimiter.join(fields), lines.line_num - first_line + 1)
+            elif (content := _escaped_bytes(fields, delimiter)) is not None:
+                bad.add_bytes(f"row {number}", content)
+            else:
+                yield number, dict(zip(names, fields, strict=True))
+
+
+def _escaped_bytes(fields: list[str], delimiter: str) -> bytes | None:
+    """The bytes of fields that are not UTF-8; None if they are."""
+    text = delimiter.join(fields)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogateescape")
+    return None
+
+
+def _require_separator(path: Path, delimiter: str) -> None:
+    """Refuse a file of one column that has several columns, and rows of as many fields, by another separator."""
+    for mark in sorted(_SEPARATORS, key=lambda mark: mark != delimiter):  # that of the name first
+        records: list[list[str]] = []
+        with _opened_csv(path, mark) as lines, suppress(csv.Error):
+            records.extend(islice(filter(None, lines), _FIRST_RECORDS))
+        header, *rows = records or [[]]
+        if len(header) > 1 and mark == delimiter:
+            return
+        if len(header) > 1 and any(len(fields) == len(header) for fields in rows):
+            renamed = {",": "rename it to NAME.csv", "\t": "rename it to NAME.tsv"}.get(mark, "convert it")
+            wanted, found = _SEPARATORS[delimiter], _SEPARATORS[mark]
+            raise UserError(f"fields are separated by {wanted}; this file seems to use {found}; {renamed}")

@@ -10,8 +10,7 @@ import torch
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.file_formats import Batch, Row
-from dschat_ppo.data.parts import Part, read_part
+from dschat_ppo.data.parts import Batch, Part, Row, read_part
 
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`

@@ -16,8 +16,7 @@ from datasets import Dataset
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
-from dschat_ppo.data.file_formats import Row
-from dschat_ppo.data.parts import Part, read_part
+from dschat_ppo.data.parts import Part, Row, read_part
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 

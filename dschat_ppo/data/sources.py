@@ -20,8 +20,12 @@ from pathlib import Path
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-COMPRESSED = (".gz", ".zst")
+_KINDS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+SUPPORTED = f"{', '.join(_KINDS)} (also with {' or '.join(COMPRESSED)})"
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
 _SYNTAX = "expected LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
@@ -90,12 +94,12 @@ def labelled(sources: Sequence[DataSource]) -> list[DataSource]:
     return found
 
 
-def has_data_suffix(name: str) -> bool:
-    """Whether a file name ends like a data file, such as `a.jsonl` or `a.csv.gz`."""
-    name = name.lower()
+def kind_of(path: str | Path) -> str | None:
+    """How a data file is read, by its name such as `a.csv.gz`; None if it is not one."""
+    name = Path(path).name.lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
-    return name.endswith(SUFFIXES)
+    return _KINDS.get(Path(name).suffix)
 
 
 def is_hub_name(location: str) -> bool:
@@ -104,7 +108,7 @@ def is_hub_name(location: str) -> bool:
         os.path.lexists(location)
         or location.startswith((".", "/", "~"))
         or location.count("/") > 1
-        or has_data_suffix(location)
+        or kind_of(location) is not None
     )
 
 
@@ -162,7 +166,7 @@ def _without_mixing(text: str, spec: str, flag: str) -> tuple[str, float | None,
         if not number.isascii() or not number.isdigit() or int(number) == 0:
             raise UserError(f"{flag} {spec}: the number of rows '{number}' must be a whole number above 0")
         return before, None, int(number)
-    if before and is_hub_name(before) and not has_data_suffix(number):
+    if before and is_hub_name(before) and kind_of(number) is None:
         raise UserError(f"{flag} {spec}: no such file or folder; after '@' comes a number of rows, as in {before}@5000")
     return text, None, None
 
@@ -182,7 +186,7 @@ def _check_weights(sources: list[DataSource]) -> None:
 def _short_name(location: str) -> str:
     """The last part of a location without the endings of data files, fit for the name of a metric."""
     name = Path(location).name if Path(location).name not in ("", "..") else Path(location).resolve().name
-    for ending in (*COMPRESSED, *SUFFIXES):
+    for ending in (*COMPRESSED, *_KINDS):
         if name.lower().endswith(ending):
             name = name[: -len(ending)]
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "data"

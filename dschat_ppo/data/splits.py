@@ -14,9 +14,9 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.folders import TRAIN, find_split, is_eval, split_files
 from dschat_ppo.data.hub import hub_dataset, hub_stream
-from dschat_ppo.data.parts import SUPPORTED, FilePart, HubPart, Part, TablePart
+from dschat_ppo.data.parts import FilePart, HubPart, Part, TablePart
 from dschat_ppo.data.rows import Origins, Rows, Skipped, joined_rows, stored_rows
-from dschat_ppo.data.sources import DataSource, is_hub_name
+from dschat_ppo.data.sources import SUPPORTED, DataSource, is_hub_name
 from dschat_ppo.errors import UserError, nearest_path, reading
 
 _SHOWN = 8  # files in the log

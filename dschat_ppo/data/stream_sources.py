@@ -15,11 +15,10 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
-from dschat_ppo.data.file_formats import Row
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED
-from dschat_ppo.data.parts import FilePart, Part, TablePart
+from dschat_ppo.data.parts import FilePart, Part, Row, TablePart
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.splits import OpenSet, Splits, open_set, splits_named

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.chunks import StreamSource, TokenBatch
-from dschat_ppo.data.file_formats import Batch
+from dschat_ppo.data.parts import Batch
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
 
 FEATURES = datasets.Features(

@@ -10,7 +10,7 @@ import pandas
 import pytest
 from test_splits import column, load, origins_of
 
-from dschat_ppo.data import file_formats
+from dschat_ppo.data import parts
 from dschat_ppo.errors import UserError
 
 
@@ -125,7 +125,7 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
 )
 @pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
 def test_every_layout_of_json_gives_the_same_rows(tmp_path, monkeypatch, text, piece):
-    monkeypatch.setattr(file_formats, "BATCH_BYTES", piece)
+    monkeypatch.setattr(parts, "BATCH_BYTES", piece)
     splits = read(tmp_path, text.encode(), name="d.json")
     assert list(splits.train) == ROWS
     assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 2", "row 3"]
@@ -154,7 +154,7 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
 )
 @pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
 def test_a_broken_array_is_a_one_line_error(tmp_path, monkeypatch, text, cause, piece):
-    monkeypatch.setattr(file_formats, "BATCH_BYTES", piece)
+    monkeypatch.setattr(parts, "BATCH_BYTES", piece)
     with pytest.raises(UserError, match=f"d.json: {cause}"):
         read(tmp_path, text.encode(), name="d.json")
 
@@ -169,7 +169,7 @@ def test_a_skipped_element_of_an_array_is_counted(tmp_path):
 
 @pytest.mark.parametrize("per_batch", [1, 2, 2000])
 def test_rows_are_those_that_pandas_reads(tmp_path, monkeypatch, per_batch):
-    monkeypatch.setattr(file_formats, "BATCH_ROWS", per_batch)
+    monkeypatch.setattr(parts, "BATCH_ROWS", per_batch)
     rng = random.Random(0)
     fields = ["", "a", "1.50", "N/A", 'say "x"', "two\nlines", "a,b", " space ", "é\t", "\r\n", "NULL"]
     out = io.StringIO()

@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import file_formats, parts
+from dschat_ppo.data import parts
 from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.file_formats import json_lines as line_batches
 from dschat_ppo.data.parts import FilePart
+from dschat_ppo.data.parts import json_lines as line_batches
 from dschat_ppo.data.raw_stream import RawStream
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.splits import load_splits
@@ -70,9 +70,8 @@ def read(stream: RawStream, batches: int = 10**6) -> list:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    for module in (file_formats, parts):
-        monkeypatch.setattr(module, "BATCH_ROWS", 7)
-    monkeypatch.setattr(file_formats, "BATCH_BYTES", 400)
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr(parts, "BATCH_BYTES", 400)
 
 
 FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.csv", "a.txt"]
@@ -115,8 +114,9 @@ def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_st
     assert [row["n"] for _, row in read(after)] == list(range(read_rows(before), 60))
 
     table = FilePart(tmp_path / "a.parquet", "--data_path")
-    assert [row["n"] for batch in table.batches(BadLines(False), 37) for row in batch.rows] == list(range(37, 60))
-    assert parts._parquet_tables(table.path, 37)[1] == 32  # its row groups have 16 rows
+    batches = list(table.batches(BadLines(False), 37))
+    assert [row["n"] for batch in batches for row in batch.rows] == list(range(37, 60))
+    assert [len(batch.rows) for batch in batches[:2]] == [2, 7]  # it is read from row 33 on: its row groups have 16
 
 
 def read_rows(stream: RawStream) -> int:
@@ -125,7 +125,7 @@ def read_rows(stream: RawStream) -> int:
 
 def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    monkeypatch.setattr(file_formats, "BATCH_BYTES", 1)
+    monkeypatch.setattr(parts, "BATCH_BYTES", 1)
     batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), [0, 0]))
     assert [(batch.rows, batch.place) for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
 

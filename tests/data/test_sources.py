@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.data.sources import has_data_suffix, is_hub_name, labelled, parse_sources
+from dschat_ppo.data.sources import is_hub_name, kind_of, labelled, parse_sources
 from dschat_ppo.errors import UserError
 
 
@@ -137,5 +137,5 @@ def test_paths_and_hub_names_are_distinguished(tmp_path, monkeypatch):
 
 
 def test_compressed_names_are_data_files():
-    assert all(map(has_data_suffix, ["a.jsonl", "a.tsv.gz", "a.JSON.ZST", "a.arrow", "a.txt"]))
-    assert not any(map(has_data_suffix, ["a.gz", "a.md", "jsonl", "a.zip"]))
+    assert all(map(kind_of, ["a.jsonl", "a.tsv.gz", "a.JSON.ZST", "a.arrow", "a.txt"]))
+    assert not any(map(kind_of, ["a.gz", "a.md", "jsonl", "a.zip"]))
