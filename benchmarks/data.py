@@ -137,8 +137,8 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     from dschat_ppo.config.data_flags import DataFlags
     from dschat_ppo.data.batches import collate_pairs
     from dschat_ppo.data.prepare import prepare
+    from dschat_ppo.data.rows import load_splits
     from dschat_ppo.data.sources import parse_sources
-    from dschat_ppo.data.splits import load_splits
     from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)
 
     quiet_libraries()

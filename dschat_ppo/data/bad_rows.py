@@ -12,8 +12,7 @@ from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.examples import Use
 from dschat_ppo.data.form_labels import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
-from dschat_ppo.data.rows import Origins, Rows
-from dschat_ppo.data.splits import Splits
+from dschat_ppo.data.rows import Origins, Rows, Splits
 from dschat_ppo.data.tokenise import TokenTable
 from dschat_ppo.errors import UserError
 

@@ -25,9 +25,8 @@ from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
-from dschat_ppo.data.rows import Origins, Rows, regrouped
+from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.splits import load_all, load_splits
 from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
@@ -97,7 +96,7 @@ class Preparation:
             self.add_stream(source)
             return
         flags, is_eval = self.flags, for_evaluation or source.flag == EVAL_FLAG
-        splits = (load_all if is_eval else load_splits)(source, flags.data_output_path, flags.bad_rows)
+        splits = load_splits(source, flags.data_output_path, flags.bad_rows, whole=is_eval)
         report_unreadable(source.label, splits, flags.bad_rows)
         raw = splits.train
         if self.most_rows is not None:

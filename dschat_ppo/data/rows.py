@@ -1,9 +1,10 @@
-"""Raw rows of data sets: each is JSON text in one column of a table and is parsed when it is used, so its values are
-those of the file."""
+"""Raw rows of data sets, read once and then memory-mapped from the cache: JSON text in one column of a table, parsed
+when it is used, so that its values are those of the file."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,17 +14,21 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
-from dschat_ppo.data.parts import Part, Row, read_part
-from dschat_ppo.errors import UserError
+from dschat_ppo.data.locate import OpenSet, open_set
+from dschat_ppo.data.parts import FilePart, Part, Row, read_part
+from dschat_ppo.data.sources import DataSource, is_hub_name
+from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 ROW, ORIGIN = "_row", "_origin"
 _PART_SHIFT = 40  # bits of the number of a row in `ORIGIN`; those above are the number of its part
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.int64()})
 _WRITTEN_ROWS = 1000  # at a time
+_SHOWN = 8  # files in the log
 
 
 @dataclass(frozen=True)
@@ -84,19 +89,96 @@ class Skipped:
         return Skipped(self.count + other.count, self.first or other.first)
 
 
-def stored_rows(part: Part, number: int, skip: bool, root: str | None) -> tuple[Rows, Skipped]:
+@dataclass(frozen=True)
+class Splits:
+    """The rows of one data set, for training and for evaluation (or None), and the lines of its files that are skipped
+    because they cannot be read."""
+
+    train: Rows
+    eval: Rows | None
+    origins: Origins
+    skipped: Skipped = Skipped()
+
+
+def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "error", whole: bool = False) -> Splits:
+    """Read a data set.
+
+    Args:
+        source: a file, a folder or a hub name.
+        cache_dir: folder of the cache; None for that of `datasets`.
+        bad_rows: `--bad_rows`; unless "error", lines of files that cannot be read are in `Splits.skipped`.
+        whole: read as `train`, for evaluation, the split that `source` names or else all, whatever they are named; a
+            hub data set with several must name one.
+    """
+    found = open_set(source, cache_dir)
+    names = list(found.splits)
+    if whole and source.split is None:
+        if is_hub_name(source.location) and len(names) > 1:
+            example = found.example(names[-1])
+            raise UserError(f"{found.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+        if len(names) > 1:
+            logger().info(f"data: {source.label}: all its splits are used for evaluation: {', '.join(names)}")
+        return splits_named(found, names, cache_dir, bad_rows)
+    cuts, for_eval = (found.cuts(str(source.split)), []) if whole else found.chosen()
+    pieces = [splits_named(found, [name], cache_dir, bad_rows, cut) for name, cut in cuts]
+    if for_eval:
+        _log_files(found, for_eval)
+        pieces.append(splits_named(found, for_eval, cache_dir, bad_rows))
+    train = joined_rows([piece.train for piece in pieces[: len(cuts)]])
+    skipped = sum((piece.skipped for piece in pieces), Skipped())
+    return Splits(train, pieces[-1].train if for_eval else None, pieces[0].origins, skipped)
+
+
+def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str, cut: str = "") -> Splits:
+    """The rows of splits, in the order of their parts, as `train`; of one split perhaps a slice such as
+    "train[:10%]"."""
+    tables, skipped, columns = [], Skipped(), dict[str, tuple[str, tuple[str, ...]]]()
+    for number, part in found.numbered(names):
+        rows, more = _stored(part, number, bad_rows != "error", cache_dir)
+        tables.append(rows)
+        skipped += more
+        if isinstance(part, FilePart):
+            columns[str(part.kind)] = part.path.name, rows.columns
+    if len({frozenset(each) for _, each in columns.values()}) > 1:  # one of them is not the data
+        shown = "; ".join(f"{name} has {', '.join(each)}" for name, each in columns.values())
+        raise UserError(f"{found.what}: holds files of different kinds and columns ({shown}); name one of the files")
+    rows = joined_rows(tables)
+    if cut:
+        with reading(f"{found.what}: the split '{cut}'"):
+            word = cut.partition("[")[0].strip()
+            (place,) = datasets.ReadInstruction.from_spec(cut).to_absolute({word: len(rows)})
+        if place.from_ >= place.to:
+            raise UserError(f"{found.what}: the split '{cut}' has no rows")
+        rows = rows.select(range(place.from_, place.to))
+    return Splits(rows, None, Origins(tuple(part.name for part in found.parts)), skipped)
+
+
+def _log_files(found: OpenSet, names: Sequence[str]) -> None:
+    """Log the files of splits for evaluation, which their names make so."""
+    location = found.source.location
+    paths = [part.path for _, part in found.numbered(names) if isinstance(part, FilePart)]
+    if paths:
+        is_local = os.path.isdir(location)  # not an earlier download of a hub data set
+        shown = [os.path.relpath(path, location) if is_local else path.name for path in paths[:_SHOWN]]
+        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+        logger().info(f"data: {found.source.label}: files for evaluation: {', '.join(shown)}{more}")
+
+
+def _stored(part: Part, number: int, skip: bool, root: str | None) -> tuple[Rows, Skipped]:
     """The rows of part `number` of a data set, from the cache below `root`. `skip` leaves out lines that cannot be
     read; otherwise they are an error."""
 
     def make(folder: Path) -> Dataset:
         bad = BadLines(skip)
-        batches = read_part(part, bad)
-        pairs = (
-            (row, number << _PART_SHIFT | at)
-            for batch in batches
-            for at, row in zip(batch.numbers, batch.rows, strict=True)
+        rows = _written(
+            folder,
+            (
+                (row, number << _PART_SHIFT | at)
+                for batch in read_part(part, bad)
+                for at, row in zip(batch.numbers, batch.rows, strict=True)
+            ),
+            bad,
         )
-        rows = _written(folder, pairs, bad)
         if rows is None:
             reason = f"every row is bad; the first: {bad.first}" if bad.count else "the data set is empty"
             raise UserError(f"{part.flag} {part.name}: {reason}")

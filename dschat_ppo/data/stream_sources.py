@@ -17,11 +17,12 @@ from dschat_ppo.data.cache import stream_key
 from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
+from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart, Part, Row, TablePart
 from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
+from dschat_ppo.data.rows import Splits, splits_named
 from dschat_ppo.data.sources import DataSource
-from dschat_ppo.data.splits import OpenSet, Splits, open_set, splits_named
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
@@ -88,9 +89,6 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
     if cut or others:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
     parts = [part for _, part in opened.numbered([name])]
-    for part in parts:
-        if isinstance(part, FilePart):
-            part.check()
     rows, problem = list[Row](), ""
     raw = RawStream(parts, None, flags.bad_rows != "error")
     while len(rows) < FIRST_ROWS and (batch := raw.batch()) is not None:

@@ -17,9 +17,8 @@ from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.rows import ORIGIN, ROW, Origins
+from dschat_ppo.data.rows import ORIGIN, ROW, Origins, load_splits
 from dschat_ppo.data.sources import is_hub_name, parse_sources
-from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop

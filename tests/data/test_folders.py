@@ -7,7 +7,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from test_splits import column, load, origins_of
 
-from dschat_ppo.data.folders import find_split, is_eval, split_files
+from dschat_ppo.data.locate import find_split, is_eval, split_files
 from dschat_ppo.data.rows import ORIGIN
 from dschat_ppo.errors import UserError
 
@@ -158,6 +158,11 @@ def test_a_damaged_description_of_save_to_disk_is_a_one_line_error(tmp_path, con
     (tmp_path / "one/state.json").write_bytes(content)
     with pytest.raises(UserError, match=r"^--data_path .*one: cannot be read as a folder of save_to_disk"):
         load(tmp_path, tmp_path / "one")
+
+
+def test_a_file_named_like_one_of_save_to_disk_is_no_such_folder(tmp_path):
+    folder = make(tmp_path / "d", "train.jsonl", "state.json")
+    assert column(load(tmp_path, folder).train, "a") == ["train.jsonl"]
 
 
 def test_saved_files_that_are_missing_are_named(tmp_path):

@@ -12,10 +12,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from test_splits import column, load, origins_of
 
-from dschat_ppo.data.hub import _why_unreachable as why_unreachable
-from dschat_ppo.data.hub import hub_dataset, hub_stream
+from dschat_ppo.data.locate import _why_unreachable as why_unreachable
+from dschat_ppo.data.locate import hub_dataset, hub_stream, open_set
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.splits import open_set
 from dschat_ppo.errors import UserError
 
 
@@ -125,7 +124,7 @@ def test_files_that_hf_download_left_are_used(hub_home):
     ],
 )
 def test_errors_of_a_data_set_say_what_to_do(monkeypatch, problem, words):
-    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     hub(monkeypatch, problem, problem)
     with pytest.raises(UserError, match=f"^--data_path org/x: .*{words}") as caught:
         hub_dataset("org/x", "c" if "Available" in str(problem) else None, None)
@@ -164,7 +163,7 @@ def test_a_stream_that_the_hub_refuses_says_what_to_do(monkeypatch):
     def load(*_):
         raise ValueError("Config name is missing. Please pick one among: a, b")
 
-    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
     with pytest.raises(UserError, match="^--data_path org/x: has several configurations; name one, as in org/x:NAME"):
         hub_stream("org/x", None)
@@ -199,7 +198,7 @@ def test_a_stream_asks_the_hub_for_the_same_names(monkeypatch, tmp_path):
         names.append((name, config))
         raise ValueError("enough")
 
-    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     [source] = parse_sources(["Hello-SimpleAI/HC3-Chinese"], "--data_path")
     with pytest.raises(UserError, match="enough"):

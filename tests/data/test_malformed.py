@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
+from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.splits import load_splits
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier, check_vocabulary, load_config
 from dschat_ppo.models.tokenizers import load_tokenizer

@@ -16,8 +16,8 @@ from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.parts import json_lines as line_batches
 from dschat_ppo.data.raw_stream import RawStream
+from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.splits import load_splits
 from dschat_ppo.data.stream_sources import content_of, find_rows
 from dschat_ppo.errors import UserError
 
@@ -208,7 +208,7 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
             opened.append(self)
             return {"train": rows.to_iterable_dataset(num_shards=4), "test": rows.to_iterable_dataset()}
 
-    monkeypatch.setattr("dschat_ppo.data.hub._why_unreachable", lambda _: "")
+    monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     found = found_in(tmp_path, tmp_path, "org/name:main")
     assert found.evaluation == ["test"] and "revision" in found.content

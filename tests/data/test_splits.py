@@ -12,9 +12,8 @@ from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.rows import ORIGIN, Rows
+from dschat_ppo.data.rows import ORIGIN, Rows, Splits, load_splits
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.splits import Splits, load_all, load_splits
 from dschat_ppo.errors import UserError
 
 
@@ -278,11 +277,15 @@ def test_a_file_has_one_split_and_no_configuration(tmp_path):
 
 def test_a_folder_for_evaluation_is_used_whole(tmp_path, folder):
     cache = str(tmp_path / "cache")
-    rows = load_all(source_of(folder, "--eval_data_path"), cache).train
+    rows = load_splits(source_of(folder, "--eval_data_path"), cache, whole=True).train
     assert sorted(column(rows, "n")) == list(range(15))
-    assert column(load_all(source_of(f"{folder}[test]", "--eval_data_path"), cache).train, "n") == [12, 13, 14]
+    assert column(load_splits(source_of(f"{folder}[test]", "--eval_data_path"), cache, whole=True).train, "n") == [
+        12,
+        13,
+        14,
+    ]
     (folder / "train.jsonl").unlink()
-    assert len(load_all(source_of(folder, "--eval_data_path"), cache).train) == 5
+    assert len(load_splits(source_of(folder, "--eval_data_path"), cache, whole=True).train) == 5
 
 
 def test_evaluation_files_of_a_folder_reach_the_token_rows(tmp_path):
@@ -297,8 +300,8 @@ def test_a_hub_data_set_for_evaluation_must_name_one_of_its_splits(tmp_path, mon
     one, two = Dataset.from_dict({"n": [1]}), Dataset.from_dict({"n": [2, 3]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: DatasetDict(train=one, test=two))
     with pytest.raises(UserError, match=r"--eval_data_path org/x: has the splits train, test; .* org/x:main\[test\]"):
-        load_all(source_of("org/x:main", "--eval_data_path"), None)
-    assert column(load_all(source_of("org/x[test]", "--eval_data_path"), None).train, "n") == [2, 3]
+        load_splits(source_of("org/x:main", "--eval_data_path"), None, whole=True)
+    assert column(load_splits(source_of("org/x[test]", "--eval_data_path"), None, whole=True).train, "n") == [2, 3]
     splits = load_splits(source_of("org/x[test[1:]]"), None)
     assert column(splits.train, "n") == [3] and splits.eval is None
     assert origins_of(splits) == ["org/x (test), row 2"]

@@ -17,7 +17,7 @@ from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.checkpoint.folder import CheckpointFolder
 from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.hub import hub_dataset
+from dschat_ppo.data.locate import hub_dataset
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
