@@ -1,7 +1,5 @@
-"""Parts of data sets: a file, a table, a split on the hub. All are read in batches of rows, from any place on.
-
-JSON values are those of the file: no type is inferred, text that looks like a date stays text, and 5 stays 5.
-"""
+"""Parts of data sets: a file, a table, a split on the hub. All are read in batches of rows, from any place on. No type
+is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow as pa
 import pyarrow.parquet
 from datasets import Dataset, IterableDataset
-from datasets.table import InMemoryTable
 
 from dschat_ppo.data.bad_lines import NOT_UTF8, QUOTED_CHARACTERS, BadLines, around_bad_byte
 from dschat_ppo.data.cache import file_key
@@ -28,10 +25,10 @@ from dschat_ppo.data.sources import COMPRESSED, SUPPORTED, kind_of
 from dschat_ppo.errors import UserError, in_one_line, reading
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of JSON
-_FIRST_BYTES = 2**20  # that show the layout of a JSON file
-_FIRST_RECORDS = 20  # that show which separator a file uses
+_FIRST_BYTES, _FIRST_RECORDS = 2**20, 20  # that show the layout of a JSON file, and the separator of another
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
-_BOM = b"\xef\xbb\xbf"
+_LONGEST_WORD = 12  # characters that the decoder reads at once outside of texts and digits: two escapes of a character
+_SPACE, _BOM = re.compile(r"[ \t\r\n]*"), b"\xef\xbb\xbf"
 _LFS = b"version https://git-lfs.github.com/"
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "';'", "|": "'|'"}
 
@@ -40,8 +37,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a part, their numbers from 1 on (lines of JSON Lines and text, rows of other kinds; skipped rows
-    count), and the place after them, in values that JSON can hold."""
+    """Rows of a part, their numbers from 1 on (lines of JSON Lines and text, rows of other kinds; skipped rows count),
+    and the place after them, in values that JSON can hold."""
 
     numbers: Sequence[int]
     rows: list[Row]
@@ -101,9 +98,8 @@ class FilePart:
             else:
                 rows = {"json": _json_rows, "text": _text_rows}.get(str(self.kind), _separated_rows)(self.path, bad)
                 while part := list(islice(rows, BATCH_ROWS)):
-                    numbers = [number for number, _ in part]
-                    if numbers[-1] > (place or 0):
-                        yield Batch(numbers, [row for _, row in part], numbers[-1])
+                    if part[-1][0] > (place or 0):
+                        yield Batch([number for number, _ in part], [row for _, row in part], part[-1][0])
                     else:
                         bad.forget()  # they were counted when these rows were read before
         except OSError as problem:
@@ -149,12 +145,11 @@ class HubPart:
     key: str
 
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
-        number = 0
-        if place is not None:  # files before it are not read
-            self.rows.load_state_dict(place["state"])
-            number = place["number"]
+        number = place["number"] if place else 0
+        if place:
+            self.rows.load_state_dict(place["state"])  # files before it are not read
         for columns in self.rows.iter(batch_size=BATCH_ROWS):
-            rows = _rows_of_columns(json.loads(json.dumps(columns, default=_as_json)))
+            rows = _rows_of_columns(columns)
             first, number = number + 1, number + len(rows)
             yield Batch(range(first, number + 1), rows, {"state": self.rows.state_dict(), "number": number})
 
@@ -175,10 +170,8 @@ def _opened(path: Path) -> BinaryIO:
 
 def _table_batches(path: Path, kind: str, after: int) -> Iterator[Batch]:
     """Batches of the rows behind row `after`. Row groups of Parquet before it are not read."""
-    source: Any = str(path)
-    if path.suffix.lower() in COMPRESSED:
-        with _opened(path) as file:
-            source = pa.BufferReader(file.read())
+    is_compressed = path.suffix.lower() in COMPRESSED
+    source: Any = pa.BufferReader(_opened(path).read()) if is_compressed else str(path)
     before = 0  # rows of the file before the next table
     if kind == "parquet":
         table = pa.parquet.ParquetFile(source, memory_map=True)
@@ -200,62 +193,55 @@ def _table_batches(path: Path, kind: str, after: int) -> Iterator[Batch]:
             part = batch.slice(start, BATCH_ROWS)
             before += len(part)
             if before > after:
-                part = part.slice(max(0, after + len(part) - before))
-                yield Batch(
-                    range(before - len(part) + 1, before + 1), _rows_of_table(pa.Table.from_batches([part])), before
-                )
+                behind = part.slice(max(0, after + len(part) - before))
+                rows = _rows_of_table(pa.Table.from_batches([behind]))
+                yield Batch(range(before - len(rows) + 1, before + 1), rows, before)
 
 
 def _rows_of_table(table: pa.Table) -> list[Row]:
-    """The rows of an Arrow table in values of JSON: dates and decimals as text, of bytes only their number."""
     table.validate(full=True)  # the only check that its text is UTF-8
-    for place, part in enumerate(table.schema):
-        if pa.types.is_dictionary(part.type):  # as pandas writes categories
-            table = table.set_column(place, part.name, table.column(place).cast(part.type.value_type))
-    columns = Dataset(InMemoryTable(table.replace_schema_metadata(None)))[:]
-    for part in table.schema:
-        kind = part.type
-        if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-            columns[part.name] = json.loads(json.dumps(columns[part.name], default=_as_json))
-    return _rows_of_columns(columns)
-
-
-def _as_json(value: Any) -> Any:
-    return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
+    if len(set(table.column_names)) < table.num_columns:
+        raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
+    return _rows_of_columns(table.to_pydict())
 
 
 def _rows_of_columns(columns: dict[str, list[Any]]) -> list[Row]:
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    """Rows in values of JSON: dates and decimals as text, of bytes only their number."""
+
+    def as_json(value: Any) -> Any:
+        return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
+
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return json.loads(json.dumps(rows, default=as_json))
 
 
 # JSON
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Whether a JSON file has one row in each line, rather than one array, one object, or objects over several lines
-    each."""
+    """Whether each line of a JSON file is a row, rather than one array, one object, or objects over several lines."""
     with _opened(path) as file:
         text = file.read(_FIRST_BYTES).removeprefix(_BOM).lstrip()
     if text[:1] != b"{":
         return text[:1] != b"["
     first, newline, rest = text.partition(b"\n")
-    try:
+    with suppress(ValueError, RecursionError):
         json.loads(first)
         return bool(rest.strip()) or len(text) >= _FIRST_BYTES
-    except (ValueError, RecursionError):
-        pass
-    try:
+    with suppress(ValueError, RecursionError):
         json.JSONDecoder().raw_decode(text.decode(errors="ignore"))
-    except (ValueError, RecursionError):
-        return True  # a bad line
-    return not newline
+        return not newline
+    return True  # a bad line
 
 
 def json_lines(path: Path, bad: BadLines, place: list[int]) -> Iterator[Batch]:
     """`place` is [bytes, lines] of the file that are read already."""
     offset, number = place
     with _opened(path) as file:
-        _skip_bytes(file, offset)
+        if file.seekable():
+            file.seek(offset)
+        for start in range(0, 0 if file.seekable() else offset, BATCH_BYTES):
+            file.read(min(BATCH_BYTES, offset - start))
         while lines := file.readlines(BATCH_BYTES):
             numbers, rows = [], []
             for line in lines:
@@ -279,17 +265,10 @@ def json_lines(path: Path, bad: BadLines, place: list[int]) -> Iterator[Batch]:
             yield Batch(numbers, rows, [offset, number])
 
 
-def _skip_bytes(file: BinaryIO, count: int) -> None:
-    if file.seekable():
-        file.seek(count)
-    while not file.seekable() and count and (block := file.read(min(count, BATCH_BYTES))):
-        count -= len(block)
-
-
 def _constant(name: str) -> None:
     """NaN, which many programs write for a missing number, is null. Infinity is refused."""
     if name != "NaN":
-        raise UserError("holds Infinity, which is not JSON")
+        raise ValueError(f"{name} is no number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_constant)
@@ -304,9 +283,7 @@ def _with_reason(decode: Any, *text: Any) -> Any:
     except json.JSONDecodeError as problem:
         reason = problem.msg.rstrip(": ").removesuffix(" at").removesuffix(" starting")
         raise UserError(f"is not JSON ({reason} at column {problem.pos + 1})") from problem
-    except UserError:
-        raise
-    except ValueError as problem:  # a number of more than 4,300 digits
+    except ValueError as problem:  # Infinity, or a number of more than 4,300 digits
         raise UserError(f"is not JSON ({in_one_line(problem)})") from None
 
 
@@ -393,10 +370,6 @@ class _Text:
         return repr(self.piece[self.place : self.place + QUOTED_CHARACTERS])
 
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_LONGEST_WORD = 12  # characters that the decoder reads at once outside of texts and digits: two escapes of a character
-
-
 def _json_values(text: _Text) -> Iterator[tuple[Any, str]]:
     """Each value of one array, or of a sequence of values, with its text. A value that cannot be read ends the file,
     even if bad rows are skipped: the next one cannot be found."""
@@ -409,35 +382,32 @@ def _json_values(text: _Text) -> Iterator[tuple[Any, str]]:
         try:
             yield text.value()
         except UserError as problem:
-            row, cause = f"row {number}", problem.__cause__
-            if not isinstance(cause, json.JSONDecodeError):
-                raise UserError(f"{row} {problem}") from None
-            is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.piece.rstrip())
-            reason = str(problem).rpartition(" at column")[0] + ")"
-            row += " has no end: the file is truncated" if is_cut else f" {reason}"
-            raise UserError(f"{row}: {text.shown}") from None
+            cause, reason = problem.__cause__, re.sub(r" at column \d+", "", str(problem))
+            if isinstance(cause, json.JSONDecodeError):
+                is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.piece.rstrip())
+                reason = "has no end: the file is truncated" if is_cut else reason
+            raise UserError(f"row {number} {reason}: {text.shown}") from None
         is_open = (mark := text.mark()) != end
-        if is_open and end and not mark:
-            raise UserError(f"its array has no end after row {number}: the file is truncated")
-        if is_open and end and mark != ",":
-            raise UserError(f"row {number} is not followed by a comma: {text.shown}")
-        text.place += len(end)  # the comma, or the end of the array
-    if not number:
-        text.place += len(end)
+        if is_open and end:
+            if not mark:
+                raise UserError(f"its array has no end after row {number}: the file is truncated")
+            if mark != ",":
+                raise UserError(f"row {number} is not followed by a comma: {text.shown}")
+            text.place += 1
+    text.place += len(end)
     if text.mark():
         raise UserError(f"has more text after the end of its array: {text.shown}")
 
 
 def _rows_of_object(table: Any) -> list[Row] | None:
-    """Rows of a file that is one object of columns, as pandas writes it; None if it is something else."""
+    """Rows of a file that is one object of columns, as pandas writes it: objects with the keys "0", "1" and so on, or
+    lists of texts. None if it is something else."""
     parts = list(table.values()) if isinstance(table, dict) else []
-    if parts and all(isinstance(part, dict) and list(part) == list(map(str, range(len(parts[0])))) for part in parts):
+    if all(isinstance(part, dict) and list(part) == list(map(str, range(len(parts[0])))) for part in parts):
         parts = [list(part.values()) for part in parts]
-    elif not (
-        parts
-        and all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts)
-        and all(isinstance(value, str) for part in parts for value in part)
-    ):
+    elif not all(isinstance(part, list) and all(isinstance(value, str) for value in part) for part in parts):
+        return None
+    if len(set(map(len, parts))) != 1:
         return None
     return [dict(zip(table, values, strict=True)) for values in zip(*parts, strict=True)]
 
@@ -482,24 +452,22 @@ def _separated_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
             names.append(next(word for word in candidates if word not in names))
         number = 0
         while True:
-            first_line = lines.line_num + 1
+            before = lines.line_num
             try:
-                fields = next(lines)
+                fields, cause = next(lines), ""
             except StopIteration:
                 return
             except csv.Error as problem:
-                number += 1
                 cause = f"is not CSV ({problem}); text with a quote needs it twice, inside double quotes"
-                swallowed = lines.line_num - first_line + 1
-                bad.add(f"row {number}", cause, f"line {first_line}", max(1, swallowed))
-                continue
-            if not fields or (len(fields) == 1 < len(names) and not fields[0].strip()):
+                fields = [f"line {before + 1}"]
+            if not fields or (not cause and len(fields) == 1 < len(names) and not fields[0].strip()):
                 continue  # a blank line
             number += 1
-            if len(fields) != len(names):
+            if not cause and len(fields) != len(names):
                 cause = f"has {len(fields)} fields, the header has {len(names)}"
                 cause += "; put text that contains the separator in double quotes"
-                bad.add(f"row {number}", cause, delimiter.join(fields), lines.line_num - first_line + 1)
+            if cause:
+                bad.add(f"row {number}", cause, delimiter.join(fields), max(1, lines.line_num - before))
             elif (content := _escaped_bytes(fields, delimiter)) is not None:
                 bad.add_bytes(f"row {number}", content)
             else:
@@ -526,6 +494,6 @@ def _require_separator(path: Path, delimiter: str) -> None:
         if len(header) > 1 and mark == delimiter:
             return
         if len(header) > 1 and any(len(fields) == len(header) for fields in rows):
-            renamed = {",": "rename it to NAME.csv", "\t": "rename it to NAME.tsv"}.get(mark, "convert it")
+            mend = {",": "rename it to NAME.csv", "\t": "rename it to NAME.tsv"}.get(mark, "convert it")
             wanted, found = _SEPARATORS[delimiter], _SEPARATORS[mark]
-            raise UserError(f"fields are separated by {wanted}; this file seems to use {found}; {renamed}")
+            raise UserError(f"fields are separated by {wanted}; this file seems to use {found}; {mend}")
