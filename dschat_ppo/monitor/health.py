@@ -14,8 +14,8 @@ from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, thresholds
-from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.health_rules import History, find
+from dschat_ppo.monitor.json_lines import storage_errors
 
 HEALTH = "health.jsonl"
 CALM = 3  # steps without a warning after which it is over
@@ -155,15 +155,10 @@ class HealthWatch:
 
     def _write_events(self) -> None:
         """Write `health.jsonl` on rank 0, durably: all of it, because events are rare."""
-        if self._file is None or not is_main():
-            return
-        lines = "".join(f"{json.dumps(asdict(event))}\n" for event in self.events)
-        try:
-            write_file(self._file, lines.encode())
-        except OSError as problem:
-            raise StorageError(
-                f"{self._file}: cannot be written ({problem.strerror}); free space, then run the same command again"
-            ) from problem
+        if self._file is not None and is_main():
+            lines = "".join(f"{json.dumps(asdict(event))}\n" for event in self.events)
+            with storage_errors(self._file):
+                write_file(self._file, lines.encode())
 
 
 def _described(event: Event) -> str:

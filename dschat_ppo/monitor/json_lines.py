@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,49 +33,47 @@ class JsonLines:
         another output folder."""
         if not is_main() or not self.path.exists():
             return
-        try:
-            with self.path.open("rb+") as file:
-                offset, length = self.offset, file.seek(0, os.SEEK_END)
-                if length < offset:
-                    logger().warning(
-                        f"{self.path}: has {length} bytes, but {offset} when the checkpoint was saved from which the "
-                        "run resumes: lines of finished steps are lost"
-                    )
-                    file.seek(0)
-                    offset = sum(len(line) for line in file if line.endswith(b"\n"))  # drop an incomplete last line
-                file.truncate(offset)
-        except OSError as problem:
-            raise self._error(problem) from problem
+        with storage_errors(self.path), self.path.open("rb+") as file:
+            offset, length = self.offset, file.seek(0, os.SEEK_END)
+            if length < offset:
+                logger().warning(
+                    f"{self.path}: has {length} bytes, but {offset} when the checkpoint was saved from which the run "
+                    "resumes: lines of finished steps are lost"
+                )
+                file.seek(0)
+                offset = sum(len(line) for line in file if line.endswith(b"\n"))  # drop an incomplete last line
+            file.truncate(offset)
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append one line for each object; NaN and infinity become null."""
         if not is_main():
             return
         content = "".join(f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines).encode()
-        try:
+        with storage_errors(self.path):
             is_new = not self.path.exists()
             with self.path.open("ab") as file:
                 file.write(content)
             if is_new:
                 sync_entries(self.path.parent)
-        except OSError as problem:
-            raise self._error(problem) from problem
 
     def saved_offset(self) -> int:
         """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0."""
         if not is_main() or not self.path.exists():
             return 0
-        try:
-            with self.path.open("rb") as file:
-                sync_file(file.fileno())
-                return file.seek(0, os.SEEK_END)
-        except OSError as problem:
-            raise self._error(problem) from problem
+        with storage_errors(self.path), self.path.open("rb") as file:
+            sync_file(file.fileno())
+            return file.seek(0, os.SEEK_END)
 
-    def _error(self, problem: OSError) -> StorageError:
-        return StorageError(
-            f"{self.path}: cannot be written ({problem.strerror}); free space, then run the same command again"
-        )
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """An `OSError` of the block, which writes a file, becomes a `StorageError` that names it and the way out."""
+    try:
+        yield
+    except OSError as problem:
+        raise StorageError(
+            f"{path}: cannot be written ({problem.strerror}); free space, then run the same command again"
+        ) from problem
 
 
 def finite_or_null(value: Any) -> Any:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import StorageError, UserError, in_one_line
+from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.monitor.json_lines import storage_errors
 
 RUN_IDS = "trackers.json"
 
@@ -265,11 +266,8 @@ def saved_run_id(folder: Path, library: str) -> str | None:
 
 def save_run_id(folder: Path, library: str, run_id: str) -> None:
     """Keep the id of the library's run in `trackers.json`, durably."""
-    place = folder / RUN_IDS
-    try:
-        write_file(place, (json.dumps(_run_ids(folder) | {library: run_id}, indent=2) + "\n").encode())
-    except OSError as problem:
-        raise StorageError(f"{place}: cannot be written ({problem.strerror}); free space, then run again") from problem
+    with storage_errors(folder / RUN_IDS):
+        write_file(folder / RUN_IDS, (json.dumps(_run_ids(folder) | {library: run_id}, indent=2) + "\n").encode())
 
 
 def _run_ids(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError, in_one_line
-from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null
+from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
 RESULT, METRICS, MODELS, STARTS = "result.json", "metrics.jsonl", "models.json", "starts.jsonl"
@@ -100,37 +100,23 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. Collective.
-
-    `models.json`, the table of the models, is written in the same way at the start.
-
-    NaN and infinity become null.
-
-    Raises:
-        StorageError: the file cannot be written; on every rank.
-    """
-    file, problem = folder / name, None
+    """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. `models.json`, the
+    table of the models, is written in the same way at the start. NaN and infinity become null. Collective: a
+    `StorageError` is raised on every rank."""
+    problem = None
     if is_main():
         try:
-            write_file(file, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
-        except OSError as raised:
-            problem = f"{file}: cannot be written ({raised.strerror}); free space, then run the same command again"
+            with storage_errors(folder / name):
+                write_file(folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
+        except StorageError as raised:
+            problem = str(raised)
     problem = broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
 
 
 def record_start(folder: Path, step: int, world_size: int) -> None:
-    """Add a line to `starts.jsonl`, durably, on rank 0.
-
-    Args:
-        folder: output folder.
-        step: the first step that this start runs.
-        world_size: number of ranks.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start runs."""
     versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version(), **installed_versions()}
     line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": versions}
     lines = JsonLines(folder / STARTS)
