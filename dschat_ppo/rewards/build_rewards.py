@@ -9,7 +9,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.remote_reward import RemoteReward, check_url, with_credentials
+from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
 from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, RoutedReward
 from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
@@ -23,8 +23,7 @@ TAKEN = (*TAKEN_ALONE, "score", "total")
 def check_sources(flags: RewardSourceFlags) -> None:
     """Check the reward sources before any model is loaded; warn about what the sandbox lacks. Each function is imported
     once in a worker process that ends again. Remote services are not contacted."""
-    for url in with_credentials(flags.remote_urls):
-        check_url(url)
+    usable_urls(flags.remote_urls)
     specs = [parse_function(text) for text in flags.reward_function]
     sources = len(specs) + flags.use_reward_model + bool(flags.remote_urls)
     for spec in specs:

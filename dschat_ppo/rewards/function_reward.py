@@ -69,7 +69,14 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     sources, unrouted = _split_route(spec, given)
     head, mark, tail = unrouted.partition("?")
     rest, weight = split_weight(tail if mark else head)
-    place, settings = (head, _parse_settings(rest, given)) if mark else (rest, ())
+    place, settings = rest, list[tuple[str, str]]()
+    if mark:
+        try:
+            place, settings = head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True, strict_parsing=True)
+        except ValueError:
+            raise UserError(f"{given}: settings after '?' must be key=value, separated by '&'") from None
+    if len(dict(settings)) < len(settings):
+        raise UserError(f"{given}: a setting is given twice")
     if not math.isfinite(weight):
         raise UserError(f"{given}: the weight must be finite, got {weight}")
     path, colon, name = place.partition(":")
@@ -90,7 +97,7 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
             raise UserError(f"{given}: there is no file {path}")
     elif not all(part.isidentifier() for part in path.split(".")):
         raise UserError(f"{given}: '{path}' is neither a file that ends in .py nor a module")
-    found = FunctionSpec(path, name, weight, settings, flag, sources)
+    found = FunctionSpec(path, name, weight, tuple(settings), flag, sources)
     if found.rule in MODULES:
         require_extra(MODULES[found.rule], given)
     for key, value in settings:
@@ -114,16 +121,6 @@ def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
     if not all(sources):
         raise UserError(f"{given}: expected a data source before '=', or several separated by commas")
     return sources, spec[len(names) + 1 :]
-
-
-def _parse_settings(text: str, given: str) -> tuple[tuple[str, str], ...]:
-    try:
-        pairs = parse_qsl(text.replace("+", "%2B"), keep_blank_values=True, strict_parsing=True)
-    except ValueError:
-        raise UserError(f"{given}: settings after '?' must be key=value, separated by '&'") from None
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise UserError(f"{given}: a setting is given twice")
-    return tuple(pairs)
 
 
 class FunctionReward:

@@ -45,23 +45,9 @@ class _RetryableError(Exception):
     """The request failed, but a later attempt may succeed; the message is the cause."""
 
 
-def check_url(url: str) -> None:
-    """Raise `UserError` unless `url` is `http://host...` or `https://host...`."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        shown_part = url.rpartition("@")[2]  # a password with a slash makes it unusable
-        raise UserError(
-            f"{FLAG} {shown_part}: must be an address such as http://host:5000/get_reward (a Python file: "
-            "--reward_function FILE.py:FUNCTION)"
-        )
-
-
-def with_credentials(urls: list[str]) -> list[str]:
-    """The addresses; those whose credentials are hidden by `***` must be in the environment and are taken from it."""
+def usable_urls(urls: list[str]) -> list[str]:
+    """The addresses, each `http://host...` or `https://host...`. Those whose credentials are hidden by `***` must be in
+    the environment and are taken from it."""
     known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
     for url in urls:
         if HIDDEN in url and url == without_credentials(url) and url not in known:
@@ -69,7 +55,20 @@ def with_credentials(urls: list[str]) -> list[str]:
                 f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with them, or set "
                 f"{VARIABLE} to the whole address"
             )
-    return [known.get(url, url) for url in urls]
+    found = [known.get(url, url) for url in urls]
+    for url in found:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            shown_part = url.rpartition("@")[2]  # a password with a slash makes it unusable
+            raise UserError(
+                f"{FLAG} {shown_part}: must be an address such as http://host:5000/get_reward (a Python file: "
+                "--reward_function FILE.py:FUNCTION)"
+            )
+    return found
 
 
 class RemoteReward:
@@ -85,9 +84,7 @@ class RemoteReward:
     def __init__(
         self, urls: list[str], timeout: float, retries: int = 5, batch_size: int = 64, sources: Sequence[str] = ()
     ):
-        for url in urls:
-            check_url(url)
-        self.urls = with_credentials(urls)
+        self.urls = usable_urls(urls)
         self.timeout = timeout
         self.retries = retries
         self.batch_size = batch_size

@@ -503,7 +503,7 @@ def test_invalid_addresses_are_rejected(url):
 
 @pytest.mark.parametrize("url", ["http://localhost:5000/get_reward", "https://a.b", "http://[::1]:80/x"])
 def test_valid_addresses_are_accepted(url):
-    remote_reward.check_url(url)
+    assert remote_reward.usable_urls([url]) == [url]
 
 
 def test_the_label_is_the_correct_answer_that_rules_read():
