@@ -116,11 +116,10 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
         if answer.get("tool_calls"):
             raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
         answer = str(answer.get("content") or "")
-    text, final = answer, int(tokenizer.eos_token_id)
     ends = {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
-    while token := next((token for token in ends if text.rstrip().endswith(token)), None):
-        text, final = text.rstrip().removesuffix(token), ends[token]
-    return text, final
+    bare = without_final(answer, tuple(ends))
+    first = next((number for token, number in ends.items() if answer[len(bare) :].startswith(token)), None)
+    return bare, int(tokenizer.eos_token_id) if first is None else first
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
@@ -212,24 +211,12 @@ def render(
                 return text
         return _apply(tokenizer, with_arguments_as_text(messages), open_answer, tools)
     except UserError as problem:
-        if _is_rendered_without_system(tokenizer, messages, open_answer, tools):
-            reason = str(problem).partition(": ")[2]
-            raise UserError(
-                f"the chat template rejects these messages because of the system message: {reason}; remove it from the "
-                "data, or take another template (--chat_template)"
-            ) from problem.__cause__
-        raise
-
-
-def _is_rendered_without_system(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
-) -> bool:
-    others = [message for message in messages if message["role"] != "system"]
-    if len(others) in (0, len(messages)):
-        return False
-    with suppress(UserError):
-        return bool(render(tokenizer, others, open_answer, tools))
-    return False
+        if messages[0]["role"] != "system" or len(messages) == 1:
+            raise
+        raise UserError(
+            f"{problem}; if the reason is the system message, remove it from the data or take another template "
+            "(--chat_template)"
+        ) from problem.__cause__
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:

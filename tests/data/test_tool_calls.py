@@ -113,15 +113,14 @@ def test_trimmed_and_quoted_messages_count_as_rendered():
         )
 
 
-def test_a_template_that_rejects_the_system_role_says_so():
+def test_a_template_that_rejects_messages_with_a_system_message_says_what_may_help():
     refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
     tokenizer = templated(refusing + "{% endif %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="because of the system message: System role not supported; remove it"):
+    with pytest.raises(UserError, match="System role not supported; if the reason is the system message, remove it"):
         encode_prompt(tokenizer, SYSTEM)
     assert encode_prompt(tokenizer, ASK)
-    always = templated("{{ raise_exception('Never') }}{{ messages }}")
     with pytest.raises(UserError, match="rejects these messages: TemplateError: Never$"):
-        encode_prompt(always, SYSTEM)
+        encode_prompt(templated("{{ raise_exception('Never') }}{{ messages }}"), ASK)
 
 
 # Thinking
