@@ -82,10 +82,11 @@ def test_a_call_that_is_killed_leaves_no_process(tmp_path):
 
 def test_a_function_survives_the_signals_of_the_launcher(tmp_path):
     """The launcher sends SIGTERM to all its descendants while the trainer still needs the rewards of its last step."""
-    file = tmp_path / "numbers"
+    file, called = tmp_path / "numbers", list[int]()
 
     def signal_both_halves():
-        for pid in numbers_in(file)[:2]:
+        called.extend(numbers_in(file))
+        for pid in called[:2]:
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGINT)
 
@@ -95,6 +96,7 @@ def test_a_function_survives_the_signals_of_the_launcher(tmp_path):
         assert ask("ends_its_processes", of_responses(str(file)), workers=1) == ([30.0], 0)  # two ended by signal 15
     finally:
         thread.join()
+    assert numbers_in(file) == called, "its call was not repeated in another process"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
