@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -31,10 +32,10 @@ def short_waits(monkeypatch):
 class Service:
     """A server that replies with the entries of `script` in turn, then always with the last; it keeps the requests.
 
-    An entry is (status, body) or a function of the handler.
+    An entry is (status, body) or a function of the handler. `certificate`: files of it and its key, for HTTPS.
     """
 
-    def __init__(self, script):
+    def __init__(self, script, certificate=None):
         self.script, self.requests, self.headers = list(script), [], []
         service = self
 
@@ -57,7 +58,12 @@ class Service:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        scheme = "http" if certificate is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.server.server_port}/get_reward"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 

@@ -1,20 +1,17 @@
 """The remote reward over HTTPS: services with certificates that are trusted, unknown, or of another host."""
 
-import json
 import shutil
 import socket
-import ssl
 import subprocess
 import threading
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from test_remote_reward import Service, ask, ok
 
-from dschat_ppo.rewards.remote_reward import RemoteReward
-from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
+from dschat_ppo.rewards.reward_source import RewardServiceError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 
@@ -38,48 +35,23 @@ def certificates(tmp_path_factory) -> Path:
     return folder
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):  # noqa: N802
-        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
-        body = json.dumps({"rewards": [len(text) for text in query]}).encode()
-        self.server.answered += 1
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *words):
-        pass
-
-
 @pytest.fixture
-def serve(certificates):
+def secure(certificates):
     running = []
 
-    def start(name: str) -> HTTPServer:
-        server = HTTPServer(("127.0.0.1", 0), Handler)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        server.answered = 0
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        running.append(server)
-        return server
+    def start(name: str) -> Service:
+        running.append(Service([ok(1, 2, 3)], (certificates / f"{name}.pem", certificates / f"{name}.key")))
+        return running[-1]
 
     yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    for service in running:
+        service.server.shutdown()
+        service.server.server_close()
 
 
-def ask(server: HTTPServer) -> list[float]:
-    reward = RemoteReward([f"https://127.0.0.1:{server.server_port}/get_reward"], 20.0, 0, 8)
-    return reward(RewardRequest(["p", "two"], ["r", ""], [{}, {}]), None).tolist()
-
-
-def test_a_certificate_of_a_trusted_authority_is_accepted(serve, certificates, monkeypatch):
+def test_a_certificate_of_a_trusted_authority_is_accepted(secure, certificates, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
-    assert ask(serve("here")) == [2, 3]
+    assert ask(secure("here").url).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -87,15 +59,15 @@ def test_a_certificate_of_a_trusted_authority_is_accepted(serve, certificates, m
     [("here", False, "unable to get local issuer certificate"), ("other", True, "IP address mismatch")],
     ids=["unknown authority", "another host"],
 )
-def test_other_certificates_are_refused_in_one_line(serve, certificates, monkeypatch, name, trusted, cause):
+def test_other_certificates_are_refused_in_one_line(secure, certificates, monkeypatch, name, trusted, cause):
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     if trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
-    server = serve(name)
+    service = secure(name)
     with pytest.raises(RewardServiceError, match=f"no reply in 1 attempts; the last: .*{cause}") as problem:
-        ask(server)
+        ask(service.url, retries=0)
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 400
-    assert server.answered == 0  # no text went to it
+    assert service.requests == []  # no text went to it
 
 
 def test_a_handshake_that_never_ends_times_out():
@@ -113,7 +85,5 @@ def test_a_handshake_that_never_ends_times_out():
         threading.Thread(target=drip, daemon=True).start()
         started = time.monotonic()
         with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
-            RemoteReward([f"https://127.0.0.1:{service.getsockname()[1]}/"], 0.5, 0, 8)(
-                RewardRequest(["p"], ["r"], [{}]), None
-            )
+            ask(f"https://127.0.0.1:{service.getsockname()[1]}/", timeout=0.5, retries=0)
         assert time.monotonic() - started < 3.0
