@@ -200,7 +200,7 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
             words = ["--seccomp", str(filters[0]), *words]
         process = subprocess.Popen(
             [*bwrap_words(limits, how), *words] if how.bwrap else words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=_ENVIRONMENT, cwd=folder, pass_fds=filters, start_new_session=True, bufsize=0, **user,
+            env=_ENVIRONMENT, cwd=folder, pass_fds=filters, start_new_session=True, **user,
         )  # fmt: skip
         for descriptor in filters:
             os.close(descriptor)
@@ -208,9 +208,11 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
         try:
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
             text = _report(process.stdout.fileno(), limits.wall_seconds)
         finally:
-            process.stdin.close()  # its watcher then kills the program with all that it started, and ends
+            with suppress(BrokenPipeError):  # its watcher then kills the program with all that it started, and ends
+                process.stdin.close()
             process.stdout.close()
             try:
                 process.wait(_END_SECONDS)
