@@ -43,15 +43,10 @@ NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say 
 
 
 def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """Return a cache entry, memory-mapped, with `key` as its fingerprint; make it first if it is missing.
+    """The entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is its fingerprint.
 
-    Args:
-        root: folder of the cache; None for that of `datasets`.
-        key: identifies the entry by everything that its content depends on.
-        make: called with an empty folder; writes Arrow files below it and returns the rows (at least one) in them.
-
-    Raises:
-        StopRequested: the run receives a stop request while another process makes the entry.
+    If it is missing, `make` is called with an empty folder; it writes Arrow files below it and returns the rows (at
+    least one) in them. `StopRequested` if the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     if not _is_whole(folder):
@@ -147,13 +142,9 @@ def file_key(path: Path) -> str:
     return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, sample.hexdigest())
 
 
-def token_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
-    """Key of token rows: the data rows, tokenizer, chat template, settings, and the code that makes them."""
-    return stream_key(rows._fingerprint, tokenizer, *settings)
-
-
-def stream_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
-    """As `token_key`, for rows that `content` identifies."""
+def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
+    """Key of token rows: what identifies the data rows, tokenizer, chat template, settings, and the code that makes
+    them."""
     vocabulary = (
         tokenizer.backend_tokenizer.to_str()
         if tokenizer.is_fast

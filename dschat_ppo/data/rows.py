@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -19,7 +20,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
 from dschat_ppo.data.locate import OpenSet, open_set
-from dschat_ppo.data.parts import FilePart, Part, Row, read_part
+from dschat_ppo.data.parts import FilePart, Row, read_part
 from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -134,9 +135,16 @@ def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, ba
     "train[:10%]"."""
     tables, skipped, columns = [], Skipped(), dict[str, tuple[str, tuple[str, ...]]]()
     for number, part in found.numbered(names):
-        rows, more = _stored(part, number, bad_rows != "error", cache_dir)
+        bad = BadLines(bad_rows != "error")
+        numbered = (
+            (row, number << _PART_SHIFT | at)
+            for batch in read_part(part, bad)
+            for at, row in zip(batch.numbers, batch.rows, strict=True)
+        )
+        key = rows_key(part.key, number, bad.skip)
+        rows, notes = _stored(cache_dir, key, numbered, bad, f"{part.flag} {part.name}")
         tables.append(rows)
-        skipped += more
+        skipped += Skipped(notes["skipped"], notes["first"] and f"{part.name}, {notes['first']}")
         if isinstance(part, FilePart):
             columns[str(part.kind)] = part.path.name, rows.columns
     if len({frozenset(each) for _, each in columns.values()}) > 1:  # one of them is not the data
@@ -164,62 +172,42 @@ def _log_files(found: OpenSet, names: Sequence[str]) -> None:
         logger().info(f"data: {found.source.label}: files for evaluation: {', '.join(shown)}{more}")
 
 
-def _stored(part: Part, number: int, skip: bool, root: str | None) -> tuple[Rows, Skipped]:
-    """The rows of part `number` of a data set, from the cache below `root`. `skip` leaves out lines that cannot be
-    read; otherwise they are an error."""
-
-    def make(folder: Path) -> Dataset:
-        bad = BadLines(skip)
-        rows = _written(
-            folder,
-            (
-                (row, number << _PART_SHIFT | at)
-                for batch in read_part(part, bad)
-                for at, row in zip(batch.numbers, batch.rows, strict=True)
-            ),
-            bad,
-        )
-        if rows is None:
-            reason = f"every row is bad; the first: {bad.first}" if bad.count else "the data set is empty"
-            raise UserError(f"{part.flag} {part.name}: {reason}")
-        return rows
-
-    table = cached_dataset(root, rows_key(part.key, number, skip), make)
-    notes = notes_of(table)
-    skipped = Skipped(notes["skipped"], notes["first"] and f"{part.name}, {notes['first']}")
-    return Rows(table, tuple(notes["columns"])), skipped
-
-
 def regrouped(
     rows: Rows, identity: str, regroup: Callable[[Rows], Iterator[tuple[Row, int]]], root: str | None
 ) -> Rows:
     """The rows and their origins that `regroup(rows)` gives, at least one, from the cache. `identity` differs between
     functions that give others."""
+    key = rows_key(rows.table._fingerprint, identity, rows.columns)
+    return _stored(root, key, regroup(rows), BadLines(False), identity)[0]
+
+
+def _stored(
+    root: str | None, key: str, pairs: Iterator[tuple[Row, int]], bad: BadLines, what: str
+) -> tuple[Rows, dict[str, Any]]:
+    """(rows from the cache below `root`, its notes: how many lines could not be read, and the first one). If they are not
+    there, `pairs` of a row and its origin are read and written. `what` is for an error if there is none."""
 
     def make(folder: Path) -> Dataset:
-        made = _written(folder, regroup(rows), BadLines(False))
-        assert made is not None
-        return made
+        columns: Row = {}
+        path, count = folder / "rows.arrow", 0
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            while part := list(islice(pairs, _WRITTEN_ROWS)):
+                raise_if_stop_requested("prepared the data")
+                texts = [json.dumps(row, ensure_ascii=False) for row, _ in part]
+                for row, _ in part:
+                    columns.update(dict.fromkeys(row))
+                writer.write_table(pa.table([texts, [origin for _, origin in part]], schema=_SCHEMA))
+                count += len(part)
+        if not count:
+            reason = f"every row is bad; the first: {bad.first}" if bad.count else "the data set is empty"
+            raise UserError(f"{what}: {reason}")
+        notes = {"columns": list(columns), "skipped": bad.count, "first": bad.first}
+        (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
+        return Dataset.from_file(str(path))
 
-    table = cached_dataset(root, rows_key(rows.table._fingerprint, identity, rows.columns), make)
-    return Rows(table, tuple(notes_of(table)["columns"]))
-
-
-def _written(folder: Path, pairs: Iterator[tuple[Row, int]], bad: BadLines) -> Dataset | None:
-    """Write rows and their origins into a new entry of the cache; None if there are none."""
-    columns: Row = {}
-    path, count = folder / "rows.arrow", 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-        while part := list(islice(pairs, _WRITTEN_ROWS)):
-            raise_if_stop_requested("prepared the data")
-            texts = [json.dumps(row, ensure_ascii=False) for row, _ in part]
-            for row, _ in part:
-                columns.update(dict.fromkeys(row))
-            writer.write_table(pa.table([texts, [origin for _, origin in part]], schema=_SCHEMA))
-            count += len(part)
-    notes = {"columns": list(columns), "skipped": bad.count, "first": bad.first}
-    (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
-    return Dataset.from_file(str(path)) if count else None
+    table = cached_dataset(root, key, make)
+    notes = notes_of(table)
+    return Rows(table, tuple(notes["columns"])), notes
 
 
 def joined_rows(parts: Sequence[Rows]) -> Rows:

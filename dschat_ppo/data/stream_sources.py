@@ -13,7 +13,7 @@ from datasets import Features, Value
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
-from dschat_ppo.data.cache import stream_key
+from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
@@ -121,7 +121,7 @@ def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
     for each in opened:
         parts += [each.source.weight, each.share, *reading_of(each.settings, flags)]
     places = "\0".join(part.key for each in opened for part in each.found.parts)
-    return stream_key(places, opened[0].settings.tokenizer, *parts)
+    return token_key(places, opened[0].settings.tokenizer, *parts)
 
 
 def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:

@@ -252,7 +252,7 @@ def tokenise_rows(
     wanted = np.zeros(len(raw), dtype=bool)
     wanted[numbers] = True
     used = hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
-    key = token_key(raw.table, settings.tokenizer, used, *reading_of(settings, flags))
+    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *reading_of(settings, flags))
 
     def make(folder: Path) -> Dataset:
         workers = worker_count(flags.preprocessing_num_workers, len(numbers))

@@ -43,7 +43,7 @@ def text_blocks(
         if "text" not in rows.columns:
             columns = ", ".join(rows.columns)
             raise UserError(f"{FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
-        key = token_key(rows.table, tokenizer, "text blocks", length, _FORMAT)
+        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length, _FORMAT)
 
         def make(folder: Path) -> Dataset:
             with data_workers(flags.preprocessing_num_workers):

@@ -23,7 +23,7 @@ from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.data.batches import collate_pairs, collate_prompts
-from dschat_ppo.data.cache import stream_key
+from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import prepare_whole
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
@@ -178,7 +178,7 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
     made: dict[str, Dataset] = {}  # by tokenizer
     for model in models:
         assert wanted.prompts is not None
-        key, limit = stream_key("", model.tokenizer), wanted.words.max_prompt_seq_len
+        key, limit = token_key("", model.tokenizer), wanted.words.max_prompt_seq_len
         if key not in made:
             if made:
                 logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
