@@ -23,9 +23,9 @@ TEXT = {
 }
 
 
-def parquet() -> bytes:
+def parquet(**settings) -> bytes:
     sink = pa.BufferOutputStream()
-    pa.parquet.write_table(pa.Table.from_pylist(ROWS), sink)
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), sink, **settings)
     return sink.getvalue().to_pybytes()
 
 
@@ -163,6 +163,7 @@ def test_kinds_of_files_that_differ_in_their_columns_are_an_error(tmp_path):
 
 
 MUTATED = {**{f"d{kind}": content for kind, content in CONTENT.items()}, "d.txt": b"some\ntext\n" * 20}
+MUTATED["plain.parquet"] = parquet(compression="none", use_dictionary=False)
 MUTATED |= {
     f"{name}{ending}": PACK[ending](MUTATED[name]) for name in ("d.jsonl", "d.csv") for ending in (".gz", ".zst")
 }

@@ -34,14 +34,6 @@ def column(rows: Rows, name: str) -> list:
     return [row[name] for row in rows]
 
 
-def test_every_csv_column_is_text(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text('prompt,response\n1,4\ntwo,N/A\nthree,\nfour,"a, b"\n')
-    rows = load(tmp_path, path).train
-    assert column(rows, "prompt") == ["1", "two", "three", "four"]
-    assert column(rows, "response") == ["4", "N/A", "", "a, b"]
-
-
 def test_brackets_in_a_path_are_not_a_glob_pattern(tmp_path):
     folder = tmp_path / "data[1]"
     folder.mkdir()
@@ -71,11 +63,6 @@ def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"prompt\.jsonl: no such file or folder; did you mean prompts\.jsonl\?$"):
         load(tmp_path, "prompt.jsonl")
-
-
-def test_a_missing_absolute_path_is_rejected(tmp_path):
-    with pytest.raises(UserError, match="no such file or folder"):
-        load(tmp_path, tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -121,18 +108,6 @@ def test_folders_without_training_files_are_rejected(tmp_path):
         load(tmp_path, tmp_path / "bare")
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [('{"prompt": ', "not JSON"), ("3", "not an object"), ('["a", "b"]', "not an object")],
-)
-def test_a_bad_json_line_is_named_by_its_number(tmp_path, line, what):
-    path = tmp_path / "d.jsonl"
-    good = [json.dumps(row) for row in ROWS]
-    path.write_text("\n".join([*good[:3], line, *good[3:]]) + "\n")
-    with pytest.raises(UserError, match=rf"d\.jsonl.*line 4 .*{what}"):
-        load(tmp_path, path)
-
-
 def test_hub_splits_without_rows_are_ignored(tmp_path, monkeypatch):
     rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
     found = iter([DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none)])
@@ -153,24 +128,6 @@ def test_files_of_a_folder_are_split_by_their_names(tmp_path):
     assert (len(splits.train), len(splits.eval)) == (5, 3)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_every_format_gives_the_same_rows(tmp_path, suffix):
-    path = tmp_path / f"data{suffix}"
-    table = Dataset.from_list(ROWS)
-    if suffix == ".jsonl":
-        write_jsonl(path, ROWS)
-    elif suffix == ".json":
-        path.write_text(json.dumps(ROWS), encoding="utf-8")
-    elif suffix == ".csv":
-        path.write_text("prompt,response\n" + "".join(f"{r['prompt']},{r['response']}\n" for r in ROWS))
-    else:
-        table.to_parquet(str(path))
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
-    assert sorted(zip(prompts_of(rows), answers_of(rows), strict=True)) == [
-        (row["prompt"], [row["response"] + TOKENIZER.eos_token]) for row in ROWS
-    ]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -183,24 +140,6 @@ def test_csv_files_written_by_excel_and_pandas(tmp_path, text):
     path.write_bytes(text)
     rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
     assert (prompts_of(rows), answers_of(rows)) == (["Grüße"], [["ja" + TOKENIZER.eos_token]])
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("bytes.jsonl", b'{"prompt": "a", "response": "\xff\xfe"}\n'),
-        ("bytes.parquet", b"this is not a table"),
-        ("quote.csv", b'prompt,response\n"a,b\n'),
-        ("cut.json", b'[{"prompt": "a"'),
-        ("commas.csv", b"prompt,response\nOne, two,three\nFour, five,six\n"),  # pandas would take "One" for a name
-    ],
-)
-def test_an_unreadable_file_is_named_in_the_error(tmp_path, name, content):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError) as problem:
-        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
-    assert name in str(problem.value)
 
 
 # Splits that the name of a data set chooses
