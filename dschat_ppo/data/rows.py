@@ -184,8 +184,8 @@ def regrouped(
 def _stored(
     root: str | None, key: str, pairs: Iterator[tuple[Row, int]], bad: BadLines, what: str
 ) -> tuple[Rows, dict[str, Any]]:
-    """(rows from the cache below `root`, notes on lines that could not be read). If they are not there, `pairs` of a row
-    and its origin are read and written. `what` is for an error if there is none."""
+    """(rows from the cache below `root`, notes on lines that could not be read). What is not there yet is read from
+    `pairs`, rows with their origins, and written. `what` is for an error if there is none."""
 
     def make(folder: Path) -> Dataset:
         columns: Row = {}
