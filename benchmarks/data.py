@@ -131,7 +131,7 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     """One rank: prepare the rows as step 2 does, fingerprint them on rank 0, read some at random; print a line."""
     import torch.distributed
 
-    from dschat_ppo.checkpoint.run_identity import rows_fingerprint
+    from dschat_ppo.checkpoint.identity import rows_fingerprint
     from dschat_ppo.common.dist import barrier, is_main
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.config.data_flags import DataFlags

@@ -19,7 +19,7 @@ import datasets
 import multiprocess.managers
 import psutil
 
-from dschat_ppo.checkpoint import background_writer, folder
+from dschat_ppo.checkpoint import state_files, store
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import loop, train_ppo
@@ -33,9 +33,9 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (ExperienceCollection, "sample"),
     "scoring": (ExperienceCollection, "forward_passes"),
     "update": (loop, "update"),
-    "saving": (background_writer, "_write"),  # in the thread that writes
-    "committing": (folder.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
-    "pointing": (folder, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet
+    "saving": (state_files, "_write"),  # in the thread that writes
+    "committing": (store.CheckpointFolder, "commit"),  # rank 0 alone: before the checkpoint gets its name
+    "pointing": (store, "write_text"),  # rank 0 alone: it has its name, `latest` does not know it yet
     "exporting": (train_ppo, "save_models"),
 }
 

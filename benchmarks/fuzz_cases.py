@@ -171,20 +171,20 @@ def checkpoint_export(rng: random.Random, material: Path, own: Path) -> int:
 
 def _seal(rng: random.Random, checkpoint: Path) -> None:
     """Make the manifest describe the files as they are, with a changed value of its own at times."""
-    from dschat_ppo.checkpoint import manifest
+    from dschat_ppo.checkpoint import store
 
-    if not (checkpoint / manifest.FILE_NAME).is_file():  # a pipe or a device
+    if not (checkpoint / store.MANIFEST).is_file():  # a pipe or a device
         return
     try:
-        content = json.loads((checkpoint / manifest.FILE_NAME).read_bytes())
+        content = json.loads((checkpoint / store.MANIFEST).read_bytes())
         content.pop("sha256", None)
         for name in content["files"]:
             if (checkpoint / name).is_file():
-                content["files"][name] = manifest.describe_file(checkpoint / name)
+                content["files"][name] = store.describe_file(checkpoint / name)
         if rng.random() < 0.3:
             content, done = mutate_json(rng, content)
             note(f"manifest: {done}")
-        (checkpoint / manifest.FILE_NAME).write_bytes(json_bytes({**content, "sha256": manifest._seal(content)}))
+        (checkpoint / store.MANIFEST).write_bytes(json_bytes({**content, "sha256": store._seal(content)}))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
         note("manifest: cannot be sealed")
 

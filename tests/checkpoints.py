@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manifest import Manifest, describe_file
-from dschat_ppo.checkpoint.run_identity import RunIdentity
+from dschat_ppo.checkpoint.identity import RunIdentity
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, describe_file
 from dschat_ppo.config.cli import flatten, parse
 
 CONTENT = {"rank_0.pt": b"of rank 0", "rank_1.pt": b"of rank 1, longer", "actor/weights.pt": b"\x00" * 4096}
@@ -70,3 +69,19 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[50] ^= 1
     path.write_bytes(bytes(content))
+
+
+class _NoCheckpoints:
+    """In the place of a `CheckpointManager`: saves nothing and never stops."""
+
+    def save_if_due(self) -> None:
+        pass
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def stop_if(self, reason: str | None) -> None:
+        pass
+
+
+NO_CHECKPOINTS: Any = _NoCheckpoints()

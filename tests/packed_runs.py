@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
 from tiny_models import VOCABULARY, new_model
 from transformers import AutoModelForSequenceClassification
 
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.manager import RankStates
+from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse

@@ -4,7 +4,7 @@ import json
 
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.run_identity import RunInputs
+from dschat_ppo.checkpoint.identity import RunInputs
 from dschat_ppo.config.cli import parse
 from dschat_ppo.session.session import open_session
 

@@ -1,7 +1,7 @@
 """Save the states of a DeepSpeed engine to files in the background, and load them into an engine of the same layout.
 
 The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
-to write them. `background_writer.py` implements three: tensors are copied to host memory and written while training
+to write them. `state_files.py` implements three: tensors are copied to host memory and written while training
 continues; each file is hashed while it is written; only tensors, plain values and a few classes are ever unpickled.
 The fourth: frozen parameters are left out, because resuming reads them from the model folder.
 """
@@ -17,7 +17,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter, load_file
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
@@ -54,7 +54,7 @@ def model_states(folder: Path) -> dict[str, Any]:
     found = sorted((folder / TAG).glob("*mp_rank_00_model_states.pt"))
     if not found:
         raise UserError(f"{folder}: holds no states of an engine ({TAG}/*_model_states.pt is missing)")
-    return load_file(found[0])
+    return load_state(found[0], mapped=True)
 
 
 def trained_state(module: nn.Module) -> dict[str, Any]:

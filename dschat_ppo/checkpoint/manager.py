@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.checkpoint.engine_state import has_layout_of, load_engine, save_engine
-from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manifest import FileEntry, Manifest, describe_file
+from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.reshard import load_engine_resharded
-from dschat_ppo.checkpoint.resumable import RankStates, Resumable
-from dschat_ppo.checkpoint.run_identity import RunIdentity
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state, save_state
+from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL
 from dschat_ppo.common.dist import on_gpu
@@ -39,9 +36,58 @@ from dschat_ppo.types import Engine
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
-
-
 Written = tuple[dict[str, FileEntry], str | None]  # files by path in the checkpoint, and why they could not be written
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """The `rank_state` of each rank of the saved run; the files may be large.
+
+    `own`: of this rank; None if the run was saved on another number of ranks. `read_all` reads those of all ranks that
+    saved, from rank 0 on, one at a time, so that the ranks of now can divide them again.
+    """
+
+    own: dict[str, Any] | None
+    read_all: Callable[[], Iterator[dict[str, Any]]]
+
+
+def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
+    """Restore a part of a trainer that is on now, by `flag`, from its saved state. If it was off when the checkpoint
+    was saved (`--resume_force`), the state is None or empty: the part stays as it was built, and a line is logged."""
+    if state:
+        load(state)
+    else:
+        log_starts_from_scratch(flag)
+
+
+def log_starts_from_scratch(flag: str) -> None:
+    """Log that the checkpoint holds no state of the part that this flag turns on."""
+    logger().info(f"{flag}: was off when the checkpoint was saved, so it starts from scratch")
+
+
+class Resumable(Protocol):
+    """A trainer whose state is saved between two optimizer steps."""
+
+    @property
+    def engines_to_save(self) -> Mapping[str, Engine]:
+        """Role -> DeepSpeed engine that trains."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(steps done, updates done of the step in progress: 0 between two steps)."""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation, at this position, is the best so far."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank, in the same form."""
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Restore the state: `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks."""
 
 
 def rank_file(rank: int) -> str:
@@ -103,8 +149,8 @@ def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
 
 
 class CheckpointManager:
-    """A `Checkpointer` that saves checkpoints while training continues. `saved` is the position of the checkpoint in
-    this folder from which the run resumes, or None; `how_to_resume` is for the message of a stop.
+    """Saves checkpoints while training continues. `saved` is the position of the checkpoint in this folder from which
+    the run resumes, or None; `how_to_resume` is for the message of a stop. The methods are collective.
 
     The files of a checkpoint are written in the background. At a later call of `save_if_due`, when every rank has
     written its files, the checkpoint is committed: it gets its name, and `latest` names it.
@@ -127,36 +173,37 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
-        """See `Checkpointer`."""
+        """Save a checkpoint if one is due. If a stop was requested, save the state and raise `StopRequested`. The
+        trainer calls it where its state can be saved."""
         mine = [stop_requests.requested(), dist.is_main() and self._is_due(), not self._files.done()]
         stop, due, writing = self._any(mine)
         if self._pending is not None and not writing:
             self._commit()
         if stop:
-            self.finish()
-            path = shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
-            raise StopRequested(f"stopped as asked, saved as {path}; {self._how_to_resume}")
+            raise StopRequested(f"stopped as asked, saved as {self._save_now()}; {self._how_to_resume}")
         if due:
             self._save()
 
     def stop_requested(self) -> bool:
-        """See `Checkpointer`."""
+        """Whether any rank received a stop request."""
         return self._any([stop_requests.requested()])[0]
 
     def stop_if(self, reason: str | None) -> None:
-        """See `Checkpointer`."""
+        """Save a checkpoint and end the run by `UnhealthyRun` if rank 0 has a reason."""
         reason = dist.broadcast_object(reason)
         if reason is not None:
-            self.finish()
-            path = shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
-            raise UnhealthyRun(f"{reason} (saved as {path}; {self._how_to_resume})")
+            raise UnhealthyRun(f"{reason} (saved as {self._save_now()}; {self._how_to_resume})")
 
     def finish(self) -> None:
-        """Save the current state, unless it is saved already, and wait until it is on the disk. Collective."""
+        """Save the current state, unless it is saved already, and wait until it is on the disk."""
         if self._saved != self._trainer.position:
             self._save()
         if self._pending is not None:
             self._commit()
+
+    def _save_now(self) -> str:
+        self.finish()
+        return shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
 
     def _any(self, mine: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""
@@ -166,8 +213,9 @@ class CheckpointManager:
     def _is_due(self) -> bool:
         step, update = self._trainer.position
         every, minutes = self._flags.save_steps, self._flags.save_minutes
-        by_count = every > 0 and update == 0 and step % every == 0 and self._saved != (step, update)
-        return by_count or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
+        by_count = every > 0 and update == 0 and step % every == 0
+        by_time = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return self._saved != (step, update) and (by_count or by_time)
 
     def _save(self) -> None:
         """Commit the previous checkpoint, then copy the state and start to write it. Collective. If a weight is not
@@ -255,17 +303,13 @@ class CheckpointManager:
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
     def _on_main(self, write: Callable[[], None]) -> None:
-        """Write on rank 0. Collective; all ranks raise the error."""
-        problem = None
-        if dist.is_main():
-            try:
-                with self._folder.writing():
-                    write()
-            except StorageError as raised:
-                problem = str(raised)
-        problem = dist.broadcast_object(problem)
-        if problem is not None:
-            raise StorageError(problem)
+        """Write on rank 0; all ranks raise its `StorageError`."""
+
+        def attempt() -> None:
+            with self._folder.writing():
+                write()
+
+        dist.on_main(attempt)
 
 
 def capture_rng_state() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
 same order. A `Fragment` describes which elements of which parameter lie where. From the fragments of all ranks that
 saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
-second set of files, without more memory than this rank's part, and without unpickling more than `load_file` allows.
+second set of files, without more memory than this rank's part, and without unpickling more than `load_state` allows.
 
 DeepSpeed's universal checkpoints were tried (0.19.8; 2 ranks to 1) and are not sufficient: stage 3 cannot load a folder
 that stage 2 saved, nor the reverse; stage 3 takes the settings of the first parameter group for all groups, so biases
@@ -32,7 +32,6 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from dschat_ppo.checkpoint.background_writer import load_file
 from dschat_ppo.checkpoint.engine_state import (
     LAYOUT,
     PARAMETER_NAMES,
@@ -43,6 +42,7 @@ from dschat_ppo.checkpoint.engine_state import (
     replay_bias_correction,
     trained_shapes,
 )
+from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import quiet_prints
@@ -120,7 +120,7 @@ def _read_shard(
     found = [path for path in (folder / TAG / name, folder / TAG / f"bf16_{name}") if path.is_file()]
     if not found:
         raise UserError(f"{folder}: the states of rank {rank} of {ranks} are missing ({TAG}/{name})")
-    state = load_file(found[0])[OPTIMIZER_STATE_DICT]
+    state = load_state(found[0], mapped=True)[OPTIMIZER_STATE_DICT]
     loss_scale = {key: state[key] for key in _LOSS_SCALE if key in state}
     if FP32_FLAT_GROUPS in state:
         fragments = partitioned_fragments(shapes, rank, ranks)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -20,6 +20,9 @@ from dschat_ppo.common.ranks import (  # noqa: F401  `dist.rank()`
     rank,
     world_size,
 )
+from dschat_ppo.errors import StopRequested, UserError
+
+Result = TypeVar("Result")
 
 # Of every process group: the other ranks wait at a barrier while the first one prepares the data. NCCL's own limit is
 # ten minutes.
@@ -160,6 +163,21 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_main(work: Callable[[], Result]) -> Result:
+    """What `work` returns on rank 0, picklable, on every rank; all ranks raise its `UserError` or `StopRequested`.
+    Collective."""
+    found: tuple[Any, Exception | None] = None, None
+    if is_main():
+        try:
+            found = work(), None
+        except (UserError, StopRequested) as raised:
+            found = None, raised
+    result, problem = broadcast_object(found)
+    if problem is not None:
+        raise problem
+    return result
 
 
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:

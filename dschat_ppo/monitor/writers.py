@@ -1,4 +1,4 @@
-"""Writers of `metrics.jsonl`, whose metrics trackers get too, of `result.json` and of `starts.jsonl`."""
+"""Writers of `metrics.jsonl`, whose metrics trackers get too, and of `config.yaml`, `result.json`, `starts.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import yaml
+
 import dschat_ppo
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import broadcast_object, is_main
@@ -19,7 +21,9 @@ from dschat_ppo.errors import StopRequested, StorageError, in_one_line
 from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
-RESULT, METRICS, MODELS, STARTS = "result.json", "metrics.jsonl", "models.json", "starts.jsonl"
+CONFIG, RESULT, METRICS = "config.yaml", "result.json", "metrics.jsonl"
+MODELS, STARTS = "models.json", "starts.jsonl"
+_OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
 NAME_SPACES = ("reward", "kl", "policy", "value", "rollout", "time", "memory", "optim", "eval")
 _OPTIMIZER = ("lr", "lora_lr", "grad_norm")
@@ -113,6 +117,13 @@ def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) ->
     problem = broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
+
+
+def write_config(flags: Mapping[str, Any], folder: Path) -> Path:
+    """Write flags by name to `folder/config.yaml`, durably, in the format that `--config` reads."""
+    values = {name: value for name, value in flags.items() if name not in _OF_ONE_START}
+    write_file(folder / CONFIG, yaml.safe_dump(values, sort_keys=False).encode())
+    return folder / CONFIG
 
 
 def record_start(folder: Path, step: int, world_size: int) -> None:

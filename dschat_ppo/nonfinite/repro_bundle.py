@@ -17,16 +17,17 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.run_files import write_config
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
+from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import loss_scale
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.saving import save_model
+from dschat_ppo.monitor.writers import CONFIG, write_config
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
 _KINDS: tuple[Any, ...] = (
@@ -34,7 +35,7 @@ _KINDS: tuple[Any, ...] = (
     ScoredRollout,
 )  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}
-MODEL, BUNDLE, CONFIG = "model", "bundle.pt", "config.yaml"
+MODEL, BUNDLE = "model", "bundle.pt"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ReproBundles:
             if free < needed:
                 return name, f"{self.root} has {free} bytes left, and the bundle takes {needed}"
             (self.root / name).mkdir()
-            write_config(self.config, self.root / name)
+            write_config(flatten(self.config), self.root / name)
         except OSError as problem:
             return name, f"{self.root} cannot be written, {problem.strerror}"
         return name, None

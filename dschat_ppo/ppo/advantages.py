@@ -20,7 +20,7 @@ from dschat_ppo.algorithms.correction import (
 )
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
-from dschat_ppo.checkpoint.resumable import load_saved
+from dschat_ppo.checkpoint.manager import load_saved
 from dschat_ppo.common.own_functions import named
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator

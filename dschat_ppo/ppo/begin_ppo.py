@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
+from dschat_ppo.checkpoint.identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
-from dschat_ppo.checkpoint.resumable import Checkpointer, load_saved
+from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
@@ -207,7 +207,7 @@ class ExperienceCollection:
         self._rows: ScoredRollout | None = None  # without dynamic sampling
 
     @contextmanager
-    def cancelled_on_stop(self, checkpointer: Checkpointer) -> Iterator[None]:
+    def cancelled_on_stop(self, checkpointer: CheckpointManager) -> Iterator[None]:
         """Collect the rows of one PPO step inside this block. If a stop is requested meanwhile, discard them, save the
         state before the block, and raise `StopRequested`.
 
@@ -245,7 +245,7 @@ class ExperienceCollection:
         taken = self.stream.take(count * ranks)
         return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
 
-    def sample(self, prompts: Prompts, step: int, checkpointer: Checkpointer) -> Rollout:
+    def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
         path = (step, self._round) if self._round else (step,)
         with self.clock.phase("rollout"):

@@ -8,7 +8,7 @@ Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R r
 
 from __future__ import annotations
 
-from dschat_ppo.checkpoint.resumable import Checkpointer
+from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common.phases import announce_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
@@ -17,7 +17,7 @@ from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import Experience
 
 
-def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace: StepTrace = NO_TRACE) -> None:
+def run(ppo: PPOComponents, report: PPOReport, checkpointer: CheckpointManager, trace: StepTrace = NO_TRACE) -> None:
     """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one of them. After
     `StopRequested` and `UnhealthyRun` the state is saved."""
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
@@ -34,7 +34,7 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: Checkpointer, trace
         report.health.stop_if_due(checkpointer)  # --stop_on_health
 
 
-def make_experience(ppo: PPOComponents, step: int, checkpointer: Checkpointer) -> Experience | None:
+def make_experience(ppo: PPOComponents, step: int, checkpointer: CheckpointManager) -> Experience | None:
     """Sample answers with the current policy and score them; the same rows on every rank. None if a number is not
     finite and the updates of this PPO step are skipped."""
     collection = ppo.collection

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
-from dschat_ppo.checkpoint.resumable import RankStates, load_saved, log_starts_from_scratch
+from dschat_ppo.checkpoint.manager import RankStates, load_saved, log_starts_from_scratch
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, block

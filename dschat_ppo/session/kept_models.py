@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dschat_ppo.checkpoint.folder import checkpoint_name
+from dschat_ppo.checkpoint.store import checkpoint_name
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder, replace_folder, sync_entries
 from dschat_ppo.common.logging import logger

@@ -3,20 +3,23 @@ checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On ran
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.config_diff import LENGTH, compare_configs, format_diff
-from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.run_files import CONFIG, keep_old_metrics, read_config, restore_metrics, write_config
+import yaml
+
+from dschat_ppo.checkpoint.identity import FLAGS, LENGTH, compare_configs, format_diff
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder
+from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import is_pipe_or_device
@@ -30,7 +33,7 @@ from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
-from dschat_ppo.monitor.writers import METRICS, RESULT, STARTS, is_finished
+from dschat_ppo.monitor.writers import CONFIG, METRICS, RESULT, STARTS, is_finished, write_config
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
 
 _SECONDS = 10.0  # for a file on a network file system to appear on another machine
@@ -170,6 +173,25 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str
     return None, None
 
 
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The flags of the earlier run in an output folder, by name; None if neither file has them. If `config.yaml` cannot
+    be read, it is restored from the newest intact checkpoint."""
+    try:
+        saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
+        saved = None
+    if isinstance(saved, dict):
+        return saved
+    checkpoints = CheckpointFolder(folder)
+    name, _ = checkpoints.newest_intact(checksums=False)
+    if name is None:
+        return None
+    saved = {flag: value for flag, value in Manifest.read(checkpoints.root / name).config.items() if flag in FLAGS}
+    path = write_config(saved, folder)
+    logger().warning(f"{path} could not be read; it is restored from checkpoint {name}")
+    return saved
+
+
 def _has_steps(metrics: Path) -> bool:
     """Whether `metrics.jsonl` has lines of training; True if it is not as a run writes it."""
     try:
@@ -212,10 +234,54 @@ def _prepare_on_main(folder: Path, config: StepConfig, run: RunFlags, resumed: P
         elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else no run of this project made the content
             remove_earlier_outputs(folder, run)
         (folder / RESULT).unlink(missing_ok=True)  # not earlier: it marks the outputs above as those of a finished run
-        write_config(config, folder)
+        write_config(flatten(config), folder)
     except OSError as problem:
         return f"--output_dir {folder}: cannot be written ({problem.strerror or problem})"
     return None
+
+
+def restore_metrics(output: Path, checkpoint: Path) -> None:
+    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved.
+
+    A file whose lines are not those of the run (changed, doubled, with other line ends, added by hand) is kept under
+    another name. Later lines of the run itself stay; `MetricsWriter` cuts them off, since their steps are repeated.
+    Checkpoints of an earlier version hold no copy of the metrics: then nothing is done.
+    """
+    manifest, path = Manifest.read(checkpoint), output / METRICS
+    saved = manifest.files.get(METRICS)
+    if saved is None:
+        return
+    content = path.read_bytes() if path.exists() else b""
+    is_prefix = hashlib.sha256(content[: saved["bytes"]]).hexdigest() == saved["sha256"]
+    if is_prefix and _are_later_steps(content[saved["bytes"] :], manifest.step):
+        return
+    kept = keep_old_metrics(path) if content else None
+    write_file(path, (checkpoint / METRICS).read_bytes())
+    logger().warning(
+        f"{path} is not as the run wrote it: it is restored from checkpoint {checkpoint.name}"
+        + (f", and the old file is kept as {kept.name}" if kept else "")
+    )
+
+
+def keep_old_metrics(path: Path) -> Path:
+    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl` in its folder; return that path."""
+    number = next(n for n in count(1) if not (path.parent / f"metrics.{n}.jsonl").exists())
+    kept = path.rename(path.parent / f"metrics.{number}.jsonl")
+    sync_entries(path.parent)
+    return kept
+
+
+def _are_later_steps(lines: bytes, step: int) -> bool:
+    """Whether these are lines of later steps in ascending order. The last line may be incomplete."""
+    for line in lines.split(b"\n")[:-1]:
+        try:
+            later = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # not JSON, without a step, not an object
+            return False
+        if type(later) is not int or later <= step or line.endswith(b"\r"):
+            return False
+        step = later
+    return True
 
 
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:

@@ -12,13 +12,17 @@ from typing import Literal
 
 import torch
 
-from dschat_ppo.checkpoint.config_diff import FLAGS
-from dschat_ppo.checkpoint.folder import CheckpointFolder, checkpoint_name
-from dschat_ppo.checkpoint.manager import CheckpointManager, package_versions, restore
-from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resumable import Checkpointer, Resumable
-from dschat_ppo.checkpoint.resume import find_checkpoint, is_inside
-from dschat_ppo.checkpoint.run_identity import RunIdentity, RunInputs, identify_run, require_same_on_machines
+from dschat_ppo.checkpoint.identity import (
+    FLAGS,
+    RunIdentity,
+    RunInputs,
+    find_checkpoint,
+    identify_run,
+    is_inside,
+    require_same_on_machines,
+)
+from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, package_versions, restore
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
@@ -54,7 +58,7 @@ class Session:
         return self.checkpoint is not None
 
     @contextmanager
-    def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, Checkpointer]]:
+    def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
         """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
 
         The end of the block saves the last checkpoint. If a stop, a health event or a number that is not finite ends

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.run_identity import EVAL_ROWS, RunInputs
+from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger

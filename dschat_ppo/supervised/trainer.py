@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.resumable import Checkpointer, RankStates
+from dschat_ppo.checkpoint.manager import CheckpointManager, RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
@@ -201,7 +201,7 @@ class SupervisedTrainer(Generic[Batch]):
         seed_this_rank(run.seed)
 
     def run(
-        self, writer: MetricsWriter, checkpointer: Checkpointer, title: str, kept: KeptModels | None = None,
+        self, writer: MetricsWriter, checkpointer: CheckpointManager, title: str, kept: KeptModels | None = None,
         console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Train from the current state to the end; evaluate at the end of each epoch and of the run, and every

@@ -11,14 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.config_diff import FLAGS
 from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.identity import FLAGS, is_fingerprinted_model
 from dschat_ppo.checkpoint.manager import SHARED, rank_file
-from dschat_ppo.checkpoint.manifest import FILE_NAME, Manifest, damage
 from dschat_ppo.checkpoint.reshard import whole_weights
-from dschat_ppo.checkpoint.run_identity import is_fingerprinted_model
-from dschat_ppo.checkpoint.state_file import load_state
+from dschat_ppo.checkpoint.state_files import load_state
+from dschat_ppo.checkpoint.store import MANIFEST, CheckpointFolder, Manifest, damage
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.retired_flags import note_on_retired
@@ -63,7 +61,7 @@ class SavedRun:
 def open_checkpoint(path: Path) -> SavedRun:
     """The intact checkpoint that `path` names, a checkpoint or an output folder."""
     folder = path
-    if not (path / FILE_NAME).exists() and (path / "checkpoints").is_dir():
+    if not (path / MANIFEST).exists() and (path / "checkpoints").is_dir():
         checkpoints = CheckpointFolder(path)
         name, complaints = checkpoints.newest_intact()
         for complaint in complaints:

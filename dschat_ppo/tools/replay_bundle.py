@@ -30,8 +30,9 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.writers import CONFIG
 from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights
-from dschat_ppo.nonfinite.repro_bundle import CONFIG, MODEL, read_bundle
+from dschat_ppo.nonfinite.repro_bundle import MODEL, read_bundle
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import generation_config
 from dschat_ppo.ppo.mini_dataset import MiniBatch

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from dschat_ppo.checkpoint import manager
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.manager import CheckpointManager, capture_rng_state, restore_rng_state
-from dschat_ppo.checkpoint.manifest import Manifest, damage
-from dschat_ppo.checkpoint.run_identity import RunIdentity
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import load_state, save_state
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, damage
 from dschat_ppo.common import dist
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun

@@ -9,8 +9,8 @@ from test_manager import Trainer
 
 from dschat_ppo.checkpoint import manager
 from dschat_ppo.checkpoint.manager import capture_rng_state, restore
-from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.state_file import save_state
+from dschat_ppo.checkpoint.state_files import save_state
+from dschat_ppo.checkpoint.store import Manifest
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 

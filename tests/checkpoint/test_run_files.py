@@ -6,7 +6,7 @@ import pytest
 import torch
 from stub_runs import Trainer, config_of, open_run, run, steps_of, train
 
-from dschat_ppo.checkpoint.manifest import Manifest
+from dschat_ppo.checkpoint.store import Manifest
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run

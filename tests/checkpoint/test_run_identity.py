@@ -11,21 +11,20 @@ from checkpoints import identity_of, save_checkpoint
 from datasets import Dataset, concatenate_datasets
 from safetensors.torch import save_file
 
-from dschat_ppo.checkpoint import run_identity
-from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resume import find_checkpoint
-from dschat_ppo.checkpoint.run_identity import (
+from dschat_ppo.checkpoint import identity
+from dschat_ppo.checkpoint.identity import (
     DIGEST,
     SAMPLE_BYTES,
     SAMPLES,
     RunIdentity,
     RunInputs,
+    find_checkpoint,
     identify_run,
     input_fingerprints,
     model_fingerprint,
     rows_fingerprint,
 )
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
@@ -243,7 +242,7 @@ def digested(count: int, **changed: int) -> Dataset:
 
 
 def test_many_rows_are_known_by_their_digests_in_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(run_identity, "MANY_ROWS", 100)
+    monkeypatch.setattr(identity, "MANY_ROWS", 100)
     rows, order = digested(120), [*range(60, 120), *range(60)]
     expected = hashlib.sha256(
         b"".join((number - 2**62).to_bytes(8, "little", signed=True) for number in range(120))

@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from dschat_ppo.checkpoint import background_writer, engine_state, state_file
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint import engine_state, state_files
+from dschat_ppo.checkpoint.identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
 from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
-from dschat_ppo.checkpoint.run_identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
+from dschat_ppo.checkpoint.state_files import BackgroundWriter
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, saving
@@ -110,9 +110,9 @@ def test_the_watchdog_is_paused_while_old_outputs_are_removed(tmp_path, monkeypa
 
 def test_the_watchdog_is_paused_while_states_are_read(tmp_path, monkeypatch):
     paused = []
-    state_file.save_state(tmp_path / "state.pt", {"a": torch.ones(2)})
+    state_files.save_state(tmp_path / "state.pt", {"a": torch.ones(2)})
     monkeypatch.setattr(torch, "load", noting(paused, torch.load))
-    state_file.load_state(tmp_path / "state.pt")
+    state_files.load_state(tmp_path / "state.pt")
     BackgroundWriter().load(str(tmp_path / "state.pt"))
     assert paused == [True, True]
 
@@ -143,8 +143,8 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
         gate.wait(10)
         return whole(state, path)
 
-    whole = background_writer._write
-    monkeypatch.setattr(background_writer, "_write", write)
+    whole = state_files._write
+    monkeypatch.setattr(state_files, "_write", write)
     monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
     writer = BackgroundWriter()
     writer.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from command_lines import NEEDED, read
 
-from dschat_ppo.checkpoint.run_files import write_config
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.writers import write_config
 
 
 def yaml_file(tmp_path, text: str) -> str:
@@ -91,7 +91,7 @@ def test_a_yaml_file_that_is_missing_or_not_text_is_refused(tmp_path):
 )  # fmt: skip
 def test_a_saved_configuration_parses_to_equal_values(tmp_path, step, words):
     config = parse(step, [*NEEDED[step], *words, "--local_rank", "1"])
-    path = write_config(config, tmp_path)
+    path = write_config(flatten(config), tmp_path)
     again = parse(step, ["--config", str(path)])
     read_back, expected = flatten(again), flatten(config)
     for values in (read_back, expected):
@@ -100,7 +100,7 @@ def test_a_saved_configuration_parses_to_equal_values(tmp_path, step, words):
 
 
 def test_a_saved_configuration_is_plain_yaml(tmp_path):
-    path = write_config(parse("sft", NEEDED["sft"]), tmp_path)
+    path = write_config(flatten(parse("sft", NEEDED["sft"])), tmp_path)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert (values["model_name_or_path"], values["seed"], values["dropout"]) == ("m", 1234, None)
 

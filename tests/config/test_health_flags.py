@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from command_lines import read
 
-from dschat_ppo.checkpoint.config_diff import HARMLESS
+from dschat_ppo.checkpoint.identity import HARMLESS
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
 
 

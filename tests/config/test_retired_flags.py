@@ -12,14 +12,14 @@ import pytest
 import yaml
 from command_lines import NEEDED, read
 
-from dschat_ppo.checkpoint.config_diff import FLAGS, HARMLESS, compare_configs, refuse_changes
-from dschat_ppo.checkpoint.run_files import write_config
+from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, compare_configs, refuse_changes
 from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.other_names import OUR_NAMES
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
 from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.writers import write_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [path for pattern in ("*.md", "docs/**/*.md", "dschat_ppo/**/*.py", "training_scripts/**/*.sh")
@@ -78,7 +78,7 @@ def test_a_file_that_a_person_wrote_is_refused_with_what_to_use(gone, tmp_path):
 @pytest.mark.parametrize("step", NEEDED)
 def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone, tmp_path, step):
     former = parse(step, [*NEEDED[step], "--seed", "77"])
-    path = write_config(former, tmp_path)
+    path = write_config(flatten(former), tmp_path)
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump({"gone": 3, **settings}), encoding="utf-8")
     config = parse(step, ["--config", str(path)])

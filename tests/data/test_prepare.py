@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.run_identity import rows_fingerprint
+from dschat_ppo.checkpoint.identity import rows_fingerprint
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import forms, tokenise

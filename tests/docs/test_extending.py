@@ -10,7 +10,7 @@ from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, rloo
-from dschat_ppo.checkpoint.config_diff import HARMLESS
+from dschat_ppo.checkpoint.identity import HARMLESS
 from dschat_ppo.common.own_functions import named, own_function
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags

@@ -5,7 +5,6 @@ import os
 import pytest
 from report_runs import ppo_lines, write_lines, write_run
 
-from dschat_ppo.checkpoint import run_files
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report import run_folder
 from dschat_ppo.html_report.run_folder import read_run, read_runs
@@ -15,7 +14,7 @@ from dschat_ppo.ppo import samples
 
 def test_the_names_of_the_files_are_those_that_runs_write():
     names = [run_folder.METRICS, run_folder.RESULT, run_folder.CONFIG, run_folder.STARTS, run_folder.SAMPLES]
-    assert names == [writers.METRICS, writers.RESULT, run_files.CONFIG, writers.STARTS, samples.SAMPLES]
+    assert names == [writers.METRICS, writers.RESULT, writers.CONFIG, writers.STARTS, samples.SAMPLES]
 
 
 def test_metrics_become_columns(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from health_steps import PPO_STEP, WINDOW, events_of, ppo_watch
 
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 

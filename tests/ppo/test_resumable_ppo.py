@@ -12,7 +12,7 @@ from test_group_pool import rows
 from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
-from dschat_ppo.checkpoint.resumable import RankStates
+from dschat_ppo.checkpoint.manager import RankStates
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream

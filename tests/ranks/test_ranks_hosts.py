@@ -9,7 +9,7 @@ import pytest
 from hosts import Hosts, Ranks, ended, require_hosts, wait_until
 from launch import metrics_of
 
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

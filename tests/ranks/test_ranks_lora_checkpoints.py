@@ -7,7 +7,7 @@ import pytest
 from launch import ROOT, forked, metrics_of, succeed
 
 from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

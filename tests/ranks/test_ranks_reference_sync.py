@@ -132,7 +132,7 @@ def test_a_run_resumed_on_fewer_ranks_and_another_stage_has_it_within_rounding(r
 
 
 def test_checkpoints_hold_the_reference_only_if_it_moves(runs):
-    from dschat_ppo.checkpoint.state_file import load_state
+    from dschat_ppo.checkpoint.state_files import load_state
 
     folder, _ = runs
     held = {}

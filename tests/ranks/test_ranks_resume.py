@@ -7,7 +7,7 @@ import torch
 from launch import forked, metrics_of, succeed
 from safetensors.torch import load_file
 
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

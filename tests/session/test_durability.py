@@ -13,15 +13,15 @@ from power_loss_model import PowerLoss
 from stub_runs import config_of, run
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter
-from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.run_files import keep_old_metrics, restore_metrics, write_config
-from dschat_ppo.config.cli import parse
+from dschat_ppo.checkpoint.state_files import BackgroundWriter
+from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.data.locate import hub_dataset
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.monitor.writers import write_config, write_result
+from dschat_ppo.session.output_folder import keep_old_metrics, restore_metrics
 from dschat_ppo.session.run_lock import lock_folder, release_locks
 from dschat_ppo.tools import toy
 from dschat_ppo.tools.toy_model import write_task
@@ -44,7 +44,7 @@ def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, mo
 
 def test_the_configuration_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     assert list(kept(power, tmp_path)) == ["config.yaml"]
 
 
@@ -58,7 +58,7 @@ def test_the_output_folder_is_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     lock_folder(tmp_path / "a/b")
     release_locks()
-    write_config(config_of(tmp_path), tmp_path / "a/b")
+    write_config(flatten(config_of(tmp_path)), tmp_path / "a/b")
     assert "a/b/config.yaml" in power.left(tmp_path)
 
 
@@ -87,10 +87,10 @@ def test_engine_states_are_durable(tmp_path, monkeypatch):
     assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
 
 
-def test_quarantined_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path, monkeypatch):
+def test_set_aside_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path, monkeypatch):
     run(tmp_path, 2, "--save_steps", "1")
     power = PowerLoss(monkeypatch)
-    CheckpointFolder(tmp_path).quarantine_after(tmp_path / "checkpoints/step_000001")
+    CheckpointFolder(tmp_path).set_aside_after(tmp_path / "checkpoints/step_000001")
     root = tmp_path / "checkpoints"
     assert CheckpointFolder(tmp_path).names() == ["step_000001"]
     assert "step_000002" not in power.names[root.stat().st_ino]

@@ -5,8 +5,8 @@ import os
 import pytest
 from checkpoints import save_checkpoint
 
-from dschat_ppo.checkpoint import folder as checkpoint_folder
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint import store
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.session.output_folder import discard_checkpoints, finish_removal, remove_checkpoints
 
@@ -15,7 +15,7 @@ REMOVE = SafetyFlags()
 
 @pytest.fixture
 def output(tmp_path):
-    """A folder with two checkpoints, and one that is quarantined."""
+    """A folder with two checkpoints, and one that is set aside."""
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints/step_000001").rename(tmp_path / "checkpoints/step_000001.set_aside")
@@ -26,7 +26,7 @@ def left(output) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
-def test_checkpoints_are_removed_and_quarantined_ones_stay(output, assets, said):
+def test_checkpoints_are_removed_and_those_set_aside_stay(output, assets, said):
     remove_checkpoints(output, [assets / "lm", assets / "reward"], REMOVE)
     assert left(output) == ["step_000001.set_aside"]
     assert [line for line in said if line.startswith("checkpoints: removed, 0.0 MiB (--keep_final_checkpoint keeps")]
@@ -67,7 +67,7 @@ def test_they_stay_if_a_saved_model_cannot_be_read(output, assets, tmp_path, sai
 
 
 def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(output, monkeypatch, said):
-    remove, removed = checkpoint_folder._remove, []
+    remove, removed = store.remove_folder, []
 
     def fails_at_the_second(path):
         removed.append(path.name)
@@ -75,9 +75,9 @@ def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(ou
             raise OSError("cut")
         remove(path)
 
-    monkeypatch.setattr(checkpoint_folder, "_remove", fails_at_the_second)
+    monkeypatch.setattr(store, "remove_folder", fails_at_the_second)
     discard_checkpoints(output)
-    assert removed == ["step_000002.removed", "step_000003.removed"]
+    assert removed == ["step_000002.partial", "step_000003.partial"]
     assert any("cannot be removed (cut)" in line for line in said)
     monkeypatch.undo()
     CheckpointFolder(output).clear_partials()  # as every start does

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from checkpoints import config_of, identity_of, save_checkpoint
 
-from dschat_ppo.checkpoint.resume import find_checkpoint
-from dschat_ppo.checkpoint.run_files import write_config
+from dschat_ppo.checkpoint.identity import find_checkpoint
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     prepare_output_folder,
@@ -38,7 +39,7 @@ def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
 def test_an_empty_folder_and_an_unfinished_run_with_a_checkpoint_are_accepted(tmp_path):
     assert earlier(tmp_path) == (None, None)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     save_checkpoint(tmp_path, 1)
     assert earlier(tmp_path) == (None, None)
     assert (tmp_path / "metrics.jsonl").exists()
@@ -62,7 +63,7 @@ def test_the_output_is_not_written_over_the_base_of_an_adapter(tmp_path):
 
 
 def test_checkpoints_alone_count_as_earlier_outputs(tmp_path):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     save_checkpoint(tmp_path, 1)
     for resume in ("never", str(tmp_path.parent / "elsewhere")):
         problem, _ = earlier(tmp_path, "--resume", resume)
@@ -71,7 +72,7 @@ def test_checkpoints_alone_count_as_earlier_outputs(tmp_path):
 
 
 def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_path):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
         assert earlier(tmp_path) == (None, None)
@@ -90,7 +91,7 @@ def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_pa
     ('{"step": 0', True),
 ])  # fmt: skip
 def test_a_run_that_did_no_step_does_not_block_one_with_other_settings(tmp_path, said, lines, did_steps):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     (tmp_path / "metrics.jsonl").write_text(lines)
     problem, _ = earlier(tmp_path, "--seed", "5")
     if did_steps:
@@ -101,7 +102,7 @@ def test_a_run_that_did_no_step_does_not_block_one_with_other_settings(tmp_path,
 
 
 def test_a_model_blocks_a_run_with_other_settings_also_without_a_step(tmp_path):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "model.safetensors").touch()
     problem, _ = earlier(tmp_path, "--seed", "5")
@@ -109,7 +110,7 @@ def test_a_model_blocks_a_run_with_other_settings_also_without_a_step(tmp_path):
 
 
 def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeypatch):
-    write_config(config_of(tmp_path, "--keep_final_checkpoint", "True"), tmp_path)
+    write_config(flatten(config_of(tmp_path, "--keep_final_checkpoint", "True")), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     save_checkpoint(tmp_path, 4)
     problem, done = earlier(tmp_path)
@@ -133,7 +134,7 @@ def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeyp
 
 def test_a_finished_run_whose_rate_does_not_depend_on_its_length_may_be_extended(tmp_path):
     constant = ("--lr_scheduler_type", "constant")
-    write_config(config_of(tmp_path, *constant), tmp_path)
+    write_config(flatten(config_of(tmp_path, *constant)), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     save_checkpoint(tmp_path, 4)
     for length in (("--num_train_epochs", "2"), ("--num_train_epochs", "0.5"), ("--max_steps", "9")):
@@ -150,7 +151,7 @@ def test_a_finished_run_whose_rate_does_not_depend_on_its_length_may_be_extended
 
 def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_path):
     constant = ("--lr_scheduler_type", "constant")
-    write_config(config_of(tmp_path, *constant), tmp_path)
+    write_config(flatten(config_of(tmp_path, *constant)), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     problem, done = earlier(tmp_path, *constant)
     assert problem is None and done is not None and "this run is done (to train longer, start another run" in done
@@ -163,7 +164,7 @@ def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_p
 
 @pytest.mark.parametrize(("before", "now"), [(True, False), (False, False), (False, True)])
 def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
-    write_config(config_of(tmp_path, "--keep_final_checkpoint", str(before)), tmp_path)
+    write_config(flatten(config_of(tmp_path, "--keep_final_checkpoint", str(before))), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     shutil.copy(assets / "lm/model.safetensors", tmp_path)
     save_checkpoint(tmp_path, 4)
@@ -175,7 +176,7 @@ def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, n
 
 @pytest.mark.parametrize("place", [".", "actor"])
 def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     (tmp_path / "result.json").write_text("{}")
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "model.safetensors").write_bytes(b"damaged")
@@ -187,7 +188,7 @@ def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
 
 
 def test_checkpoints_of_a_version_without_the_flag_stay(tmp_path):
-    path = write_config(config_of(tmp_path), tmp_path)
+    path = write_config(flatten(config_of(tmp_path)), tmp_path)
     flags = yaml.safe_load(path.read_text())
     del flags["keep_final_checkpoint"]
     path.write_text(yaml.safe_dump(flags))
@@ -210,7 +211,7 @@ def test_outputs_without_their_configuration_are_refused(tmp_path, name, config)
 
 def test_a_run_without_metrics_starts_over(tmp_path):
     (tmp_path / "config.json").write_text("{}\n")
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     assert earlier(tmp_path) == (None, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.yaml"]
 
@@ -251,21 +252,11 @@ def test_the_result_is_removed_after_the_other_earlier_outputs(tmp_path, monkeyp
         removed.append(path.name)
         assert (tmp_path / "result.json").exists()
 
-    write_config(config, tmp_path)
+    write_config(flatten(config), tmp_path)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     prepare_output_folder(tmp_path, config, config.run, saved if resumed else None)
     assert removed == ([] if resumed else ["checkpoints"])
     assert not (tmp_path / "result.json").exists()
-
-
-def test_a_checkpoint_that_was_being_replaced_is_restored_before_the_checks(tmp_path):
-    saved = save_checkpoint(tmp_path, 1)
-    saved.rename(saved.with_name("step_000001.replaced"))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    write_config(config_of(tmp_path), tmp_path)
-    assert earlier(tmp_path) == (None, None)
-    assert (tmp_path / "metrics.jsonl").exists()
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
 
 
 def test_folders_that_no_run_made_are_kept(tmp_path):
@@ -284,7 +275,7 @@ def test_folders_that_no_run_made_are_kept(tmp_path):
 def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, monkeypatch, content):
     warnings = []
     monkeypatch.setattr(logger(), "warning", warnings.append)
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     (tmp_path / "result.json").write_bytes(content)
     identity = identity_of(tmp_path)
     problem, done = earlier(tmp_path)
@@ -303,7 +294,7 @@ def test_an_unreadable_configuration_is_restored_from_an_intact_checkpoint(tmp_p
     shutil.copy(assets / "lm/model.safetensors", tmp_path)
     warnings = []
     monkeypatch.setattr(logger(), "warning", warnings.append)
-    write_config(config_of(tmp_path), tmp_path)
+    write_config(flatten(config_of(tmp_path)), tmp_path)
     written = (tmp_path / "config.yaml").read_bytes()
     (tmp_path / "config.yaml").unlink()
     if content is not None:

@@ -8,13 +8,10 @@ import torch
 from checkpoints import manifest_of
 from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
 
-from dschat_ppo.checkpoint.config_diff import FLAGS
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.identity import FLAGS, is_inside, rows_fingerprint
 from dschat_ppo.checkpoint.manager import capture_rng_state
-from dschat_ppo.checkpoint.manifest import Manifest
-from dschat_ppo.checkpoint.resume import is_inside
-from dschat_ppo.checkpoint.run_identity import rows_fingerprint
-from dschat_ppo.checkpoint.state_file import save_state
+from dschat_ppo.checkpoint.state_files import save_state
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
 from dschat_ppo.html_report import write_report
 from dschat_ppo.monitor import writers
@@ -189,11 +186,11 @@ def test_a_checkpoint_of_another_folder_restores_the_state_but_no_metrics(tmp_pa
     assert steps_of(tmp_path / "one") == [1, 2] and names(tmp_path / "one") == ["step_000002"]
 
 
-def test_a_quarantined_checkpoint_is_saved_again_under_its_name(tmp_path):
+def test_a_set_aside_checkpoint_is_saved_again_under_its_name(tmp_path):
     run(tmp_path, 2)
     place = tmp_path / "checkpoints/step_000002"
-    quarantined = place.rename(place.with_name("step_000002.set_aside"))
-    assert run(tmp_path, 2, "--resume", str(quarantined)).position == (2, 0)
+    set_aside = place.rename(place.with_name("step_000002.set_aside"))
+    assert run(tmp_path, 2, "--resume", str(set_aside)).position == (2, 0)
     assert names(tmp_path) == ["step_000002"], "else there would be nothing to resume from"
     assert run(tmp_path, 3).position == (3, 0) and steps_of(tmp_path) == [1, 2, 3]
 

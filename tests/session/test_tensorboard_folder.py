@@ -3,9 +3,9 @@
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 
-from dschat_ppo.checkpoint.run_files import write_config
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.session.begin_run import begin_run
 from dschat_ppo.session.output_folder import prepare_output_folder
 
@@ -23,7 +23,7 @@ def test_old_tensorboard_files_of_an_earlier_run_are_removed(tmp_path, inside, o
     config = outputs(tmp_path / "out", "--tensorboard_path", "board" if inside else str(board))
     if ours:
         (tmp_path / "out").mkdir(exist_ok=True)
-        write_config(config, tmp_path / "out")
+        write_config(flatten(config), tmp_path / "out")
     prepare_output_folder(tmp_path / "out", config, config.run)
     assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from checkpoints import NO_CHECKPOINTS
 from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import ROWS as PAIRS
 from pairs_of_answers import config_of as pairs_config
 from test_trainer import TRAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
 from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import config_of
 from tiny_models import VOCABULARY, new_model
 from transformers import AutoModelForSequenceClassification
 
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
+from dschat_ppo.checkpoint.manager import RankStates
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import PADDING_ROW, PackingPlan, sample_tokens

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import NO_CHECKPOINTS
 from conftest import tiny_config
 from datasets import Dataset
 from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import ROWS as PAIRS
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter
 from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
-from dschat_ppo.checkpoint.resumable import NO_CHECKPOINTS, RankStates
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.manager import RankStates
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import BestMetric
@@ -101,7 +101,7 @@ def lines_of(folder) -> list[dict]:
     return [{name: line[name] for name in line if not name.startswith(MEASURED)} for line in lines]
 
 
-class Checkpointer:
+class CheckpointManager:
     """Notes where the trainer can be saved, and whether its last evaluation is the best; may stop the run there."""
 
     def __init__(self, trainer, last=None):
@@ -129,7 +129,7 @@ def best_steps(lines: list[dict]) -> list[int]:
 def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
     seen = Seen()
     trainer = make(config_of(tmp_path), seen)
-    checkpointer = Checkpointer(trainer)
+    checkpointer = CheckpointManager(trainer)
     run(trainer, tmp_path, checkpointer)
     rows = [row for batch in seen.of_training for row in batch]
     first, second = rows[: ROWS + 1], rows[ROWS + 1 :]
@@ -185,7 +185,7 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
 def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
     trainer = make(config_of(tmp_path), Seen(bad_batch=2))
     weight = trainer.engine.module.lm.get_output_embeddings().weight
-    checkpointer = Checkpointer(trainer)
+    checkpointer = CheckpointManager(trainer)
     with pytest.raises(NonFiniteError, match=r"^model, step 2: the loss is not finite \(rank 0, micro-batch 0\)"):
         run(trainer, tmp_path, checkpointer)
     assert bool(weight.isfinite().all()) and trainer.position == (1, 0) and len(checkpointer.passed) == 1
@@ -194,7 +194,7 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
 def test_the_trace_of_a_step_after_which_the_run_stops_is_kept(tmp_path):
     trainer = make(config_of(tmp_path), Seen())
     with pytest.raises(StopRequested), MetricsWriter(tmp_path, None) as writer:
-        trainer.run(writer, Checkpointer(trainer, last=1), "title", trace=StepTrace(tmp_path, 1))
+        trainer.run(writer, CheckpointManager(trainer, last=1), "title", trace=StepTrace(tmp_path, 1))
     assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     stopped, left = Seen(), Seen()
     before = make(config, stopped)
     with pytest.raises(StopRequested):
-        run(before, tmp_path, Checkpointer(before, last=at))
+        run(before, tmp_path, CheckpointManager(before, last=at))
     assert before.position == (at, 0) and before.engines_to_save == {"model": before.engine}
     save_state(tmp_path / "state", before.shared_state())
     writer = BackgroundWriter()
@@ -224,7 +224,7 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     assert (after.position, after.before, after.after, after.best.found) == (
         (at, 0), before.before, before.after, before.best.found)  # fmt: skip
     length = (tmp_path / "metrics.jsonl").stat().st_size
-    checkpointer = Checkpointer(after)
+    checkpointer = CheckpointManager(after)
     run(after, tmp_path, checkpointer, (length, at + 1))
     assert checkpointer.passed == [(step, 0, step in best) for step in range(at + 1, LAST + 1)]
     assert stopped.of_training + left.of_training == whole.of_training
@@ -275,7 +275,7 @@ def test_counts_of_skipped_updates_survive_a_resume(tmp_path):
     config = config_of(tmp_path, "--on_nonfinite", "skip")
     before = make(config, Seen(bad_batch=0))
     with pytest.raises(StopRequested):
-        run(before, tmp_path, Checkpointer(before, last=1))
+        run(before, tmp_path, CheckpointManager(before, last=1))
     after = make(config, Seen())
     after.load_state(json.loads(json.dumps(before.shared_state())), RankStates({}, lambda: iter([])))
     assert after.nonfinite.metrics("model") == {"optim/nonfinite_skipped": 1, "optim/overflow/model": 0}
@@ -347,7 +347,7 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path,
         saved.append((folder.relative_to(tmp_path).as_posix(), trainer.steps))
         folder.mkdir(parents=True)
 
-    checkpointer = Checkpointer(trainer)
+    checkpointer = CheckpointManager(trainer)
     with MetricsWriter(tmp_path / "out", None, None) as writer:
         trainer.run(writer, checkpointer, "title", KeptModels(tmp_path, 4, True, save))
     values = {line["step"]: line["eval_perplexity"] for line in lines_of(tmp_path / "out")[1:] if "eval_loss" in line}
@@ -447,7 +447,7 @@ def test_health_is_watched_and_the_watch_resumes(tmp_path):
     config = config_of(tmp_path, "--health", "loss_grows=1.001,window=2", "--stop_on_health", "error")
     trainer, reasons = make(config, Seen()), []
     trainer.health.begin(tmp_path)
-    checkpointer = Checkpointer(trainer)
+    checkpointer = CheckpointManager(trainer)
     checkpointer.stop_if = reasons.append
     run(trainer, tmp_path, checkpointer)
     assert len(reasons) == 8, "after each optimizer step"

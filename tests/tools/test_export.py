@@ -10,8 +10,8 @@ from one_rank import one_rank  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat_ppo.checkpoint.folder import CheckpointFolder
-from dschat_ppo.checkpoint.run_identity import RunInputs
+from dschat_ppo.checkpoint.identity import RunInputs
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
     for name in ("step_000001", "step_000002"):
         (tmp_path / "damaged/checkpoints" / name / "model/state/mp_rank_00_model_states.pt").write_bytes(b"")
     damaged = refusal(capsys, tmp_path / "damaged/checkpoints/step_000002", tmp_path / "out")
-    assert "mp_rank_00_model_states.pt is truncated" in damaged
+    assert "mp_rank_00_model_states.pt has " in damaged
     assert "has no intact checkpoint" in refusal(capsys, tmp_path / "damaged", tmp_path / "out")
 
 

@@ -13,7 +13,7 @@ from conftest import tiny_config
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.algorithms.aggregation import Denominators
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import random_state

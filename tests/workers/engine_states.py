@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from dschat_ppo.checkpoint import engine_state, reshard
-from dschat_ppo.checkpoint.background_writer import BackgroundWriter
+from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine

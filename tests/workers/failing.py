@@ -51,9 +51,9 @@ def write_slowly() -> None:
     if dist.rank() == 1:
         hang()
     with heartbeat.watchdog_paused():
-        from dschat_ppo.checkpoint import background_writer
-    background_writer._write = lambda state, path: time.sleep(2 * LIMIT)
-    writer = background_writer.BackgroundWriter()
+        from dschat_ppo.checkpoint import state_files
+    state_files._write = lambda state, path: time.sleep(2 * LIMIT)
+    writer = state_files.BackgroundWriter()
     writer.save({}, "first")
     writer.wait()
     for number in range(20):

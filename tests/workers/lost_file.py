@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from dschat_ppo.checkpoint.folder import CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StorageError

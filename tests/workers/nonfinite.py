@@ -15,8 +15,8 @@ from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from dschat_ppo.checkpoint.identity import RunIdentity, find_checkpoint
 from dschat_ppo.checkpoint.manager import CheckpointManager
-from dschat_ppo.checkpoint.resume import RunIdentity, find_checkpoint
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything

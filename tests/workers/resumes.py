@@ -13,8 +13,8 @@ import math
 import sys
 from pathlib import Path
 
-from dschat_ppo.checkpoint.folder import checkpoint_name
 from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.checkpoint.store import checkpoint_name
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested

@@ -1,10 +1,11 @@
-"""Files of engine states: copied at once, written, hashed and flushed in the background; loading them runs no code."""
+"""Files of tensors and plain values: written durably, at once or in the background, and loaded without running code."""
 
 from __future__ import annotations
 
 import copy
 import copyreg
 import hashlib
+import io
 import os
 import pickle
 from collections import OrderedDict
@@ -19,14 +20,70 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import UserError
 
 # Every class that DeepSpeed 0.19.8 pickles for ZeRO stages 0 to 3 in fp32, bf16 and fp16, with and without offload.
 _CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-# Enum members by value: Python 3.11.0 to 3.11.3 would write a `getattr`, which `load_file` refuses.
+# Enum members by value: Python 3.11.0 to 3.11.3 would write a `getattr`, which `load_state` refuses.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageEnum, fragment_address)
+
+
+def save_state(path: Path, state: dict[Any, Any]) -> None:
+    """Write a state for `load_state`: after a crash at any moment the file holds the old state or the new one."""
+    # Serialised in memory first: torch raises several kinds of exceptions for a full disk, `write_file` only OSError.
+    buffer = io.BytesIO()
+    torch.save(host_copy(state), buffer)
+    write_file(path, buffer.getbuffer())
+
+
+def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:
+    """Load a state, with tensors on the CPU; no code in the file is ever executed. Tensors that are `mapped` from the
+    file take no memory until they are read: copy those that must outlive it."""
+    try:
+        with watchdog_paused(), torch.serialization.safe_globals(_CLASSES):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError, LookupError) as problem:
+        # torch's message explains at length how to open the file without safety, before it names the reason
+        lines = str(problem).rpartition("WeightsUnpickler error: ")[2].split(". ")[0].splitlines()
+        reason = next((line for line in lines if line.strip()), type(problem).__name__)
+        raise UserError(
+            f"{path}: cannot be loaded: it is damaged, or holds more than tensors and plain values ({reason})"
+        ) from None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: holds a {type(state).__name__}, not a state of a run")
+    return state
+
+
+def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "state") -> Any:
+    """A copy of nested containers in which every tensor is a contiguous copy in host memory.
+
+    A view becomes a tensor of only its elements, so that a file does not contain the buffer behind it. Two names of one
+    tensor (tied weights) share one copy, so that `torch.save` writes it once. Raises `TypeError`, which says where, for
+    a class that `load_state` refuses: types are compared exactly, since it refuses numpy's float64, a float.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() == 0 or identity not in seen:
+            seen[identity] = value.detach().to("cpu", copy=True).contiguous()
+            heartbeat()
+        return seen[identity]
+    kind = type(value)
+    if kind in (LossScaler, DynamicLossScaler):
+        return copy.copy(value)  # training changes it in place
+    if kind in _PLAIN:
+        return value
+    if kind in (dict, OrderedDict):
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{where} has the key {key!r} ({type(key).__name__}), which a checkpoint cannot hold")
+        return kind((key, host_copy(item, seen, f"{where}[{key!r}]")) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(host_copy(item, seen, f"{where}[{number}]") for number, item in enumerate(value))
+    raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold")
 
 
 class BackgroundWriter(CheckpointEngine):
@@ -59,13 +116,13 @@ class BackgroundWriter(CheckpointEngine):
             self._problem = self._problem or problem
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy the state as it is now, and let the thread write it. `TypeError`: `load_file` would refuse a value."""
+        """Copy the state as it is now, and let the thread write it. `TypeError`: `load_state` would refuse a value."""
         self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         """The state in `path`, on the host. Weights are mapped from the file; optimizer states are copied."""
         with watchdog_paused():  # this waits only for the disk
-            state = load_file(path)
+            state = load_state(path, mapped=True)
             return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
 
     def done(self) -> bool:
@@ -88,13 +145,12 @@ class BackgroundWriter(CheckpointEngine):
 
 
 class _HashedFile:
-    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk. When a write fails,
-    torch's archive writer raises a RuntimeError, which hides the reason."""
+    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk, which torch's archive
+    writer hides behind a RuntimeError."""
 
     def __init__(self, file: IO[bytes]):
-        self._file = file
-        self._hash = hashlib.sha256()
-        self.length = 0
+        self._file, self.flush = file, file.flush
+        self.length, self.digest = 0, hashlib.sha256()
         self.problem: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -103,15 +159,9 @@ class _HashedFile:
         except OSError as problem:
             self.problem = self.problem or problem
             raise
-        self._hash.update(data)
+        self.digest.update(data)
         self.length += len(data)
         return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
@@ -125,39 +175,4 @@ def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
                 raise
             raise hashed.problem from None
         os.fsync(file.fileno())
-    return hashed.length, hashed.hexdigest()
-
-
-def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "state") -> Any:
-    """A copy of nested containers in which every tensor is a contiguous copy in host memory.
-
-    A view becomes a tensor of only its elements, so that a file does not contain the buffer behind it. Two names of one
-    tensor (tied weights) share one copy, so that `torch.save` writes it once. Raises `TypeError`, which says where, for
-    a class that `load_file` refuses.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() == 0 or identity not in seen:
-            seen[identity] = value.detach().to("cpu", copy=True).contiguous()
-            heartbeat()
-        return seen[identity]
-    if isinstance(value, LossScaler | DynamicLossScaler):
-        return copy.copy(value)  # training changes it in place
-    if isinstance(value, _PLAIN):
-        return value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, host_copy(item, seen, f"{where}.{key}")) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(host_copy(item, seen, f"{where}[{number}]") for number, item in enumerate(value))
-    raise TypeError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold")
-
-
-def load_file(path: str | Path) -> dict[str, Any]:
-    """Load a file of `BackgroundWriter`, executing no code. Tensors are mapped: copy those that must outlive it."""
-    try:
-        with torch.serialization.safe_globals(_CLASSES):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as problem:
-        reason = str(problem).rpartition("WeightsUnpickler error: ")[2].split(". ")[0].splitlines()[0]
-        raise UserError(f"{path}: not a file of engine states that is safe to open ({reason})") from None
+    return hashed.length, hashed.digest.hexdigest()

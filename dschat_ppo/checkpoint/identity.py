@@ -1,0 +1,401 @@
+"""Whether this is the run that saved a checkpoint, and from which checkpoint a run resumes.
+
+The identity of a run is its flags, its derived batch sizes, and fingerprints of the data, models and files it reads. A
+run resumes only from a checkpoint of the same identity, except for differences that do not change what it computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+from datasets import Dataset
+
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, damage
+from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import checksum
+from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
+from dschat_ppo.config.run_flags import AUTO, NEVER, SafetyFlags
+from dschat_ppo.config.schema import WITHOUT_EFFECT
+from dschat_ppo.config.steps import STEPS, StepConfig
+from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.writers import is_finished
+
+# A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
+WHERE_AND_WHEN = frozenset({
+    "output_dir", "overwrite_output_dir", "local_rank", "config", "dry_run", "dry_run_ranks",
+    "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
+    "save_hf_steps", "metric_for_best", "lora_merge",
+    "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
+    "report_to", "run_name", "project",
+    "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
+    "sample_interval", "validate_only",
+    "logging_steps", "verbose", "metrics",
+    "profile",
+    "data_output_path", "preprocessing_num_workers",
+    "reward_workers", "reward_timeout", "allow_weak_sandbox",
+    "remote_reward_timeout",
+    "stop_on_health", "health",
+})  # fmt: skip
+
+# The result is the same up to rounding: these flags choose how the work is laid out on the machine.
+# (`--per_device_eval_batch_size` also decides where an evaluation bounded by `--eval_iters` ends, but no training.)
+HOW_IT_IS_COMPUTED = frozenset({
+    "zero_stage", "actor_zero_stage", "critic_zero_stage",
+    "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
+    "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
+    "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
+    "rollout_rows", "rollout_engine", "unpin_actor_parameters",
+    "sleep_in_rollout", "experience_on_host", "inference_tp_size", "tp_gather_partition_size", "deterministic",
+    "sequence_parallel_size", "tiled_mlp", "offload_activations", "attn_implementation",
+    "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
+})  # fmt: skip
+
+HARMLESS = WHERE_AND_WHEN | HOW_IT_IS_COMPUTED | set(WITHOUT_EFFECT)
+
+# Flag -> derived batch size of which it is a factor. If both configurations hold the derived batch size, it is compared
+# instead of the flag: with twice the ranks, half the rows on each give the same step.
+PRODUCTS = {
+    "per_device_train_batch_size": "rows_per_update",
+    "per_device_training_batch_size": "rows_per_update",
+    "gradient_accumulation_steps": "rows_per_update",
+    "per_device_generation_batch_size": "rows_per_step",
+    "generation_batches": "rows_per_step",
+}
+
+# How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
+LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
+_CONSTANT = ("constant", "constant_with_warmup", None)  # None: the critic's, which is then that of the actor
+
+DEFAULTS: dict[str, list[Any]] = {}  # flag -> its defaults in the steps that have it
+for _step in STEPS.values():
+    for _flag in (_flag for group in get_type_hints(_step.config).values() for _flag in fields(group)):
+        _own = _flag.default if _flag.default_factory is MISSING else _flag.default_factory()
+        DEFAULTS.setdefault(_flag.name, []).append(_step.defaults.get(_flag.name, _own))
+FLAGS = frozenset(DEFAULTS)
+
+# Flags that name files and folders: values that lead to the same place are the same.
+PATHS = frozenset({
+    "data_path", "eval_data_path", "sft_only_data_path", "unsupervised_dataset_name", "chat_template",
+    "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
+    "ref_model_name_or_path", "deepspeed_config", "reward_function", "eval_reward_function",
+    "advantage_estimator", "policy_loss", "data_format",
+})  # fmt: skip
+MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
+CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
+_ABSENT = object()
+
+EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
+MANY_ROWS, DIGEST = 50_000, "digest"
+_SHORT = 16  # hex digits, enough to detect an accidental change
+
+SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
+_WEIGHTS = ("*.safetensors", "*.bin")
+_READ_WHOLE = (
+    "config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*",
+    "merges.txt", "*.model", "*.jinja",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run computes: flags, derived batch sizes and `input_fingerprints` in `config`, the rows' one in `data`."""
+
+    kind: Literal["sft", "reward", "ppo"]
+    config: dict[str, Any]
+    data: str
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads. The keys and flags name an input in a diff; None: the run has no such input. `rows`: name ->
+    further token rows. `models` and `files`: (flag, local folder or path) of each."""
+
+    train: Dataset | StreamedRows
+    rows: dict[str, Dataset | None] = field(default_factory=dict)
+    models: Sequence[tuple[str, str | None]] = ()
+    files: Sequence[tuple[str, str | None]] = ()
+
+
+def identify_run(
+    kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
+) -> RunIdentity:
+    """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`. Only rank 0, and the first
+    rank of each machine, reads the inputs: other ranks have no fingerprints."""
+    settings = flatten(config) | dict(derived)
+    if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
+        return RunIdentity(kind, settings, "")
+    return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train))
+
+
+def require_same_on_machines(identity: RunIdentity, versions: Mapping[str, str]) -> None:
+    """Require the same flags, data, models and packages on every machine. Collective; nothing on one machine."""
+    if dist.machines() == 1:
+        return
+    settings = {name: str(value) for name, value in identity.config.items() if name != "local_rank"}
+    mine = {**settings, "training rows": identity.data[:_SHORT], **{f"version of {n}": v for n, v in versions.items()}}
+    found = dist.gather_objects((os.uname().nodename, mine) if dist.local_rank() == 0 else None)
+    (first, expected), *others = [machine for machine in found if machine is not None]
+    for host, settings in others:
+        differing = [name for name in {**expected, **settings} if expected.get(name) != settings.get(name)]
+        if differing:
+            name = differing[0]
+            raise UserError(
+                f"machines {first} and {host} differ in {', '.join(differing)} ({expected.get(name)} and "
+                f"{settings.get(name)}): start the same command on all machines, with the same files and packages"
+            )
+
+
+def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
+    """Name -> first hex digits of the SHA-256 of each input, except the training rows. Evaluation rows are included
+    although no step trains on them: they decide which model is the best."""
+    found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
+    found |= {CONTENTS + flag: model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
+    found |= {CONTENTS + flag: checksum(Path(path)) for flag, path in inputs.files if path is not None}
+    return {name: digest[:_SHORT] for name, digest in found.items()}
+
+
+def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:
+    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded no fingerprint."""
+    saved = config.get(CONTENTS + flag)
+    return saved is None or saved == model_fingerprint(folder)[:_SHORT]
+
+
+def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
+    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored.
+
+    Of streamed rows it covers the names and sizes of their files, with their first and last bytes, or the revision on
+    the hub.
+
+    From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
+    row: reading a million shuffled rows takes minutes.
+    """
+    if isinstance(rows, StreamedRows):
+        return rows.fingerprint
+    digest = hashlib.sha256()
+    if len(rows) >= MANY_ROWS and DIGEST in rows.column_names:
+        digests = np.concatenate([chunk.to_numpy() for chunk in rows.data.column(DIGEST).chunks])
+        if rows._indices is not None:
+            digests = digests[rows._indices.column(0).to_numpy()]
+        digest.update(digests.astype("<i8").tobytes())
+        heartbeat()
+        return digest.hexdigest()
+    columns = [name for name in rows.column_names if name not in (DIGEST, "source", "prompt_spans")]
+    for part in rows.select_columns(columns).with_format("arrow").iter(batch_size=4096):
+        if "row" in columns:  # its second line holds what is not a column of the data row
+            texts = pyarrow.compute.replace_substring_regex(part.column("row"), r",?\n.*", "}")
+            part = part.set_column(columns.index("row"), part.schema.field("row"), texts)
+        table = part.replace_schema_metadata(None).combine_chunks()
+        stream = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+        digest.update(stream.getvalue())
+        heartbeat()  # only rank 0 does this, for any number of rows
+    return digest.hexdigest()
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of samples of its weights.
+
+    For each file of weights it covers the name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the
+    first byte to the last. Training changes nearly every weight, so any block detects another model. A change of a few
+    weights in a large file may lie between two blocks.
+    """
+    digest = hashlib.sha256()
+    for patterns in (_READ_WHOLE, _WEIGHTS):
+        for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            if patterns is _READ_WHOLE or size <= SAMPLES * SAMPLE_BYTES:
+                digest.update(path.read_bytes())
+                heartbeat()
+                continue
+            with path.open("rb", buffering=0) as file:
+                for number in range(SAMPLES):
+                    file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+                    heartbeat()
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """A setting (flag, derived batch size or input) that differs. `before` and `after` are its values as shown.
+    `matters`: whether the run would compute something else, or in another order."""
+
+    name: str
+    before: str
+    after: str
+    matters: bool
+
+
+def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigChange]:
+    """The differences between the configurations of a checkpoint and of this run, those that matter first.
+
+    They hold flags, fingerprints of the inputs, and the derived batch sizes `rows_per_update` (rows of an optimizer
+    step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it affects more
+    than rounding, `ranks`.
+    """
+    now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
+    saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
+    saved = {name: value for name, value in saved.items() if name not in RETIRED or value != NOW_FIXED.get(name, value)}
+    names = [*now, *(name for name in saved if name not in now)]
+    changes = []
+    for name in names:
+        before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
+        if before != after and not (name in PATHS and _resolved(before) == _resolved(after)):
+            product = PRODUCTS.get(name)
+            matters = name not in HARMLESS and not (product in saved and product in now)
+            matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
+            if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
+                matters = False
+            changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
+    return sorted(changes, key=lambda change: not change.matters)
+
+
+def _rates_ignore_length(config: dict[str, Any]) -> bool:
+    """Whether no learning rate depends on the number of steps of the run."""
+    kinds = [config.get(name) for name in ("lr_scheduler_type", "critic_lr_scheduler_type")]
+    return kinds[0] is not None and all(kind in _CONSTANT for kind in kinds) and not config.get("warmup_ratio")
+
+
+def _with_place(name: str) -> str:
+    """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as an absolute path."""
+    flag, _, path = name.removeprefix(CONTENTS).partition(" ")
+    return f"{CONTENTS}{flag} {_resolved(path)}" if name.startswith(CONTENTS) and path else name
+
+
+def _resolved(value: Any) -> Any:
+    """The value of a flag in `PATHS`, its files and folders that exist as absolute paths; what follows a path stays."""
+    if isinstance(value, list):
+        return [_resolved(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = os.path.expanduser(value)
+    ends = [len(text), *(place for place in reversed(range(1, len(text))) if text[place] in ":@[?")]
+    end = next((end for end in ends if os.path.lexists(text[:end])), 0)
+    return os.path.realpath(text[:end]) + text[end:] if end else value
+
+
+def format_diff(changes: Sequence[ConfigChange]) -> str:
+    """The changes, one per line: `  --flag: before -> after`. Of many, the first `MOST_LINES` and how many follow."""
+    lines = []
+    for change in changes[:MOST_LINES]:
+        name = f"--{change.name}" if change.name in FLAGS or change.name in RETIRED else change.name
+        left = ", always: this version has no such flag" if change.name in RETIRED else ""
+        lines.append(f"  {name}: {change.before} -> {change.after}{left}")
+    if len(changes) > MOST_LINES:
+        lines.append(f"  and {len(changes) - MOST_LINES} more")
+    return "\n".join(lines)
+
+
+def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:
+    """Refuse, without `--resume_force`, to resume under a configuration that computes something else. The message shows
+    the changes that matter, and flags that are factors of a changed batch size."""
+    matter = {change.name for change in changes if change.matters}
+    if matter and not force:
+        shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]
+        back = "" if matter <= set(RETIRED) else "use the saved settings to resume, or "
+        raise UserError(
+            f"{folder} was saved under settings that compute something else; {back}"
+            "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
+            f"--output_dir. What changed:\n{format_diff(shown)}"
+        )
+
+
+def _as_text(value: Any) -> str:
+    """A value as one would type it; a list in JSON, so that its items are separated."""
+    if value is _ABSENT:
+        return "(absent)"
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) or value == "" else str(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+
+
+def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool = False) -> Path | None:
+    """The checkpoint folder from which the run resumes; None: it starts from scratch. Collective.
+
+    Damaged checkpoints are reported. Checkpoints in `output` that are later than the one found (damaged, or not the one
+    named by `--resume`) are set aside: renamed, so that no later run resumes from them. With `overwrite`, `--resume
+    auto` resumes only from an interrupted run of the same identity, so that the same command resumes after a crash and
+    starts from scratch otherwise.
+    """
+    return dist.on_main(lambda: _find_checkpoint(output, flags, identity, overwrite))
+
+
+def _find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool) -> Path | None:
+    may_start_from_scratch = overwrite and flags.resume == AUTO
+    if flags.resume == NEVER or (may_start_from_scratch and is_finished(output)):
+        return None
+    try:
+        checkpoint = _newest_intact(output) if flags.resume == AUTO else _named(Path(flags.resume))
+        if checkpoint is None:
+            return None
+        _require_same_run(checkpoint, flags, identity)
+    except UserError as problem:
+        if not may_start_from_scratch:
+            raise
+        logger().warning(f"starting from scratch, because of --overwrite_output_dir: {problem}")
+        return None
+    if is_inside(checkpoint, output):  # if it is elsewhere, those in `output` are removed
+        CheckpointFolder(output).set_aside_after(checkpoint)
+    return checkpoint
+
+
+def is_inside(checkpoint: Path, output: Path) -> bool:
+    """Whether a checkpoint lies in this output folder, so that the other outputs there belong to the same run."""
+    return checkpoint.resolve().is_relative_to(output.resolve())
+
+
+def _named(checkpoint: Path) -> Path:
+    fault = damage(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+    if fault is not None:
+        raise UserError(f"--resume {checkpoint}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012")
+    return checkpoint
+
+
+def _newest_intact(output: Path) -> Path | None:
+    folder = CheckpointFolder(output)
+    name, complaints = folder.newest_intact()
+    if name is None and complaints:
+        raise UserError(
+            f"--output_dir {output} has no intact checkpoint to resume from: {'; '.join(complaints)}. Repair one, or "
+            "start from scratch with --overwrite_output_dir or another --output_dir"
+        )
+    for complaint in complaints:
+        logger().warning(complaint)
+    return None if name is None else folder.root / name
+
+
+def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:
+    """Compare the identity of the run with that in the manifest, and log the differences that are allowed."""
+    manifest = Manifest.read(checkpoint)
+    if manifest.kind != identity.kind:
+        raise UserError(f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'")
+    changes = compare_configs(manifest.config, identity.config)
+    if manifest.data != identity.data:
+        change = ConfigChange("training rows (SHA-256)", manifest.data[:12], identity.data[:12], matters=True)
+        changes.insert(0, change)
+    refuse_changes(checkpoint, changes, flags.resume_force)
+    saved_rows, rows = manifest.config.get("rows_per_update"), identity.config.get("rows_per_update")
+    if manifest.update and saved_rows != rows:
+        raise UserError(
+            f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each, not {rows}: keep "
+            "them, or name an earlier checkpoint by --resume"
+        )
+    if left := note_on_retired(manifest.config):
+        logger().info(f"note: {checkpoint.name} was saved by an earlier version; {left}")
+    shown = [change for change in changes if change.name not in WHERE_AND_WHEN]
+    if shown:
+        logger().info(f"settings that changed since {checkpoint.name} was saved:\n{format_diff(shown)}")

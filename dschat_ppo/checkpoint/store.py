@@ -1,0 +1,257 @@
+"""The checkpoints of a run: `OUTPUT/checkpoints/step_000012/`, each described by its `manifest.json`.
+
+A checkpoint is written in a folder `*.partial` and gets its name when all its files are on the disk. Only rank 0 of the
+run that holds the lock of the output folder writes here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, sync_entries, sync_folder, write_text
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import StorageError, UserError
+
+FORMAT = 1  # raise it when older code cannot read new checkpoints
+MANIFEST, LATEST = "manifest.json", "latest"
+SET_ASIDE = ".set_aside"
+_SEAL = "sha256"  # of the manifest itself
+_NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
+
+
+class FileEntry(TypedDict):
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def describe_file(path: Path) -> FileEntry:
+    """The entry of a file in `Manifest.files`."""
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint.
+
+    Attributes:
+        step: optimizer steps done (PPO steps in step 3).
+        update: updates done of the PPO step after it.
+        config: `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs.
+        data: fingerprint of the training rows.
+        files: path inside the folder -> size and checksum.
+        best: whether the evaluation at this checkpoint is the best so far.
+        metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
+        saved_at: ISO 8601.
+    """
+
+    kind: Literal["sft", "reward", "ppo"]
+    step: int
+    update: int
+    world_size: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    data: str
+    files: dict[str, FileEntry]
+    best: bool
+    metrics_offset: int
+    saved_at: str
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write `folder/manifest.json` durably. It is the last file of a checkpoint."""
+        content = asdict(self)
+        write_text(folder / MANIFEST, json.dumps({**content, _SEAL: _seal(content)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint folder. A `UserError` names the folder and the fault."""
+        found = _read_manifest(folder)
+        if isinstance(found, str):
+            raise UserError(f"checkpoint {folder}: {found}")
+        return found
+
+
+def _seal(content: dict[str, Any]) -> str:
+    """Checksum of the manifest itself, independent of the layout of its JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _read_manifest(folder: Path) -> Manifest | str:
+    """The manifest of a checkpoint folder, or its fault."""
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content["format"] > FORMAT:
+            return (
+                f"is of format {content['format']}, made by version {content['versions']['dschat_ppo']}; this one "
+                f"knows formats up to {FORMAT}"
+            )
+        seal = content.pop(_SEAL)
+        if seal != _seal(content):
+            return f"{MANIFEST}: checksum differs: the file changed on disk"
+        return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
+    except OSError as problem:
+        return f"{MANIFEST} cannot be read ({problem.strerror})"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} is damaged: it does not describe a checkpoint"
+
+
+def damage(folder: Path, checksums: bool = True) -> str | None:
+    """The first fault of a checkpoint folder; None: it is intact. All sizes are checked before the first checksum,
+    because checksums read everything."""
+    manifest = _read_manifest(folder)
+    if isinstance(manifest, str):
+        return manifest
+    for name, entry in manifest.files.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (size := (folder / name).stat().st_size) != entry["bytes"]:
+            return f"{name} has {size} bytes instead of {entry['bytes']}"
+    for name, entry in manifest.files.items() if checksums else ():
+        try:
+            if checksum(folder / name) != entry["sha256"]:
+                return f"{name}: checksum differs: the file changed on disk"
+        except OSError as problem:
+            return f"{name} cannot be read ({problem.strerror})"
+    return None
+
+
+def checkpoint_name(step: int, update: int = 0) -> str:
+    """Name of the checkpoint after `step` complete steps and `update` updates of the next one."""
+    return f"step_{step:06d}" + (f"_update_{update:04d}" if update else "")
+
+
+class CheckpointFolder:
+    """`checkpoints/` inside the output folder."""
+
+    def __init__(self, output: Path):
+        self.root = output / "checkpoints"
+
+    def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
+        """Names of the checkpoints, damaged or not, oldest first, from a position (step, update) on."""
+        found = []
+        for path in self.root.iterdir() if self.root.is_dir() else []:
+            number = _NAME.fullmatch(path.name)
+            if number and path.is_dir():
+                found.append(((int(number[1]), int(number[2] or 0)), path.name))
+        return [name for position, name in sorted(found) if position >= since]
+
+    def clear_partials(self) -> None:
+        """Remove what a crash left incomplete. Once at the start, with the lock held."""
+        for path in list(self.root.glob(f"*{PARTIAL}")):
+            remove_folder(path) if path.is_dir() else path.unlink()
+
+    def partial(self, name: str) -> Path:
+        """Make a new, empty folder for the files of checkpoint `name`, until `commit`."""
+        path = self.root / f"{name}{PARTIAL}"
+        remove_folder(path)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, name: str) -> None:
+        """Give the complete folder its name, once its files and manifest are on the disk. `StorageError`: files are
+        missing or truncated."""
+        partial, place = self.root / f"{name}{PARTIAL}", self.root / name
+        fault = damage(partial, checksums=False)
+        if fault:
+            raise StorageError(
+                f"checkpoint {partial} was not saved whole: {fault}; something removed or changed files while they "
+                "were written; run the same command again"
+            )
+        sync_folder(partial)
+        if place.exists():
+            self._set_aside(name)
+        os.rename(partial, place)
+        sync_entries(self.root)
+        sync_entries(self.root.parent)
+        write_text(self.root / LATEST, name)  # for people and scripts
+
+    def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
+        """(name of the newest intact checkpoint or None, a line for each damaged one after it). (None, []): none was
+        ever saved here. Without `checksums` it checks only manifests and sizes."""
+        complaints: list[str] = []
+        for name in reversed(self.names()):
+            fault = damage(self.root / name, checksums)
+            if fault is None:
+                return name, complaints
+            complaints.append(f"checkpoint {self.root / name}: {fault}")
+        return None, complaints
+
+    def best(self) -> str | None:
+        """The checkpoint of the best evaluation: the newest one whose manifest has `best`."""
+        for name in reversed(self.names()):
+            manifest = _read_manifest(self.root / name)
+            if isinstance(manifest, Manifest) and manifest.best:
+                return name
+        return None
+
+    def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
+        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay; returns the removed names.
+        Manifests and sizes tell which are intact. Nothing is removed while the newest checkpoint is damaged, or fewer
+        than `limit` are intact. `best`, and those named by `protect`, always stay."""
+        names = self.names()
+        whole = [name for name in names if damage(self.root / name, checksums=False) is None]
+        if len(whole) < limit or whole[-1] != names[-1]:
+            return []
+        kept = {*protect, self.best()}
+        doomed = [name for name in names[: names.index(whole[-limit])] if name not in kept]
+        for name in doomed:
+            self._remove(name)
+        return doomed
+
+    def remove_all(self) -> int:
+        """Remove all checkpoints, the newest last, and return their size in bytes. Those set aside stay."""
+        size = 0
+        for name in self.names():
+            size += sum(file.stat().st_size for file in (self.root / name).rglob("*") if file.is_file())
+            self._remove(name)
+        (self.root / LATEST).unlink(missing_ok=True)
+        if self.root.is_dir() and not any(self.root.iterdir()):
+            self.root.rmdir()
+        return size
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint; it loses its name first, so that no incomplete folder ever has it."""
+        os.rename(self.root / name, self.root / f"{name}{PARTIAL}")
+        remove_folder(self.root / f"{name}{PARTIAL}")
+
+    def set_aside_after(self, checkpoint: Path) -> None:
+        """Rename the checkpoints that are later than this one, so that no run resumes from them."""
+        manifest = Manifest.read(checkpoint)
+        for name in self.names(since=(manifest.step, manifest.update + 1)):
+            place = self._set_aside(name)
+            logger().warning(f"{self.root / name} is later than {checkpoint.name}: set aside as {place.name}")
+        sync_entries(self.root)  # after a power loss the old names must not be there again
+
+    def _set_aside(self, name: str) -> Path:
+        places = (self.root / f"{name}{SET_ASIDE}{number or ''}" for number in count())
+        return (self.root / name).rename(next(place for place in places if not place.exists()))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn an `OSError` in the block into a `StorageError`."""
+        try:
+            yield
+        except OSError as problem:
+            try:
+                newest, _ = self.newest_intact(checksums=False)
+            except OSError:  # a folder that cannot be written may be unreadable too
+                newest = None
+            intact = f"the newest intact checkpoint is {newest}" if newest else "no intact checkpoint is there"
+            raise StorageError(
+                f"checkpoint {self.root}: cannot be written ({problem.strerror or problem}); {intact}; correct this, "
+                "then run the same command again"
+            ) from problem

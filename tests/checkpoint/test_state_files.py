@@ -1,0 +1,287 @@
+"""Files of tensors and plain values: content, refused values and files, full disks."""
+
+import copyreg
+import enum
+import hashlib
+import os
+import pickle
+import resource
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_state, save_state
+from dschat_ppo.errors import UserError
+
+
+def test_a_full_disk_leaves_the_old_state(tmp_path):
+    """The kernel refuses for real: a limit on the size of files."""
+    path = tmp_path / "state.pt"
+    save_state(path, {"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save_state(path, {"rows": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert load_state(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+STATE = {
+    "text": "é",
+    "whole": 2**70,
+    "number": 0.1,
+    "flag": True,
+    "nothing": None,
+    "nested": {"list": [1, (2.5, "x", [])], 7: {}},
+    "tensors": [torch.arange(3), torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bool)],
+}
+
+
+def same(left, right) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and type(left) is type(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def test_a_state_is_loaded_as_it_was_saved(tmp_path):
+    save_state(tmp_path / "state.pt", STATE)
+    assert same(load_state(tmp_path / "state.pt"), STATE)
+
+
+def test_a_tensor_is_stored_without_gradient_and_a_view_without_the_rest(tmp_path):
+    weights = torch.randn(1000, 1000, requires_grad=True)
+    view = (weights * 2)[10:12, 5:8]
+    save_state(tmp_path / "state.pt", {"view": view})
+    loaded = load_state(tmp_path / "state.pt")["view"]
+    assert not loaded.requires_grad
+    assert (tmp_path / "state.pt").stat().st_size < 5000
+    for row in range(2):
+        for column in range(3):
+            assert loaded[row, column] == 2 * weights[10 + row, 5 + column]
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+REFUSED = {
+    "a numpy number, which is a float": (np.float64(1.0), "numpy.float64"),
+    "a numpy whole number": (np.int64(1), "numpy.int64"),
+    "an array": (np.zeros(2), "numpy.ndarray"),
+    "an enumeration, which is an int": (Colour.RED, "Colour"),
+    "a named tuple": (Point(1, 2), "Point"),
+    "a set": ({1}, "builtins.set"),
+    "bytes": (b"x", "builtins.bytes"),
+    "a path": (Path("x"), "Path"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, case):
+    value, kind = REFUSED[case]
+    with pytest.raises(TypeError) as refusal:
+        save_state(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
+    assert "state['a'][1]['b'][1] is a " in str(refusal.value)
+    assert kind in str(refusal.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("key", [None, True, (1, 2), np.int64(1), 0.5])
+def test_keys_are_text_or_whole_numbers(tmp_path, key):
+    with pytest.raises(TypeError, match=r"state\['a'\] has the key "):
+        save_state(tmp_path / "state.pt", {"a": {key: 1}})
+
+
+def test_files_that_cannot_be_loaded_are_named(tmp_path):
+    save_state(tmp_path / "cut.pt", STATE)
+    whole = (tmp_path / "cut.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "words.pt").write_bytes(b"no state" * 100)
+    torch.save([1], tmp_path / "list.pt")
+    for name in ("cut.pt", "empty.pt", "missing.pt", "words.pt"):
+        with pytest.raises(UserError, match=rf"{name}: cannot be loaded: it is damaged, or holds more .* \(.+\)"):
+            load_state(tmp_path / name)
+    with pytest.raises(UserError, match=r"list\.pt: holds a list"):
+        load_state(tmp_path / "list.pt")
+
+
+def write(state, path):
+    writer = BackgroundWriter()
+    writer.save(state, str(path))
+    return writer.wait()
+
+
+def test_states_are_copied_at_the_save_before_they_change(tmp_path):
+    writer, gate = BackgroundWriter(), threading.Event()
+    writer._thread.submit(gate.wait)
+    scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
+    numbers, groups = torch.arange(6.0), [{"lr": 0.5, "params": [0]}]
+    writer.save({"numbers": numbers, "groups": groups, "scaler": scaler}, str(tmp_path / "a.pt"))
+    numbers.add_(1)
+    groups[0]["lr"] = 9.0
+    scaler.cur_scale = 1.0
+    pending = not writer.done()
+    gate.set()
+    assert pending
+    assert list(writer.wait()) == [tmp_path / "a.pt"]
+    assert writer.done()
+    found = load_state(tmp_path / "a.pt", mapped=True)
+    assert found["numbers"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert found["groups"] == [{"lr": 0.5, "params": [0]}]
+    assert found["scaler"].cur_scale == 2.0**16
+
+
+def test_wait_returns_length_and_checksum_of_the_file(tmp_path):
+    written = write({"numbers": torch.arange(10_000)}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    assert written == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
+    assert len(content) > 80_000
+
+
+def test_a_file_is_synced_when_it_is_complete(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.fstat(number).st_size))
+    [(length, _)] = write({"numbers": torch.arange(100)}, tmp_path / "a.pt").values()
+    assert flushed == [length]
+
+
+def test_wait_returns_the_files_since_the_last_wait(tmp_path):
+    writer = BackgroundWriter()
+    for name in ("a.pt", "b.pt"):
+        writer.save({}, str(tmp_path / name))
+    assert set(writer.wait()) == {tmp_path / "a.pt", tmp_path / "b.pt"}
+    assert writer.wait() == {}
+    writer.save({}, str(tmp_path / "c.pt"))
+    assert set(writer.wait()) == {tmp_path / "c.pt"}
+
+
+def test_every_class_that_deepspeed_saves_is_loaded(tmp_path):
+    scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
+    scaler.cur_iter, scaler.cur_hysteresis = 7, 1
+    state = {"s": scaler, "z": ZeroStageEnum.weights, "f": [fragment_address(3, 4)], "o": torch.Size([2, 3]), "n": None}
+    write(state, tmp_path / "a.pt")
+    found = load_state(tmp_path / "a.pt", mapped=True)
+    assert type(found["s"]) is DynamicLossScaler
+    assert vars(found.pop("s")) == vars(state.pop("s"))
+    assert found == state
+
+
+def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_path):
+    buffer = torch.arange(1_000_000.0)
+    [(length, _)] = write({"view": buffer[10:20], "turned": buffer[:6].view(2, 3).t()}, tmp_path / "a.pt").values()
+    assert length < 10_000
+    found = load_state(tmp_path / "a.pt", mapped=True)
+    assert found["view"].tolist() == list(range(10, 20))
+    assert found["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    tied = torch.zeros(50_000)
+    [(length, _)] = write({"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt").values()
+    assert 300_000 < length < 310_000
+    found = host_copy({"head": tied, "embedding": tied, "half": tied[:25_000], "other": tied + 1})
+    assert found["head"] is found["embedding"]
+    assert (found["other"] == 1).all()
+    assert found["half"].shape == (25_000,)
+    assert found["head"].data_ptr() != tied.data_ptr()
+
+
+def test_other_objects_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match=r"state\['groups'\]\[1\]\['path'\] is a pathlib.*PosixPath"):
+        BackgroundWriter().save({"groups": [{}, {"path": tmp_path}]}, str(tmp_path / "a.pt"))
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_loaded_states_outlive_their_file(tmp_path):
+    write({"module": {"w": torch.ones(3)}, "optimizer": [torch.ones(1000)]}, tmp_path / "a.pt")
+    found = BackgroundWriter().load(str(tmp_path / "a.pt"))
+    found["optimizer"][0].add_(1)
+    os.truncate(tmp_path / "a.pt", 0)
+    assert found["optimizer"][0].sum() == 2000
+
+
+class Malicious:
+    """Unpickled by `pickle`, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["archive", "old format", "plain pickle"])
+def test_pickles_from_outside_are_not_executed(tmp_path, kind):
+    path, mark = tmp_path / "a.pt", tmp_path / "executed"
+    state = {"module": {}, "optimizer_state_dict": [Malicious(mark)]}
+    if kind == "plain pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "archive")
+    with pytest.raises(UserError, match=r"a\.pt: cannot be loaded: it is damaged, or holds more"):
+        load_state(path, mapped=True)
+    with pytest.raises(UserError):
+        BackgroundWriter().load(str(path))
+    assert not mark.exists()
+    torch.load(path, weights_only=False) if kind != "plain pickle" else pickle.loads(path.read_bytes())
+    assert mark.exists(), "the file would have done nothing anyway"
+
+
+def test_a_disk_that_fills_up_midway_raises_its_own_error(tmp_path):
+    """torch's archive writer reports "unexpected pos" instead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write({"numbers": torch.ones(3_000_000)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("numbers", [1, 3_000_000])
+def test_wait_raises_an_oserror_for_a_full_disk_and_the_writer_can_be_used_again(tmp_path, numbers):
+    (tmp_path / "full.pt").symlink_to("/dev/full")
+    writer = BackgroundWriter()
+    writer.save({"numbers": torch.ones(numbers)}, str(tmp_path / "full.pt"))
+    writer.save({"numbers": torch.ones(numbers)}, str(tmp_path / "good.pt"))
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.wait()
+    assert load_state(tmp_path / "good.pt", mapped=True)["numbers"].sum() == numbers
+    writer.save({}, str(tmp_path / "a.pt"))
+    assert len(writer.wait()) == 1
+
+
+def test_wait_raises_when_a_folder_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = BackgroundWriter()
+    writer.makedirs(str(tmp_path / "file" / "state"), exist_ok=True)
+    with pytest.raises(NotADirectoryError):
+        writer.wait()
+    assert writer.wait() == {}
+
+
+def test_a_cut_file_is_named(tmp_path):
+    write({"numbers": torch.ones(1000)}, tmp_path / "a.pt")
+    os.truncate(tmp_path / "a.pt", 2000)
+    with pytest.raises(UserError, match=r"a\.pt: cannot be loaded: .*zip archive"):
+        load_state(tmp_path / "a.pt", mapped=True)
+
+
+def test_enum_members_are_pickled_by_value_in_every_version_of_python():
+    """By default, Python 3.11.0 to 3.11.3 would write a `getattr`, which no safe loader executes."""
+    assert copyreg.dispatch_table[ZeroStageEnum](ZeroStageEnum.weights) == (ZeroStageEnum, (3,))

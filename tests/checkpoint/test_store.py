@@ -1,0 +1,473 @@
+"""Checkpoints on the disk: they appear complete, whatever ends the process; damage is found; old ones are removed."""
+
+import errno
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from checkpoints import CONTENT, fill, manifest_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dschat_ppo.checkpoint import store
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, damage, describe_file
+from dschat_ppo.errors import StorageError, UserError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return fill(tmp_path / "step_000012_update_0003")
+
+
+def rewrite(saved, **changes):
+    content = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**content, **changes}))
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path):
+    fill(tmp_path, best=True, kind="sft")
+    (tmp_path / "manifest.json").unlink()
+    written = manifest_of(tmp_path, best=True, kind="sft")
+    written.write(tmp_path)
+    assert Manifest.read(tmp_path) == written
+    assert written.files["actor/weights.pt"]["bytes"] == 4096
+    assert written.format == 1
+
+
+def test_a_configuration_of_any_values_keeps_its_checksum(tmp_path):
+    config = {"é": "\ud800", "tuple": (1, 2), "list": [1.0, -0.0, 1e-300], "inf": float("inf"), "": None}
+    fill(tmp_path, config=config)
+    assert damage(tmp_path) is None
+    assert Manifest.read(tmp_path).config == {**config, "tuple": [1, 2]}
+
+
+def test_the_layout_of_the_json_does_not_matter(saved):
+    content = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps(dict(reversed(content.items())), indent=7))
+    assert damage(saved) is None
+
+
+def test_describe_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    published = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert describe_file(tmp_path / "a") == {"bytes": 3, "sha256": published}
+
+
+def test_an_intact_checkpoint_has_no_damage_even_with_further_files(saved):
+    (saved / "notes.txt").write_text("mine")
+    assert damage(saved) is None
+    assert damage(saved, checksums=False) is None
+
+
+def flip_bit(path, position=0):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "no saved": (lambda f: f.rename(f.parent / "away"), "manifest.json is missing"),
+    "an empty manifest": (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
+    "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
+    "a manifest of bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe\x00"), "is damaged"),
+    "a manifest of another kind": (lambda f: (f / "manifest.json").write_text("[1]"), "is damaged"),
+    "no format": (lambda f: rewrite(f, format=None), "is damaged"),
+    "a newer format": (
+        lambda f: rewrite(f, format=2, versions={"dschat_ppo": "9.0"}),
+        "is of format 2, made by version 9.0; this one knows formats up to 1",
+    ),
+    "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
+    "no checksum": (lambda f: rewrite(f, sha256=None), "manifest.json: checksum differs"),
+    "a missing key": (lambda f: (f / "manifest.json").write_text('{"format": 1}'), "is damaged"),
+    "a pipe": (lambda f: ((f / "rank_0.pt").unlink(), os.mkfifo(f / "rank_0.pt")), "rank_0.pt is missing"),
+    "a missing rank": (lambda f: (f / "rank_1.pt").unlink(), "rank_1.pt is missing"),
+    "a missing file": (lambda f: (f / "actor/weights.pt").unlink(), "actor/weights.pt is missing"),
+    "a missing part": (lambda f: (f / "actor").rename(f / "actress"), "actor/weights.pt is missing"),
+    "a cut file": (lambda f: os.truncate(f / "actor/weights.pt", 12), "weights.pt has 12 bytes instead of 4096"),
+    "an empty file": (lambda f: os.truncate(f / "rank_0.pt", 0), "rank_0.pt has 0 bytes instead of 9"),
+    "a longer file": (lambda f: os.truncate(f / "rank_0.pt", 10), "rank_0.pt has 10 bytes instead of 9"),
+    "a flipped bit": (
+        lambda f: flip_bit(f / "rank_1.pt", 5), "rank_1.pt: checksum differs: the file changed on disk",
+    ),
+    "a flipped bit at the end": (lambda f: flip_bit(f / "actor/weights.pt", 4095), "weights.pt: checksum differs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_names_file_and_fault(saved, case):
+    spoil, expected = DAMAGE[case]
+    spoil(saved)
+    found = damage(saved)
+    assert found is not None and expected in found
+
+
+def test_sizes_are_checked_before_checksums(saved, monkeypatch):
+    flip_bit(saved / "actor/weights.pt")
+    os.truncate(saved / "rank_1.pt", 3)
+    assert damage(saved) == "rank_1.pt has 3 bytes instead of 17"
+    (saved / "rank_1.pt").write_bytes(CONTENT["rank_1.pt"])
+    monkeypatch.setattr(store, "checksum", lambda path: pytest.fail("reads the files"))
+    assert damage(saved, checksums=False) is None
+
+
+def test_an_unreadable_manifest_is_an_error_with_folder_and_fault(saved):
+    rewrite(saved, format=2)
+    with pytest.raises(UserError, match=r"checkpoint .*step_000012_update_0003: is of format 2"):
+        Manifest.read(saved)
+
+
+def save(folder: CheckpointFolder, step: int, update: int = 0, **changes) -> str:
+    name = checkpoint_name(step, update)
+    fill(folder.partial(name), step=step, update=update, **changes)
+    folder.commit(name)
+    return name
+
+
+def entries(folder: CheckpointFolder) -> list[str]:
+    return sorted(os.listdir(folder.root))
+
+
+def cut(folder: CheckpointFolder, name: str) -> None:
+    os.truncate(folder.root / name / "actor/weights.pt", 12)
+
+
+def flip(folder: CheckpointFolder, name: str) -> None:
+    (folder.root / name / "actor/weights.pt").write_bytes(b"\x01" + b"\x00" * 4095)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path / "output")
+
+
+def test_names_hold_step_and_update():
+    assert checkpoint_name(12) == "step_000012"
+    assert checkpoint_name(12, 3) == "step_000012_update_0003"
+
+
+def test_names_are_in_the_order_of_steps_and_updates(folder):
+    assert folder.names() == []
+    for step, update in ((10, 0), (9, 12), (1_000_000, 0), (9, 2), (999_999, 0), (9, 0), (9, 10_000), (9, 9999)):
+        save(folder, step, update)
+    (folder.root / "step_000003.partial").mkdir()
+    (folder.root / "step_000005").write_text("a file")
+    (folder.root / "notes").mkdir()
+    assert folder.names() == [
+        "step_000009", "step_000009_update_0002", "step_000009_update_0012", "step_000009_update_9999",
+        "step_000009_update_10000", "step_000010", "step_999999", "step_1000000",
+    ]  # fmt: skip
+
+
+def test_a_committed_checkpoint_is_the_newest_and_latest(folder):
+    assert folder.newest_intact() == (None, [])
+    save(folder, 4)
+    save(folder, 8)
+    assert folder.newest_intact() == ("step_000008", [])
+    assert (folder.root / "latest").read_text() == "step_000008"
+    assert entries(folder) == ["latest", "step_000004", "step_000008"]
+    assert Manifest.read(folder.root / "step_000004").step == 4
+
+
+def test_a_partial_folder_is_empty_and_no_checkpoint(folder):
+    for _ in range(2):
+        path = folder.partial("step_000004")
+        assert os.listdir(path) == []
+        fill(path)
+    assert folder.names() == []
+    assert folder.newest_intact() == (None, [])
+
+
+def test_an_incomplete_checkpoint_is_not_committed(folder):
+    path = fill(folder.partial("step_000004"))
+    (path / "rank_1.pt").unlink()
+    with pytest.raises(StorageError, match="step_000004.* was not saved whole: rank_1.pt is missing"):
+        folder.commit("step_000004")
+    assert entries(folder) == ["step_000004.partial"]
+
+
+def test_a_commit_sets_another_checkpoint_of_its_name_aside(folder):
+    save(folder, 4)
+    save(folder, 8)
+    cut(folder, "step_000008")
+    save(folder, 8, metrics_offset=77)
+    assert Manifest.read(folder.root / "step_000008").metrics_offset == 77
+    assert folder.newest_intact() == ("step_000008", [])
+    assert entries(folder) == ["latest", "step_000004", "step_000008", "step_000008.set_aside"]
+
+
+def test_damaged_checkpoints_are_skipped_and_reported(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    (folder.root / "step_000004" / "rank_1.pt").unlink()
+    flip(folder, "step_000003")
+    newest, complaints = folder.newest_intact()
+    assert newest == "step_000002"
+    assert len(complaints) == 2
+    assert complaints[0].endswith("step_000004: rank_1.pt is missing")
+    assert complaints[1].endswith("step_000003: actor/weights.pt: checksum differs: the file changed on disk")
+    assert folder.newest_intact(checksums=False) == ("step_000003", complaints[:1])
+    for name in ("step_000001", "step_000002"):
+        cut(folder, name)
+    newest, complaints = folder.newest_intact()
+    assert newest is None and len(complaints) == 4
+
+
+def test_pruning_keeps_the_newest_and_the_best(folder):
+    for step in (1, 2, 3, 4, 5, 6):
+        save(folder, step, best=step < 3)
+    assert folder.best() == "step_000002"
+    assert folder.prune(2, protect={"step_000003", "nothing"}) == ["step_000001", "step_000004"]
+    assert folder.names() == ["step_000002", "step_000003", "step_000005", "step_000006"]
+    assert folder.prune(1) == ["step_000003", "step_000005"]
+    assert entries(folder) == ["latest", "step_000002", "step_000006"]
+    assert folder.prune(1) == []
+
+
+def test_a_best_checkpoint_with_an_unreadable_manifest_does_not_count(folder):
+    save(folder, 1)
+    assert folder.best() is None
+    save(folder, 2, best=True)
+    save(folder, 3, best=True)
+    cut(folder, "step_000003")
+    assert folder.best() == "step_000003", "what it says still counts"
+    (folder.root / "step_000003/manifest.json").unlink()
+    assert folder.best() == "step_000002"
+
+
+def test_no_more_is_removed_than_the_limit_allows(folder):
+    save(folder, 1)
+    save(folder, 2)
+    assert folder.prune(2) == []
+    assert folder.prune(5) == []
+    assert folder.names() == ["step_000001", "step_000002"]
+
+
+def test_nothing_is_removed_while_the_newest_is_damaged(folder):
+    for step in (1, 2, 3):
+        save(folder, step)
+    cut(folder, "step_000003")
+    assert folder.prune(1) == []
+    assert folder.names() == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_damaged_checkpoints_do_not_count_and_are_removed_with_the_old_ones(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    cut(folder, "step_000003")
+    cut(folder, "step_000001")
+    assert folder.prune(3) == []  # two are whole
+    assert folder.prune(2) == ["step_000001"]
+    assert folder.names() == ["step_000002", "step_000003", "step_000004"]
+
+
+def test_a_write_error_names_the_newest_intact_checkpoint(folder):
+    save(folder, 1)
+    save(folder, 2)
+    cut(folder, "step_000002")
+    with pytest.raises(StorageError) as failure, folder.writing():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert isinstance(failure.value, UserError)
+    assert str(failure.value) == (
+        f"checkpoint {folder.root}: cannot be written (No space left on device); the newest intact checkpoint is "
+        "step_000001; correct this, then run the same command again"
+    )
+    cut(folder, "step_000001")
+    with pytest.raises(StorageError, match=r"\(odd\); no intact checkpoint is there; correct"), folder.writing():
+        raise OSError("odd")
+
+
+def test_a_write_error_names_the_output_folder(tmp_path):
+    (tmp_path / "output").write_text("a file in its place")
+    folder = CheckpointFolder(tmp_path / "output")
+    with pytest.raises(StorageError, match=r"cannot be written \((Not a directory|File exists)\)"), folder.writing():
+        folder.partial("step_000001")
+
+
+def test_files_are_synced_before_they_are_renamed_and_latest_is_written_last(folder, monkeypatch):
+    save(folder, 1)
+    fill(folder.partial("step_000002"))
+    log = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+    monkeypatch.setattr(os, "fsync", lambda n: (log.append(os.readlink(f"/proc/self/fd/{n}")), fsync(n)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (log.append("named"), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append("latest"), replace(a, b)))
+    folder.commit("step_000002")
+    named, latest = log.index("named"), log.index("latest")
+    root = str(folder.root)
+    parts = ("", "/manifest.json", "/rank_0.pt", "/rank_1.pt", "/actor", "/actor/weights.pt")
+    assert {f"{root}/step_000002.partial{part}" for part in parts} == set(log[:named])
+    assert {root, str(folder.root.parent)} <= set(log[named:latest])
+    assert log[-1] == root
+
+
+class Crash(BaseException):
+    """The process has ended: no further code runs, not even the clean-up after an OSError."""
+
+
+class CrashingDisk:
+    """Ends the process before its n-th call to the file system."""
+
+    CALLS = ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"))
+
+    def __init__(self, monkeypatch, crash_at: int):
+        self.count = 0
+        for module, name in self.CALLS:
+            monkeypatch.setattr(module, name, self.counted(getattr(module, name), crash_at))
+
+    def counted(self, call, crash_at):
+        def counting(*arguments, **named):
+            self.count += 1
+            if self.count == crash_at:
+                raise Crash
+            return call(*arguments, **named)
+
+        return counting
+
+
+def crash_everywhere(monkeypatch, tmp_path, prepare, act, check) -> int:
+    """Let `act` crash before each of its calls in turn, restart, and `check`; return the number of calls."""
+    for crash_at in range(1, 1000):
+        folder = CheckpointFolder(tmp_path / f"crash_{crash_at}")
+        prepare(folder)
+        with monkeypatch.context() as patched:
+            disk = CrashingDisk(patched, crash_at)
+            with suppress(Crash):
+                act(folder)
+        restarted = CheckpointFolder(tmp_path / f"crash_{crash_at}")
+        restarted.clear_partials()
+        check(restarted)
+        if disk.count < crash_at:
+            return disk.count
+    raise AssertionError("it never ended")
+
+
+def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(monkeypatch, tmp_path):
+    found = []
+
+    def prepare(folder):
+        save(folder, 1)
+        fill(folder.partial("step_000002"))
+
+    def check(folder):
+        newest, complaints = folder.newest_intact()
+        found.append((newest, bool(complaints), set(entries(folder))))
+
+    calls = crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.commit("step_000002"), check)
+    old, new = {"latest", "step_000001"}, {"latest", "step_000001", "step_000002"}
+    assert {state for state, *_ in found} == {"step_000001", "step_000002"}
+    assert all(names == (new if newest == "step_000002" else old) for newest, _, names in found)
+    assert calls > 10 and found[0][0] == "step_000001" and found[-1] == ("step_000002", False, new)
+    states = [newest for newest, *_ in found]
+    assert states == sorted(states), "once it exists, it stays"
+
+
+def test_a_crash_at_any_point_of_pruning_leaves_intact_checkpoints(monkeypatch, tmp_path):
+    def prepare(folder):
+        for step in (1, 2, 3):
+            save(folder, step)
+
+    def check(folder):
+        assert folder.newest_intact() == ("step_000003", [])
+        assert all(damage(folder.root / name) is None for name in folder.names())
+        assert set(entries(folder)) == {"latest", *folder.names()}
+
+    assert crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.prune(1), check) > 6
+
+
+FILES = [*CONTENT, "manifest.json"]
+which = st.integers(0, 3)  # how many from the newest
+OPERATIONS = st.one_of(
+    st.tuples(st.just("save"), st.booleans()),
+    st.tuples(st.just("prune"), st.integers(1, 3)),
+    st.tuples(st.just("cut"), which, st.sampled_from(FILES), st.floats(0, 0.99)),
+    st.tuples(st.just("lose"), which, st.sampled_from(FILES)),
+    st.tuples(st.just("flip"), which, st.sampled_from(FILES), st.floats(0, 0.99)),
+)
+
+
+class History:
+    """The checkpoints of a run, and the state that is expected of them, by name."""
+
+    def __init__(self, output: Path):
+        self.folder = CheckpointFolder(output)
+        self.there: list[str] = []
+        self.sizes_wrong: set[str] = set()
+        self.content_wrong: set[str] = set()
+        self.best: set[str] = set()
+        self.without_manifest: set[str] = set()
+        self.saved = 0
+
+    def intact(self, wrong: set[str]) -> list[str]:
+        return [name for name in self.there if name not in wrong]
+
+    def save(self, best: bool) -> None:
+        self.saved += 1
+        name = checkpoint_name(self.saved // 3, self.saved % 3)
+        fill(self.folder.partial(name), best=best)
+        self.folder.commit(name)
+        self.there.append(name)
+        if best:
+            self.best.add(name)
+
+    def prune(self, limit: int) -> None:
+        by_size = self.intact(self.sizes_wrong)
+        best = ([name for name in self.there if name in self.best - self.without_manifest] or [None])[-1]
+        removed = self.folder.prune(limit)
+        if removed:
+            assert self.there[-1] in by_size and len(by_size) >= limit
+        kept = [name for name in self.there if name not in removed]
+        assert self.folder.names() == kept
+        assert best not in removed
+        assert by_size[-limit:] == [name for name in by_size if name in kept][-limit:]
+        self.there = kept
+
+    def target(self, back: int, file: str) -> Path | None:
+        path = self.folder.root / self.there[-1 - back] / file if back < len(self.there) else None
+        return path if path is not None and path.exists() and path.stat().st_size else None
+
+    def spoil(self, kind: str, back: int, file: str, where: float = 0.0) -> None:
+        path = self.target(back, file)
+        if path is None or (kind == "flip" and self.there[-1 - back] in self.content_wrong):  # twice would mend it
+            return
+        content = path.read_bytes()
+        position = int(where * len(content))
+        if kind == "flip":
+            self.content_wrong.add(self.there[-1 - back])
+            flipped = bytes([content[position] ^ 1])
+            path.write_bytes(content[:position] + flipped + content[position + 1 :])
+        elif kind == "cut":
+            path.write_bytes(content[:position])
+        else:
+            path.unlink()
+        if kind != "flip" or file == "manifest.json":
+            self.sizes_wrong.add(self.there[-1 - back])
+        if file == "manifest.json":
+            self.without_manifest.add(self.there[-1 - back])
+
+    def check(self) -> None:
+        for checksums in (True, False):
+            wrong = self.sizes_wrong | (self.content_wrong if checksums else set())
+            newest, _ = self.folder.newest_intact(checksums)
+            assert newest == (self.intact(wrong) or [None])[-1]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(OPERATIONS, max_size=14))
+def test_the_newest_intact_checkpoint_is_found_and_never_removed(operations):
+    with tempfile.TemporaryDirectory() as place, patch.object(os, "fsync", lambda number: None):
+        history = History(Path(place))
+        for kind, *arguments in operations:
+            had = bool(history.intact(history.sizes_wrong))
+            if kind == "save":
+                history.save(*arguments)
+            elif kind == "prune":
+                history.prune(*arguments)
+                assert bool(history.intact(history.sizes_wrong)) == had
+            else:
+                history.spoil(kind, *arguments)
+            history.check()
