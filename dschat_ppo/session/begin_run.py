@@ -27,11 +27,10 @@ from dschat_ppo.runtime.rank_log import open_log
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     check_shared_folder,
+    lock_folder,
     prepare_output_folder,
     refuse_model_folders,
-    refuse_pipes,
 )
-from dschat_ppo.session.run_lock import lock_folder
 from dschat_ppo.session.start_and_end import VALIDATION
 
 FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
@@ -59,7 +58,6 @@ def begin_run(
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
-    refuse_pipes(Path(run.folder))
     quiet_libraries()
     if run.dry_run:
         check_sequence_parallel_size(config.memory, dist.world_size())
@@ -79,7 +77,7 @@ def begin_run(
         prepare_output_folder(folder, config, run)
     else:
         check_earlier_outputs(folder, config, run)
-        _check_trackers(run)
+        dist.on_main(lambda: check_trackers(run.trackers))
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
@@ -106,19 +104,6 @@ def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
             f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
             f"read, and nothing was written to {run.folder}"
         )
-
-
-def _check_trackers(run: RunFlags) -> None:
-    """See `check_trackers`; all ranks raise the error. Collective."""
-    problem = None
-    if dist.is_main():
-        try:
-            check_trackers(run.trackers)
-        except UserError as raised:
-            problem = str(raised)
-    problem = dist.broadcast_object(problem)
-    if problem is not None:
-        raise UserError(problem)
 
 
 def _check_dtype(dtype: str) -> None:

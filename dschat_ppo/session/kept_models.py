@@ -52,15 +52,13 @@ class KeptModels:
 
     @staticmethod
     def _on_main(folder: Path, change: Callable[[], None]) -> None:
-        problem = None
-        if dist.is_main():
+        def attempt() -> None:
             try:
                 change()
             except OSError as failure:
-                problem = f"{folder}: cannot be written ({failure.strerror})"
-        problem = dist.broadcast_object(problem)
-        if problem is not None:
-            raise StorageError(problem)
+                raise StorageError(f"{folder}: cannot be written ({failure.strerror})") from failure
+
+        dist.on_main(attempt)
 
 
 def clear_partials(output: Path) -> None:

@@ -1,28 +1,30 @@
-"""The output folder of a run: check what an earlier run left there, prepare it for this run, and remove the
+"""The output folder of a run: lock it, check what an earlier run left there, prepare it for this run, and remove the
 checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On rank 0."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import socket
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dschat_ppo.checkpoint.identity import FLAGS, LENGTH, compare_configs, format_diff
+from dschat_ppo.checkpoint.identity import FLAGS, LENGTH, compare_configs, format_diff, is_inside
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import StepConfig
@@ -52,11 +54,49 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
 
 
-def refuse_pipes(folder: Path) -> None:
-    """Refuse an output folder with a pipe or a device where a run has files; it is not read."""
-    for path in (*folder.glob("*"), *folder.glob("*/*")):
-        if is_pipe_or_device(path):
-            raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
+_LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a `flock` holds
+
+
+def lock_folder(folder: Path) -> None:
+    """On rank 0: lock `folder`, and make it if it does not exist, until this process ends, however it ends.
+
+    `UserError` if another run holds the lock. Call it before the ranks join: a second run of the same command has the
+    same port, and would report only that. Several steps may run one after another in one process, which keeps the
+    locks. Programs started by `subprocess` do not inherit them, and children forked by Python release them at once.
+    """
+    if not dist.is_main() or folder.resolve() in _LOCKS:
+        return
+    with _writing(folder):
+        make_folder(folder)
+        number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(number, 1000).decode(errors="replace").strip()
+        os.close(number)
+        raise UserError(
+            f"--output_dir {folder} is being written by another run ({holder}); wait for it, stop it, or name another "
+            "folder"
+        ) from None
+    except OSError as problem:
+        os.close(number)
+        logger().warning(f"--output_dir {folder}: cannot be locked ({problem.strerror}): a second run is not kept out")
+        return
+    _LOCKS[folder.resolve()] = number
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    with suppress(OSError):  # a full disk; the text is for a second run's message alone
+        os.ftruncate(number, 0)
+        os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
+
+
+def release_locks() -> None:
+    """Release the locks of this process: in a forked child, which would keep a folder locked after the run."""
+    for number in _LOCKS.values():
+        os.close(number)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=release_locks)
 
 
 def check_shared_folder(folder: Path) -> None:
@@ -100,77 +140,73 @@ def _appears(path: Path) -> bool:
 def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
     `StopRequested` if the same run has finished there; nothing is left to do. Collective."""
-    problem, done = dist.broadcast_object(_check_on_main(folder, config, run) if dist.is_main() else None)
-    if problem:
-        raise UserError(problem)
-    if done:
-        raise StopRequested(done)
+
+    def check() -> None:
+        with _writing(folder):
+            CheckpointFolder(folder).clear_partials()
+            clear_partials(folder)
+            _check_outputs(folder, config, run)
+
+    dist.on_main(check)
 
 
-def _check_on_main(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str | None, str | None]:
-    """(why the run must not write there, or None; why nothing is left to do, or None)."""
-    for name in (METRICS, RESULT, CONFIG):
-        if (folder / name).is_dir():
-            return f"{folder / name} is a folder, but the run writes a file of that name; move it away", None
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `UserError`."""
     try:
-        CheckpointFolder(folder).clear_partials()  # before all checks: it may restore a checkpoint
-        clear_partials(folder)
-        return _check_outputs(folder, config, run)
+        yield
     except OSError as problem:
-        return f"--output_dir {folder}: cannot be written ({problem.strerror})", None
+        raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror or problem})") from problem
 
 
-def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> tuple[str | None, str | None]:
-    """See `_check_on_main`. Raises `OSError` where a file cannot be written or renamed."""
+def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
+    """See `check_earlier_outputs`."""
+    saved_names = CheckpointFolder(folder).names()
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
-    outputs += [path.name for path in folder.glob("*.safetensors")] + CheckpointFolder(folder).names()
+    outputs += [path.name for path in folder.glob("*.safetensors")] + saved_names
     if run.overwrite_output_dir or not outputs:
-        return None, None
-
+        return
     resume, force = config.safety.resume, config.safety.resume_force
     refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
-    if resume == NEVER or (resume != AUTO and not Path(resume).resolve().is_relative_to(folder.resolve())):
-        return f"{refusal}; to resume there give --resume auto, else {ways_out}", None
+    if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
+        raise UserError(f"{refusal}; to resume there give --resume auto, else {ways_out}")
 
     is_done = is_finished(folder)
-    if CheckpointFolder(folder).names() and (not is_done or resume != AUTO or force):
-        if RESULT in outputs and not is_done:
+    is_damaged = RESULT in outputs and not is_done
+    if saved_names and (not is_done or resume != AUTO or force):
+        if is_damaged:
             logger().warning(f"{folder / RESULT} is damaged, so the run does not count as done")
-        return None, None  # `find_checkpoint` decides whether the run can resume
-    if RESULT in outputs and not is_done:
-        return f"{folder / RESULT} is damaged, and there is no checkpoint to finish that run from; {ways_out}", None
+        return  # `find_checkpoint` decides whether the run can resume
+    if is_damaged:
+        raise UserError(f"{folder / RESULT} is damaged, and there is no checkpoint to finish that run from; {ways_out}")
 
     saved = read_config(folder)
     if saved is None:
-        return f"{refusal}; {ways_out}", None
+        raise UserError(f"{refusal}; {ways_out}")
     compared = compare_configs(saved, flatten(config))
     changes = [change for change in compared if change.matters]
-    if is_done and not CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
-        return (
+    has_other_length = any(change.name in LENGTH for change in compared)
+    if is_done and has_other_length and not saved_names:
+        raise UserError(
             f"--output_dir {folder}: the run there is finished and its checkpoints were removed, so its length "
             "cannot change: to train longer, start another run from its model, or repeat it (--overwrite_output_dir) "
-            "with --keep_final_checkpoint",
-            None,
+            "with --keep_final_checkpoint"
         )
-    did_steps = outputs != [METRICS] or _has_steps(folder / METRICS)
-    if changes and did_steps:
-        if CheckpointFolder(folder).names():  # of a finished run: unfinished ones are left to `find_checkpoint`
+    if changes and (outputs != [METRICS] or _has_steps(folder / METRICS)):
+        if saved_names:  # of a finished run: unfinished ones are left to `find_checkpoint`
             ways_out = f"add --resume_force to continue from its last checkpoint; to start over, {ways_out}"
         elif force:
             ways_out = f"--resume_force has no effect without a checkpoint, and the folder has none, so {ways_out}"
-        return f"{refusal} of a run with other settings; {ways_out}. What changed:\n{format_diff(changes)}", None
-    if is_done and CheckpointFolder(folder).names() and any(change.name in LENGTH for change in compared):
-        return None, None  # the run is longer now, with the same learning rates so far
-    if is_done:
-        return None, _done(folder, config, saved)
-    if (folder / METRICS).exists():
+        raise UserError(f"{refusal} of a run with other settings; {ways_out}. What changed:\n{format_diff(changes)}")
+    if is_done and not has_other_length:
+        raise StopRequested(_done(folder, config, saved))
+    if not is_done and (folder / METRICS).exists():  # done, with another length: it continues with the same rates
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
             f"--output_dir {folder}: an earlier run with {'other' if changes else 'these'} settings ended before its "
             f"first {'step' if changes else 'checkpoint'}; starting over (its metrics are kept as {kept.name})"
         )
-    return None, None
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -221,23 +257,18 @@ def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resum
     A run that starts from scratch removes the outputs of an earlier run. A run that resumes, from the checkpoint
     `resumed` in this folder, checks `metrics.jsonl`, see `restore_metrics`.
     """
-    problem = dist.broadcast_object(_prepare_on_main(folder, config, run, resumed) if dist.is_main() else None)
-    if problem:
-        raise UserError(problem)
 
+    def prepare() -> None:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if resumed is not None:
+                restore_metrics(folder, resumed)
+            elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
+                remove_earlier_outputs(folder, run)
+            (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
+            write_config(flatten(config), folder)
 
-def _prepare_on_main(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None) -> str | None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if resumed is not None:
-            restore_metrics(folder, resumed)
-        elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else no run of this project made the content
-            remove_earlier_outputs(folder, run)
-        (folder / RESULT).unlink(missing_ok=True)  # not earlier: it marks the outputs above as those of a finished run
-        write_config(flatten(config), folder)
-    except OSError as problem:
-        return f"--output_dir {folder}: cannot be written ({problem.strerror or problem})"
-    return None
+    dist.on_main(prepare)
 
 
 def restore_metrics(output: Path, checkpoint: Path) -> None:

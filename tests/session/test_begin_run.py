@@ -116,15 +116,14 @@ def test_trackers_that_cannot_be_used_end_the_run_on_all_ranks_before_a_model_is
 
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(begin_run, "check_trackers", refuse)
-    monkeypatch.setattr(
-        begin_run.dist, "broadcast_object", lambda value: sent.append(value) or "wandb is not installed"
-    )
+    refusal = UserError("wandb is not installed")
+    monkeypatch.setattr(begin_run.dist, "broadcast_object", lambda value: sent.append(value) or (None, refusal))
     words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path), "--report_to", "wandb"]
     config = parse("sft", words)
     with pytest.raises(UserError, match="^wandb is not installed$"):
         begin_run.begin_run("sft", config, config.run, [])
     assert checked == ([("wandb",)] if rank == 0 else []), "rank 0 alone needs the library"
-    assert sent == (["wandb is not installed"] if rank == 0 else [None])
+    assert [str(problem) for _, problem in sent] == ["wandb is not installed" if rank == 0 else "None"]
 
 
 def test_errors_of_a_block_name_its_flag():

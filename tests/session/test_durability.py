@@ -21,8 +21,7 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import write_config, write_result
-from dschat_ppo.session.output_folder import keep_old_metrics, restore_metrics
-from dschat_ppo.session.run_lock import lock_folder, release_locks
+from dschat_ppo.session.output_folder import keep_old_metrics, lock_folder, release_locks, restore_metrics
 from dschat_ppo.tools import toy
 from dschat_ppo.tools.toy_model import write_task
 

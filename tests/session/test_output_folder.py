@@ -1,7 +1,6 @@
 """An output folder with the outputs of an earlier run: accepted, refused, kept or removed."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     prepare_output_folder,
     refuse_model_folders,
-    refuse_pipes,
 )
 
 
@@ -320,13 +318,3 @@ def test_a_run_from_scratch_removes_the_records_of_an_earlier_run(tmp_path, name
     assert (tmp_path / name).exists(), "no run of this project made it"
     prepare_output_folder(tmp_path, config, config.run)
     assert not (tmp_path / name).exists()
-
-
-def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
-    refuse_pipes(tmp_path / "new")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
-    refuse_pipes(tmp_path)
-    os.mkfifo(tmp_path / "logs" / "rank_0.log")
-    with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
-        refuse_pipes(tmp_path)

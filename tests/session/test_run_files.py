@@ -10,7 +10,7 @@ from dschat_ppo.checkpoint.store import Manifest
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
 from dschat_ppo.session import begin_run
-from dschat_ppo.session.run_lock import release_locks
+from dschat_ppo.session.output_folder import release_locks
 
 
 @pytest.fixture
