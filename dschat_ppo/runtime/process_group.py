@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -14,16 +15,23 @@ from urllib.parse import quote, unquote, urlparse
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import DistStoreError, PrefixStore, Store, register_rendezvous_handler
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+    register_rendezvous_handler,
+)
 
 from dschat_ppo.common import dist, ranks
-from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.common.heartbeat import running_clock
+from dschat_ppo.common.logging import print_line, quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.op_builds import guard_builds, offer_all_reduce
 from dschat_ppo.runtime.processes import ancestor
-from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.runtime.unused_gpu import require_usable_gpu
-from dschat_ppo.runtime.waiting_for_ranks import connect, wait_for_all_ranks
 
 SHARED_MEMORY = Path("/dev/shm")  # Docker gives a container 64 MiB of it
 MIB = 2**20
@@ -34,6 +42,12 @@ ALLOCATOR = "expandable_segments:True"  # of torch's memory on a GPU
 _SCHEME = "dschat-ppo"
 _OWNER = "dschat_ppo/launch"
 _OTHER_PORT = "choose another port by deepspeed --master_port N (with srun: export MASTER_PORT=N)"
+JOIN_SECONDS = 1800.0  # machines that are started by hand
+_TRY_SECONDS = 20.0
+_PROBE_SECONDS = 3.0  # for rank 0 to accept a connection
+_POLL_SECONDS = 0.1
+_LOG_SECONDS = 20.0
+_DOING = "waited for the other machines"
 _ANSWER_SECONDS = 120.0  # rank 0 writes as soon as its store is open
 
 
@@ -150,6 +164,75 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     if dist.machines() > 1:
         wait_for_all_ranks(store)
     yield PrefixStore("dschat_ppo", store), rank, int(os.environ["WORLD_SIZE"])
+
+
+def connect(address: str, port: int, is_master: bool, timeout: timedelta) -> TCPStore:
+    """The store of rank 0 (`is_master`: this process opens it; the others wait up to `JOIN_SECONDS` until it is open).
+    They probe it by a plain connection: torch, which tries to connect again and again, would print stack traces of C++.
+    `timeout` is that of later operations."""
+    began = logged = running_clock()
+    while True:
+        raise_if_stop_requested(_DOING)
+        try:
+            if not is_master:
+                socket.create_connection((address, port), _PROBE_SECONDS).close()
+            store = TCPStore(  # it does not wait for its workers: ranks of another launch would be counted
+                address, port, None, is_master, timedelta(seconds=_TRY_SECONDS), wait_for_workers=False,
+                multi_tenant=True,
+            )  # fmt: skip
+        except (OSError, DistNetworkError) as problem:
+            if is_master and "EADDRINUSE" in str(problem):
+                raise
+            if is_master:
+                raise UserError(
+                    f"rank 0 on {socket.gethostname()} cannot reach itself at MASTER_ADDR {address}, port {port}: give "
+                    "--master_addr an address of this machine"
+                ) from problem
+            now = running_clock()
+            if now - began > JOIN_SECONDS:
+                reason = f" ({problem.strerror or problem})" if isinstance(problem, OSError) else ""
+                raise UserError(
+                    f"rank {ranks.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}, port "
+                    f"{port}{reason}: start the other machines, check that --master_addr is the address of the first "
+                    "one, and that no firewall closes the port"
+                ) from problem
+            if now - logged >= _LOG_SECONDS and ranks.local_rank() == 0:
+                logged = now
+                print_line(f"rank {ranks.rank()} waits for rank 0 at {address}, port {port}")
+            time.sleep(_POLL_SECONDS)
+        else:
+            store.set_timeout(timeout)
+            return store
+
+
+def wait_for_all_ranks(store: Store) -> None:
+    """Return when every rank has called this. `UserError`: `JOIN_SECONDS` passed, or machines differ in ranks."""
+    size, mine = ranks.world_size(), ranks.local_world_size()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts the ranks
+    store.set(f"ranks_of_machine/{start}/{ranks.rank()}", str(mine))
+    joined, began = store.add(f"joined/{start}", 1), running_clock()
+    logged = began
+    while joined < size:
+        time.sleep(_POLL_SECONDS)
+        raise_if_stop_requested(_DOING)
+        joined, now = store.add(f"joined/{start}", 0), running_clock()
+        if joined >= size or now - logged < _LOG_SECONDS:
+            continue
+        logged = now
+        missing = [rank for rank in range(size) if not store.check([f"ranks_of_machine/{start}/{rank}"])]
+        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        if now - began > JOIN_SECONDS:
+            raise UserError(
+                f"{names} of {size} did not start within {JOIN_SECONDS:.0f} s; see the output of that machine"
+            )
+        if ranks.is_main():
+            print_line(f"waiting for {names} of {size}")
+    sizes = {int(store.get(f"ranks_of_machine/{start}/{rank}")) for rank in range(size)}
+    if len(sizes) > 1:
+        raise UserError(
+            f"the machines have different numbers of ranks ({', '.join(map(str, sorted(sizes)))}): each must have the "
+            "same number (hostfile: the same slots)"
+        )
 
 
 def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:

@@ -10,8 +10,8 @@ from launch import _free_port
 from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.runtime import stop_requests, waiting_for_ranks
-from dschat_ppo.runtime.waiting_for_ranks import connect, wait_for_all_ranks
+from dschat_ppo.runtime import process_group, stop_requests
+from dschat_ppo.runtime.process_group import connect, wait_for_all_ranks
 
 MINUTE = timedelta(seconds=60)
 
@@ -21,8 +21,8 @@ def second_machine(monkeypatch):
     """This process is rank 2, the first one of the second of two machines, and waits a second at most."""
     for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(waiting_for_ranks, "JOIN_SECONDS", 1.0)
-    monkeypatch.setattr(waiting_for_ranks, "_LOG_SECONDS", 0.3)
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "_LOG_SECONDS", 0.3)
 
 
 def test_a_store_that_never_opens_is_one_error_after_some_lines(capfd):
@@ -50,7 +50,7 @@ def test_a_name_that_does_not_exist_yet_is_waited_for(capfd):
 
 
 def test_a_store_that_opens_later_is_connected_to(capfd, monkeypatch):
-    monkeypatch.setattr(waiting_for_ranks, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 60.0)
     port, opened = _free_port(), []
 
     def open_later() -> None:
@@ -68,7 +68,7 @@ def test_a_store_that_opens_later_is_connected_to(capfd, monkeypatch):
 
 
 def test_rank_0_opens_the_store_or_says_why_it_cannot(monkeypatch):
-    monkeypatch.setattr(waiting_for_ranks, "_TRY_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "_TRY_SECONDS", 1.0)
     store = connect("127.0.0.1", _free_port(), True, timedelta(seconds=7))
     assert store.timeout == timedelta(seconds=7)
     with socket.create_server(("", 0)) as program, pytest.raises(DistNetworkError, match="EADDRINUSE"):
@@ -78,7 +78,7 @@ def test_rank_0_opens_the_store_or_says_why_it_cannot(monkeypatch):
 
 
 def test_a_stop_request_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(waiting_for_ranks, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 60.0)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     began = time.monotonic()
     with pytest.raises(StopRequested, match="waited for the other machines"):
@@ -91,9 +91,9 @@ def test_a_stop_request_ends_the_wait(monkeypatch):
 def start(store: HashStore, monkeypatch, rank: int, local_size: int) -> None:
     """Let a rank of a machine with this number of ranks start, while nobody waits for the others."""
     with monkeypatch.context() as there:
-        there.setattr(waiting_for_ranks.ranks, "rank", lambda: rank)
-        there.setattr(waiting_for_ranks.ranks, "local_world_size", lambda: local_size)
-        there.setattr(waiting_for_ranks.ranks, "world_size", lambda: 0)
+        there.setattr(process_group.ranks, "rank", lambda: rank)
+        there.setattr(process_group.ranks, "local_world_size", lambda: local_size)
+        there.setattr(process_group.ranks, "world_size", lambda: 0)
         wait_for_all_ranks(store)
 
 

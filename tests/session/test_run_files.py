@@ -3,14 +3,10 @@
 import json
 
 import pytest
-import torch
-from stub_runs import Trainer, config_of, open_run, run, steps_of, train
+from stub_runs import Trainer, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.store import Manifest
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import UserError
-from dschat_ppo.session import begin_run
-from dschat_ppo.session.output_folder import release_locks
 
 
 @pytest.fixture
@@ -87,26 +83,6 @@ def test_a_checkpoint_without_a_copy_of_the_metrics_can_be_resumed(tmp_path, war
     manifest.write(folder)
     run(tmp_path, 4)
     assert steps_of(tmp_path) == [1, 2, 3, 4] and warnings == []
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml"])
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_folder_in_the_place_of_a_file_is_refused_before_any_change(tmp_path, monkeypatch, name, saved):
-    monkeypatch.setattr(
-        begin_run, "init_process_group", lambda folder: torch.device("cpu")
-    )  # other tests share this process
-    monkeypatch.setattr(begin_run.watchdog, "start", lambda seconds: None)
-    monkeypatch.setattr(begin_run, "open_log", lambda folder: None)
-    output = tmp_path / "out"
-    if saved:
-        run(output, 2)
-    (output / name).unlink(missing_ok=True)
-    (output / name).mkdir(parents=True)
-    config = config_of(output)
-    with pytest.raises(UserError, match=f"{name} is a folder, but the run writes a file of that name") as raised:
-        begin_run.begin_run("sft", config, config.run, [])
-    release_locks()
-    assert "\n" not in str(raised.value) and (output / name).is_dir()
 
 
 def test_the_copy_holds_the_metrics_up_to_the_checkpoint(tmp_path):
