@@ -19,10 +19,10 @@ import dschat_ppo
 from dschat_ppo.checkpoint.engine_state import has_layout_of, load_engine, save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.reshard import load_engine_resharded
-from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state, save_state
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL
+from dschat_ppo.common.atomic_files import PARTIAL, write_file
 from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
@@ -36,7 +36,6 @@ from dschat_ppo.types import Engine
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
-Written = tuple[dict[str, FileEntry], str | None]  # files by path in the checkpoint, and why they could not be written
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,6 @@ class CheckpointManager:
         self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
-        self._small_files: Written = {}, None
         self._saved = saved
         self._saved_at = time.monotonic()
 
@@ -233,7 +231,8 @@ class CheckpointManager:
             save_engine(engine, folder / role, self._files)
         own = {"random": capture_rng_state(), **trainer.rank_state()}
         self._files.save(own, str(folder / rank_file(dist.rank())))
-        self._small_files = self._write_small_files(folder)
+        if dist.is_main():
+            self._files.save(trainer.shared_state(), str(folder / SHARED))
         self._pending = Manifest(
             kind=self._identity.kind,
             step=step,
@@ -258,35 +257,23 @@ class CheckpointManager:
         for role in self._trainer.engines_to_save:
             (folder / role / "state").mkdir(parents=True)
 
-    def _write_small_files(self, folder: Path) -> Written:
-        """The state that all ranks share and a copy of the metrics: small, so written by rank 0 in the foreground."""
-        if not dist.is_main():
-            return {}, None
-        try:
-            with self._folder.writing():
-                save_state(folder / SHARED, self._trainer.shared_state())
-                self._metrics.copy_to(folder / METRICS)
-                return {name: describe_file(folder / name) for name in (SHARED, METRICS)}, None
-        except StorageError as problem:
-            return {}, str(problem)
-
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        found = dist.gather_objects([self._small_files, self._wait_for_files(name)])  # of each rank two parts
         files: dict[str, FileEntry] = {}
-        for part, problem in (part for parts in found for part in parts):
+        for part, problem in dist.gather_objects(self._wait_for_files(name)):
             if problem is not None:
                 raise StorageError(problem)
             files |= part
-        self._on_main(lambda: self._publish(name, replace(pending, files=files)))
+        self._on_main(lambda: self._publish(name, pending, files))
         size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
-    def _wait_for_files(self, name: str) -> Written:
-        """The files that this rank has written in the background, once they are on the disk."""
+    def _wait_for_files(self, name: str) -> tuple[dict[str, FileEntry], str | None]:
+        """The files that this rank has written in the background, once they are on the disk, by path in the checkpoint;
+        and why they could not be written, or None."""
         files: dict[str, FileEntry] = {}
         try:
             with self._folder.writing():
@@ -296,8 +283,11 @@ class CheckpointManager:
             return {}, str(problem)
         return files, None
 
-    def _publish(self, name: str, manifest: Manifest) -> None:
-        manifest.write(self._partial(name))
+    def _publish(self, name: str, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+        folder = self._partial(name)
+        metrics = (self._folder.root.parent / METRICS).read_bytes()
+        write_file(folder / METRICS, metrics[: manifest.metrics_offset])
+        replace(manifest, files={**files, METRICS: describe_file(folder / METRICS)}).write(folder)
         self._folder.commit(name)
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")

@@ -58,10 +58,6 @@ class MetricsWriter:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0."""
         return self._lines.saved_offset()
 
-    def copy_to(self, file: Path) -> None:
-        """Copy `metrics.jsonl` to another file, durably. Call it on rank 0; it raises `OSError`."""
-        write_file(file, self._lines.path.read_bytes())
-
     def write(self, step: int, metrics: dict[str, float], figures: StepFigures | None = None) -> None:
         """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])

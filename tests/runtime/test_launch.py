@@ -21,17 +21,31 @@ def own_signals():
     reset_phases()
 
 
-def test_success_returns_0():
-    assert run_step(lambda argv: argv, lambda config: None, ["--x"]) == 0
-
-
-@pytest.mark.parametrize("message", ["--data_path nowhere: no such file", "other settings:\n- --seed 1\n+ --seed 2"])
-def test_user_error_is_its_message_and_exit_code_2(capsys, message):
+def raising(problem: BaseException | None):
     def train(_config):
-        raise UserError(message)
+        if problem is not None:
+            raise problem
 
-    assert run_step(lambda argv: argv, train, []) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    return train
+
+
+AGAIN = "saved; run the same command again to resume"
+INTERRUPTED = f"rank 0 was interrupted a second time (phase 'start'): the run ends at once; {HOW_TO_RESUME}\n"
+ENDS = [  # how training ends, exit code, stdout, stderr
+    (None, 0, "", ""),
+    (StopRequested(AGAIN), 0, f"{AGAIN}\n", ""),
+    (UserError("--data_path nowhere: no such file"), 2, "", "error: --data_path nowhere: no such file\n"),
+    (UserError("other settings:\n- --seed 1\n+ --seed 2"), 2, "", "error: other settings:\n- --seed 1\n+ --seed 2\n"),
+    (NonFiniteError("step 3: the loss is not finite"), 3, "", "error: step 3: the loss is not finite\n"),
+    (UnhealthyRun("--stop_on_health error: step 3"), 6, "", "error: --stop_on_health error: step 3\n"),
+    (KeyboardInterrupt(), 1, "", INTERRUPTED),
+]
+
+
+@pytest.mark.parametrize(("problem", "code", "out", "err"), ENDS)
+def test_the_end_of_a_run_is_one_message_and_an_exit_code(capsys, problem, code, out, err):
+    assert run_step(list, raising(problem), []) == code
+    assert capsys.readouterr() == (out, err)
 
 
 def test_the_error_of_a_library_is_only_in_the_log(capsys, tmp_path):
@@ -64,32 +78,6 @@ def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):
     assert last == "ZeroDivisionError: boom"
 
 
-def test_a_nonfinite_error_is_its_message_and_exit_code_3(capsys):
-    def train(_config):
-        raise NonFiniteError("step 3: the loss is not finite")
-
-    assert run_step(lambda argv: argv, train, []) == 3
-    assert capsys.readouterr().err == "error: step 3: the loss is not finite\n"
-
-
-def test_an_unhealthy_run_is_one_line_and_exit_code_6(capsys):
-    def train(_config):
-        raise UnhealthyRun("--stop_on_health error: step 3: kl_negative")
-
-    assert run_step(lambda argv: argv, train, []) == 6
-    assert capsys.readouterr().err == "error: --stop_on_health error: step 3: kl_negative\n"
-
-
-def test_a_second_interrupt_prints_no_traceback(capsys):
-    def train(_config):
-        announce_step(7)
-        raise KeyboardInterrupt
-
-    assert run_step(lambda argv: argv, train, []) == 1
-    message = "rank 0 was interrupted a second time (phase 'start', step 7): the run ends at once"
-    assert capsys.readouterr().err == f"{message}; {HOW_TO_RESUME}\n"
-
-
 def test_messages_show_no_credentials(capsys, tmp_path):
     open_log(tmp_path)
     try:
@@ -105,32 +93,16 @@ def test_messages_show_no_credentials(capsys, tmp_path):
         assert text.count("http://***@host/") >= 3 and "s3cret" not in text
 
 
-def test_without_steps_there_is_no_step_in_the_message(capsys):
-    def train(_config):
-        raise ZeroDivisionError
-
-    capsys.readouterr()
-    assert run_step(lambda argv: argv, train, []) == 1
-    assert capsys.readouterr().err.startswith("rank 0 failed in phase 'start':\n")
-
-
 def test_a_second_run_in_a_process_starts_without_phase_and_step(capsys):
     def train(_config):
         announce_step(7)
         with PhaseClock().phase("score"):
             raise ZeroDivisionError
 
-    assert run_step(lambda argv: argv, train, []) == 1
-    test_without_steps_there_is_no_step_in_the_message(capsys)
-
-
-def test_a_stop_on_request_is_no_failure(capsys):
-    def train(_config):
-        raise StopRequested("saved; run the same command again to resume")
-
-    assert run_step(lambda argv: argv, train, []) == 0
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("saved; run the same command again to resume\n", "")
+    for fails in (train, raising(ZeroDivisionError())):
+        capsys.readouterr()
+        assert run_step(list, fails, []) == 1
+    assert capsys.readouterr().err.startswith("rank 0 failed in phase 'start':\n")
 
 
 def test_signals_are_noted_while_a_step_runs():
