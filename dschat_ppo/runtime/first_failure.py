@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -24,13 +23,12 @@ _OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"  # machines m
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """How a run ends, by the first rank that knows: its rank, the exit code (0: stopped on request), whether it hangs,
-    and when it was recorded, in seconds since the epoch."""
+    """How a run ends, by the first rank that knows: its rank, the exit code (0: stopped on request), and whether it
+    hangs."""
 
     rank: int
     code: int
     hung: bool
-    when: float
 
 
 class FirstFailureRecord:
@@ -46,7 +44,7 @@ class FirstFailureRecord:
 
     def record(self, code: int, hung: bool = False) -> FirstFailure:
         """Record a failure of this rank, unless there is one; returns the first one."""
-        mine = FirstFailure(ranks.rank(), code, hung, time.time())
+        mine = FirstFailure(ranks.rank(), code, hung)
         try:
             if self.folder is not None:
                 draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
@@ -125,8 +123,8 @@ class FirstFailureRecord:
 
 
 def open_failure_record() -> FirstFailureRecord:
-    """Add this rank to the record of its machine and launch, and remove records of launches that were killed. Without
-    other ranks, without /proc, or if the folder cannot be made, each rank reports its own failures."""
+    """Add this rank to the record of its machine and launch. Without other ranks, /proc or a temporary folder, each
+    rank reports its own failures."""
     launcher, own = find_process(os.getppid()), find_process(os.getpid())
     if ranks.world_size() == 1 or launcher is None or own is None:
         return FirstFailureRecord(None)
@@ -135,7 +133,6 @@ def open_failure_record() -> FirstFailureRecord:
     name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
     try:
         folder = Path(tempfile.gettempdir(), name)  # raises where no temporary folder can be written
-        _remove_records_of_killed_launches()
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():  # anyone may write to /tmp: another user may have made it first
             return FirstFailureRecord(None)
@@ -145,14 +142,3 @@ def open_failure_record() -> FirstFailureRecord:
     except OSError:
         return FirstFailureRecord(None)
     return FirstFailureRecord(folder)
-
-
-def _remove_records_of_killed_launches() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_OWN_FOLDERS}*"):
-        numbers = re.fullmatch(r".*_(\d+)_(\d+)", folder.name)
-        if numbers is None:
-            continue
-        launcher = find_process(int(numbers[1]))
-        launcher_runs = launcher is not None and launcher.started == int(numbers[2])
-        if not launcher_runs and not any(FirstFailureRecord(folder)._is_running().values()):
-            shutil.rmtree(folder, ignore_errors=True)

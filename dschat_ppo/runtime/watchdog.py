@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import NoReturn
 
 from dschat_ppo.common import heartbeat, ranks
@@ -25,7 +24,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME, RANK_LOST
-from dschat_ppo.runtime.first_failure import FirstFailure, FirstFailureRecord
+from dschat_ppo.runtime.first_failure import FirstFailureRecord
 from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
 POLL_SECONDS = 0.5
@@ -88,22 +87,21 @@ class _Watchdog:
             polled = now
             leave_dead_terminal()
             self._pass_on_stop_request()
-            first = self.record.read()
             # for two polls: after a suspension the other ranks need one to report their progress
             hangs = self._has_lasted("hangs", self._hangs(), 2 * POLL_SECONDS)
-            if hangs and (first is None or not first.code):
+            first = self.record.read()
+            is_stopping = first is not None and not first.code
+            if hangs and (first is None or is_stopping):
                 first = self.record.record(RANK_LOST, hung=True)
-                if not first.code:  # a stop on request, during which this rank hangs
-                    first = replace(first, rank=ranks.rank(), code=RANK_LOST, hung=True, when=time.time())
-            if first is not None and first.hung:
-                self._end_with_stacks(first)
-            elif first is not None and first.code and first.rank != ranks.rank():
+            if first is None:
+                if self._has_lasted("lost", bool(self.record.lost_ranks()), LOST_SECONDS):
+                    self._end_without_lost_rank()
+            elif first.hung or (hangs and is_stopping):
+                self._end_with_stacks(is_stopping or first.rank == ranks.rank())
+            elif first.code and first.rank != ranks.rank() and self._has_lasted("failed", True, FAILED_SECONDS):
                 # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
-                if self._has_lasted("failed", True, FAILED_SECONDS):
-                    write_to_log(f"ends because rank {first.rank} failed\n{_stacks()}")
-                    self._leave(first.code)
-            elif first is None and self._has_lasted("lost", bool(self.record.lost_ranks()), LOST_SECONDS):
-                self._end_without_lost_rank()
+                write_to_log(f"ends because rank {first.rank} failed\n{_stacks()}")
+                self._leave(first.code)
 
     def _pass_on_stop_request(self) -> None:
         """Needed because the launcher sends its signal to one rank and waits for its end before it signals the next."""
@@ -151,14 +149,14 @@ class _Watchdog:
         self.record.leave()
         os._exit(code)
 
-    def _end_with_stacks(self, first: FirstFailure) -> NoReturn:
-        """Write the stacks of this rank to its log, on the rank that noticed first also to stderr, and end."""
+    def _end_with_stacks(self, prints: bool) -> NoReturn:
+        """Write the stacks of this rank to its log, and also to stderr if it `prints` them, and end."""
         text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}\n{_stacks()}"
         # before anything is written: the disk that holds the log may be the one that hangs
         timer = threading.Timer(_STACKS_SECONDS, self._leave, [RANK_LOST])
         timer.daemon = True
         timer.start()
-        if first.rank == ranks.rank():
+        if prints:
             logs = log_path()
             _write_to_stderr(text + (f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""))
         write_to_log(text)

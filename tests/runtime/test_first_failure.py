@@ -4,7 +4,6 @@ import errno
 import math
 import os
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -37,10 +36,8 @@ def test_the_first_failure_counts(ranks, tmp_path):
     assert first.folder.parent == tmp_path
     assert first.folder.stat().st_mode & 0o777 == 0o700
     assert first.read() is None
-    before = time.time()
     mine = second.record(3, hung=True)
     assert (mine.rank, mine.code, mine.hung) == (1, 3, True)
-    assert before <= mine.when <= time.time()
     os.environ["RANK"] = "0"
     assert first.record(1) == mine
     assert first.read() == second.read() == mine
@@ -69,17 +66,6 @@ def test_ranks_can_leave_at_the_same_time(ranks, monkeypatch):
     monkeypatch.setattr(Path, "glob", gone)  # the other one takes the folder away between two looks of this one
     assert record.lost_ranks() == []
     assert record.seconds_since_progress() == math.inf
-    record.leave()
-
-
-@pytest.mark.parametrize("content", ["", "\0\0\0\0", "12", "one two"])
-def test_a_record_damaged_by_a_power_loss_is_removed(ranks, content):
-    """The content was lost, the name was not."""
-    old = ranks(0).folder.with_name(f"{first_failure._OWN_FOLDERS}localhost_29500_1_1")
-    old.mkdir()
-    (old / "rank_0").write_text(content)
-    record = ranks(1)
-    assert not old.exists() and record.is_running(1)
     record.leave()
 
 
@@ -148,25 +134,7 @@ def test_a_folder_of_another_user_is_not_used(ranks):
     shutil.rmtree(folder)
 
 
-def test_records_of_killed_launches_are_removed(ranks, tmp_path):
-    own = find_process(os.getpid())
-    name = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_10.0.0.1_1"
-    dead = tmp_path / f"{name}_{os.getpid()}_{own.started + 1}"
-    alive = tmp_path / f"{name}_{os.getpid()}_{own.started}"
-    orphaned = tmp_path / f"{name}_{2**22 + 1}_5"
-    odd = tmp_path / f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_x"
-    elsewhere = tmp_path / f"dschat_ppo_{os.getuid()}_a-machine-that-shares-TMPDIR_10.0.0.1_1_{2**22 + 1}_5"
-    for folder in (dead, alive, orphaned, odd, elsewhere):
-        folder.mkdir()
-    (dead / "rank_0").write_text(f"{os.getpid()} {own.started + 1}")
-    (orphaned / "rank_0").write_text(f"{os.getpid()} {own.started}")
-    record = ranks(0)
-    assert not dead.exists()
-    assert alive.exists() and orphaned.exists() and odd.exists() and elsewhere.exists()
-    record.leave()
-
-
 def test_a_failure_that_cannot_be_written_counts_for_its_rank(ranks):
     record = ranks(0)
     shutil.rmtree(record.folder)
-    assert record.record(4) == FirstFailure(0, 4, False, pytest.approx(time.time(), abs=5))
+    assert record.record(4) == FirstFailure(0, 4, False)

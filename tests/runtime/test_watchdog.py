@@ -43,9 +43,9 @@ def train(_):
         watchdog.FAILED_SECONDS = watchdog.LOST_SECONDS = 1.0
         watchdog.watch_ranks(record)
         if case == "failed":
-            (folder / "failure").write_text('{"rank": 1, "code": 3, "hung": false, "when": 1.0}')
+            (folder / "failure").write_text('{"rank": 1, "code": 3, "hung": false}')
         if case == "other rank stops":
-            (folder / "failure").write_text('{"rank": 1, "code": 0, "hung": false, "when": 1.0}')
+            (folder / "failure").write_text('{"rank": 1, "code": 0, "hung": false}')
             return time.sleep(4.0)
         sleeps_long()
     watchdog.start(5.0 if case == "suspended" else 2.0)
