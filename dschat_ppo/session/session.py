@@ -105,7 +105,7 @@ def open_session(
     steps: int,
 ) -> Session:  # fmt: skip
     """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
-    `derived`: batch sizes, see `checkpoint.config_diff.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
+    `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
     _raise_if_stop_requested()
     identity = identify_run(kind, config, inputs, derived)
     require_same_on_machines(identity, package_versions())

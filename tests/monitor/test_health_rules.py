@@ -10,7 +10,7 @@ import pytest
 from health_steps import FIT_STEP, PPO_STEP, WINDOW, events_of, fit_watch, ppo_watch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.state_file import load_state, save_state
+from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.health_flags import FIT_RULES, PPO_RULES
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.monitor.health_rules import CONDITIONS, MEANS, TRENDS

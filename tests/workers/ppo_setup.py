@@ -7,7 +7,6 @@ import torch
 from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
 
-from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
@@ -61,9 +60,7 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
     return PPOComponents(config, plan, PPOData(prompts, tokenizer, texts=texts), engines, rewards)
 
 
-def run_all(
-    ppo: PPOComponents, writer: MetricsWriter, checkpointer: CheckpointManager = NO_CHECKPOINTS
-) -> dict[str, Any]:
+def run_all(ppo: PPOComponents, writer: MetricsWriter, checkpointer: Any = NO_CHECKPOINTS) -> dict[str, Any]:
     """All PPO steps, without evaluation; returns the result."""
     report = PPOReport(ppo, None, HealthWatch(ppo.config.health), writer)
     with report.bar:
