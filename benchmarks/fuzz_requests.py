@@ -130,7 +130,7 @@ def score_remotely(rng: random.Random, material: Path, own: Path) -> int:
     reward = RemoteReward([url], timeout=5.0, retries=0, batch_size=3)
     rows: list[dict[str, Any]] = [{"label": "a"}, {}, {"answer": 3}]
     try:
-        scores = reward(RewardRequest(["a", "b", "c"], ["d", "e", "f"], rows), None)  # type: ignore[arg-type]
+        scores = reward(RewardRequest.of(["a", "b", "c"], ["d", "e", "f"], rows), None)  # type: ignore[arg-type]
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -20,7 +20,16 @@ Record = TypeVar("Record")
 
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
-PER_ROW = ("finish_reason", "source_scores", "scores", "baselines", "groups", "data_sources", "numbers")
+PER_ROW = (
+    "finish_reason",
+    "source_scores",
+    "scores",
+    "baselines",
+    "groups",
+    "data_sources",
+    "numbers",
+    "answer_scores",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,8 @@ class RewardedRollout(ScoredRollout):
     rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
     loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
     numbers: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the row in its PPO step
+    answer_scores: Tensor | None = field(default=None, kw_only=True)  # (B,) fp32, `scores` after scaling and clipping,
+    #   less the penalties of missing and late ends: what the last token's reward holds
 
 
 @dataclass(frozen=True)

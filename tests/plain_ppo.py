@@ -274,18 +274,22 @@ def watch(run: PlainRun) -> list[Any]:
         return "train" if training else "eval"
 
     ppo, collection, engines = run.ppo, run.ppo.collection, run.ppo.engines
-    note(collection, "take_prompts", lambda count: f"take {count}")
     note(collection, "sample", lambda prompts, step, _: f"generate {step}")
     note(collection, "reward", lambda rollout, prompts, step: f"reward {step}")
-    passes = collection.passes
+    passes, take = collection.passes, collection.next_prompts
+
+    def taken() -> Any:
+        prompts = take()
+        did.append(f"take {len(prompts.rows)}")
+        return prompts
 
     def scored(*arguments: Any) -> Any:
         found = passes(*arguments)
         did.append(f"score {mode()}")
         return found
 
-    collection.passes = scored
-    note(collection, "add", lambda _: "add")
+    collection.passes, collection.next_prompts = scored, taken
+    note(collection, "add", lambda *_: "add")
     note(ppo.shaping, "advantages", lambda rows, step: f"advantages {step}")
     note(ppo.updates, "minimise", lambda objectives, step: (step, *(part.role for part in objectives), mode()))
     if engines.actor_average is not None:

@@ -29,6 +29,12 @@ class PolicyTerms:
     mask: Tensor  # (B, R) bool, True on tokens that count; rows may have none
     selected: Tensor | None = None  # (B, R) bool, tokens that clip_cov or kl_cov acts on; None for the other losses
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, R) `lp - lp_old`, clamped to +-20, 0 outside the mask."""
+        log_ratio = zero_outside(self.logprobs - self.old_logprobs, self.mask)
+        return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
@@ -54,7 +60,7 @@ class TokenLosses:
 def ppo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7). Unequal bounds: clip-higher (DAPO,
     Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020)."""
-    return _clipped_surrogate(_log_ratio(terms).exp(), terms, settings)
+    return _clipped_surrogate(terms.log_ratio.exp(), terms, settings)
 
 
 def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
@@ -72,7 +78,7 @@ def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 def cispo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-sg(clip(rho, 1 - low, 1 + high)) A lp`: the weight is clipped, no token loses its gradient (MiniMax 2025)."""
-    ratio = _log_ratio(terms).exp().detach()
+    ratio = terms.log_ratio.exp().detach()
     weight = ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
     advantages = zero_outside(terms.advantages, terms.mask)
     losses = -weight * advantages * zero_outside(terms.logprobs, terms.mask)
@@ -82,13 +88,13 @@ def cispo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A lp` (Williams 1992); the ratio is only reported."""
     losses = -zero_outside(terms.advantages, terms.mask) * zero_outside(terms.logprobs, terms.mask)
-    return _unclipped(losses, _log_ratio(terms).exp())
+    return _unclipped(losses, terms.log_ratio.exp())
 
 
 def sapo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A (4 / tau) sigmoid(tau (rho - 1))`, a soft gate with tau by the sign of A (SAPO, Gao et al. 2025). At rho = 1
     its gradient is that of `-A rho`."""
-    ratio = _log_ratio(terms).exp()
+    ratio = terms.log_ratio.exp()
     advantages = zero_outside(terms.advantages, terms.mask)
     tau = torch.full_like(advantages, settings.sapo_tau_negative)
     tau = tau.masked_fill(advantages > 0, settings.sapo_tau_positive)
@@ -103,7 +109,7 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     is the mean over rows.
     """
     advantage = row_means(terms.advantages, terms.mask).unsqueeze(1)  # (B, R) -> (B, 1)
-    log_ratio = _log_ratio(terms)  # (B, R)
+    log_ratio = terms.log_ratio  # (B, R)
     low, high = -settings.clip_eps_low, settings.clip_eps_high
     bounded = torch.where(advantage > 0, log_ratio.clamp_max(high), log_ratio.clamp_min(low))
     log_mean = row_means(bounded, terms.mask).unsqueeze(1).expand_as(bounded)  # (B,) -> (B, R)
@@ -124,16 +130,10 @@ def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025). The
     absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise."""
-    ratio = _log_ratio(terms).exp()
+    ratio = terms.log_ratio.exp()
     distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
     penalty = zero_outside(distance, _selected(terms))
     return _unclipped(-zero_outside(terms.advantages, terms.mask) * ratio + settings.kl_cov_coef * penalty, ratio)
-
-
-def _log_ratio(terms: PolicyTerms) -> Tensor:
-    """(B, R) `lp - lp_old`, clamped to +-20, 0 outside the mask."""
-    log_ratio = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask)
-    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def _clipped_surrogate(ratio: Tensor, terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:

@@ -23,7 +23,6 @@ SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
 HALF = (torch.float16, torch.bfloat16)
 FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")  # `torch.mm(..., out_dtype=...)`, which older versions lack
 Forbidden = tuple[Tensor, tuple[int, ...]]  # positions (N,) bool, and the tokens that cannot be drawn there
-Sums = tuple[Tensor, Tensor, Tensor]  # (rows,) each: largest z*, sum of exp(z - z*), sum of exp(z - z*) (z - z*)
 NEVER = -1e30  # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
 LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
@@ -81,13 +80,37 @@ class _FusedTokenScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head,
         entropy_grad: bool, columns: int, rows: int, forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        infinite = _may_be_infinite(hidden, bias)
+        by_softmax = has_fused_softmax(hidden.device) and not infinite
         pieces = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
-        found = [
-            _forward_of_rows(
-                hidden[piece], weight, bias, tokens[piece], temperature, head, columns, _of_rows(forbidden, piece)
+        found = []  # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
+        for piece in pieces:
+            x, chosen = hidden[piece], torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device)
+            largest, total, weighted = (
+                torch.full_like(chosen, torch.finfo(dtype).min / 2),
+                chosen.clone(),
+                chosen.clone(),
             )
-            for piece in pieces
-        ]
+            for start in range(0, weight.shape[0], columns):
+                logits, _ = _block_logits(x, weight, bias, slice(start, start + columns), temperature, head)
+                forbid_(logits, _of_rows(forbidden, piece), start)
+                column, inside = _in_block(tokens[piece], start, logits.shape[1])  # (rows, 1) each
+                chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
+                before = largest
+                if by_softmax:
+                    largest, of_block, sum_of_block = _sums_by_softmax(before, logits)
+                else:
+                    largest = torch.maximum(before, logits.amax(dim=1))
+                    logits.sub_(largest.unsqueeze(1))
+                    if infinite:
+                        logits.clamp_(min=LOWEST)
+                    powers = torch.exp(logits)
+                    of_block, sum_of_block = powers.sum(dim=1), torch.linalg.vecdot(powers, logits)
+                shrink = torch.exp(before - largest)
+                weighted = (weighted + (before - largest) * total) * shrink + sum_of_block
+                total = total * shrink + of_block
+            found.append((chosen, largest + total.log(), total.log() - weighted / total))
         chosen, log_total, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
@@ -126,50 +149,16 @@ class _FusedTokenScores(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 7
 
 
-def _forward_of_rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head, columns: int,
-    forbidden: Forbidden | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Logit of the token, log of the sum of exponentials, and entropy of each row; each (rows,)."""
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    zeros = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
-    sums, chosen = (torch.full_like(zeros, torch.finfo(dtype).min / 2), zeros, zeros), zeros.clone()
-    infinite = _may_be_infinite(hidden, bias)
-    by_softmax = has_fused_softmax(hidden.device) and not infinite
-    for start in range(0, weight.shape[0], columns):
-        logits, _ = _block_logits(hidden, weight, bias, slice(start, start + columns), temperature, head)
-        forbid_(logits, forbidden, start)
-        column, inside = _in_block(tokens, start, logits.shape[1])
-        chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)  # (rows, columns) -> (rows, 1) -> (rows,)
-        sums = _with_block_by_softmax(sums, logits) if by_softmax else _with_block(sums, logits, infinite)
-    largest, total, weighted = sums
-    return chosen, largest + total.log(), total.log() - weighted / total
-
-
-def _with_block(sums: Sums, logits: Tensor, may_be_infinite: bool) -> Sums:
-    """The running sums with those of a block of logits (rows, columns), which is overwritten."""
-    before, total, weighted = sums
-    largest = torch.maximum(before, logits.amax(dim=1))
-    shrink = torch.exp(before - largest)
-    weighted = (weighted + (before - largest) * total) * shrink
-    logits.sub_(largest.unsqueeze(1))
-    if may_be_infinite:
-        logits.clamp_(min=LOWEST)
-    powers = torch.exp(logits)
-    return largest, total * shrink + powers.sum(dim=1), weighted + torch.linalg.vecdot(powers, logits)
-
-
-def _with_block_by_softmax(sums: Sums, logits: Tensor) -> Sums:
-    """`_with_block` in fewer passes over the block: a GPU computes the softmax p = exp(z - z*) / S in one. Of a block,
-    S is 1 / max p, and the sum of exp(z - z*) (z - z*) is S (sum of p z - z*)."""
-    before, total, weighted = sums
+def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The new largest logit z*, and the block's sums of exp(z - z*) and exp(z - z*) (z - z*), (rows,) each, in fewer
+    passes over the block: a GPU computes the softmax p = exp(z - z_b) / S in one, with z_b the block's largest logit. S
+    is 1 / max p, and the sum of exp(z - z_b) (z - z*) is S (sum of p z - z*)."""
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
     highest, mean = logits.gather(1, column.unsqueeze(1)).squeeze(1), torch.linalg.vecdot(shares, logits)
     largest = torch.maximum(before, highest)
-    shrink, of_block = torch.exp(before - largest), torch.exp(highest - largest) / top
-    weighted = (weighted + (before - largest) * total) * shrink + of_block * (mean - largest)
-    return largest, total * shrink + of_block, weighted
+    of_block = torch.exp(highest - largest) / top
+    return largest, of_block, of_block * (mean - largest)
 
 
 def has_fused_softmax(device: torch.device) -> bool:

@@ -59,10 +59,16 @@ class AdvantageComputation:
             self.running.update(rows.scores)
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
-        rewards = token_rewards(self._answer_scores(rows), kl, mask, self.used_kl_coef)  # (N, R)
+        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)  # (N,)
+        if flags.overlong_buffer:
+            lengths = mask.sum(dim=1)
+            scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
+        rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
-        return RewardedRollout(**_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers)
+        return RewardedRollout(
+            **_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers, answer_scores=scores
+        )
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
         """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL coefficient for the
@@ -70,10 +76,11 @@ class AdvantageComputation:
         are chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the choice
         depends neither on micro-batches nor on ranks."""
         flags, mask = self.flags, rows.response_mask
+        assert rows.answer_scores is not None
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
             rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std, scores=self._answer_scores(rows),
+            flags.normalize_group_std, scores=rows.answer_scores,
         )  # fmt: skip
         with block("advantages"):
             advantages, returns = self.estimate(inputs)  # (N, R) each
@@ -109,15 +116,6 @@ class AdvantageComputation:
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""
         self.load_state_dict(self.before)
-
-    def _answer_scores(self, rows: ScoredRollout) -> Tensor:
-        """Scores that are scaled, clipped, and penalised for answers without an end or too long, (N,) fp32."""
-        flags = self.flags
-        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)
-        if not flags.overlong_buffer:
-            return scores
-        lengths = rows.response_mask.sum(dim=1)
-        return scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
 
     def shaped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""

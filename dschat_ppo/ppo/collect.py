@@ -204,7 +204,6 @@ class ExperienceCollection:
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers = NumberMeans()
-        self._rows: ScoredRollout | None = None  # without dynamic sampling
 
     @contextmanager
     def cancelled_on_stop(self, checkpointer: CheckpointManager) -> Iterator[None]:
@@ -229,21 +228,15 @@ class ExperienceCollection:
             checkpointer.save_if_due()
             raise
 
-    def prompts_wanted(self) -> int:
-        """Prompts of the next round on each rank; 0 once the rows of the PPO step are collected. Dynamic sampling takes
-        as many prompts as should fill the step, estimated from the share of rows kept so far."""
-        if self.pool is None:
-            return self.plan.prompts_per_rank if self._round == 0 else 0
-        if not self.pool.missing or self._round == self.settings.max_rounds:
-            return 0
-        wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
-        return min(self.plan.prompts_per_rank, -int(-wanted // dist.world_size()))
-
-    def take_prompts(self, count: int) -> Prompts:
-        """The next `count` prompts of this rank. All ranks advance by the same number."""
-        first, ranks = self.stream.taken + dist.rank() * count, dist.world_size()
-        taken = self.stream.take(count * ranks)
-        return Prompts(taken[dist.rank() * count : (dist.rank() + 1) * count], first)
+    def next_prompts(self) -> Prompts:
+        """This rank's prompts of the next round; all ranks take the same number. Dynamic sampling takes as many as
+        should fill the step, estimated from the share of rows kept so far."""
+        count, rank, ranks = self.plan.prompts_per_rank, dist.rank(), dist.world_size()
+        if self.pool is not None:
+            wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
+            count = max(1, min(count, -int(-wanted // ranks)))
+        first = self.stream.taken + rank * count
+        return Prompts(self.stream.take(count * ranks)[rank * count : (rank + 1) * count], first)
 
     def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
@@ -287,22 +280,17 @@ class ExperienceCollection:
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
         return scored
 
-    def add(self, rows: ScoredRollout) -> None:
-        """Add the rows of a round, of all ranks."""
+    def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
+        """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough, or after the last
+        round, and prints their answers if asked to. Collective."""
         self._round += 1
-        if self.pool is None:
-            self._rows = rows
-        else:
+        if self.pool is not None:
             self.pool.add(rows)
-
-    def take_rows(self, step: int) -> ScoredRollout:
-        """The rows of the PPO step, of all ranks; prints their answers if asked to. Collective."""
+            if self.pool.missing and self._round < self.settings.max_rounds:
+                return None
         self.metrics = {"reward/function_faults": float(self._faults)}
         self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
-        if self.pool is None:
-            assert self._rows is not None
-            rows, self._rows = self._rows, None
-        else:
+        if self.pool is not None:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
             self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
             rows, filled = self.pool.take()

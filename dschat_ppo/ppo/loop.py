@@ -37,15 +37,14 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: CheckpointManager, 
 def make_experience(ppo: PPOComponents, step: int, checkpointer: CheckpointManager) -> Experience | None:
     """Sample answers with the current policy and score them; the same rows on every rank. None if a number is not
     finite and the updates of this PPO step are skipped."""
-    collection = ppo.collection
+    collection, rows = ppo.collection, None
     with collection.cancelled_on_stop(checkpointer):
-        while count := collection.prompts_wanted():  # one round; several with --dynamic_sampling
-            prompts = collection.take_prompts(count)  # `count` prompts of this rank
+        while rows is None:  # one round; several with --dynamic_sampling
+            prompts = collection.next_prompts()  # those of this rank
             rollout = collection.sample(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
             scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
             scored = collection.forward_passes(rollout, scores, prompts)  # reference; if needed, actor, critic: (B, R)
-            collection.add(gather_rows(scored))  # (N, R)
-        rows = collection.take_rows(step)  # (N, R)
+            rows = collection.add(gather_rows(scored), step)  # (N, R) of all ranks; None: too few, another round
     rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)
     valued = ppo.critic_pass(rewarded, step)  # values, where scoring gives none: the critic's forward and backward
     experience = ppo.shaping.advantages(valued, step)  # GAE or a group's baseline, whitening: (N, R)

@@ -117,7 +117,7 @@ def made_up_rows() -> Experience:
         "prompt_ids": torch.ones(_B, 2, dtype=torch.int64), "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),
         "response_ids": torch.ones(_B, _R, dtype=torch.int64), "response_mask": mask, "loss_mask": mask,
         "finish_reason": torch.full((_B,), FinishReason.EOS, dtype=torch.int8),
-        "source_scores": scores.unsqueeze(1), "scores": scores, "baselines": scores,
+        "source_scores": scores.unsqueeze(1), "scores": scores, "baselines": scores, "answer_scores": scores,
         "groups": torch.tensor([0, 0, 1, 1]), "numbers": torch.arange(_B), "loss_weights": mask.float(),
     }  # fmt: skip
     return Experience(**made, selected=None)

@@ -78,16 +78,14 @@ class RewardRequests:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
-        ids, mask = rollout.prompt_ids, rollout.prompt_mask
-        if self.tokenizer.bos_token_id is not None:  # with it, tokenizers such as Llama's put a space before the text
-            mask = mask & ~((ids == self.tokenizer.bos_token_id) & (mask.cumsum(dim=1) == 1))
-        prompts = texts_of(self.tokenizer, ids, mask, skip_special_tokens=False)
-        return RewardRequest(
-            prompts,
-            answers_of(self.tokenizer, rollout),
-            [row for row in data for _ in range(samples)],
-            steps_done,
-        )
+
+        def decode() -> tuple[list[str], list[str]]:
+            ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id
+            if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
+                mask = mask & ~((ids == bos) & (mask.cumsum(dim=1) == 1))
+            return texts_of(self.tokenizer, ids, mask, skip_special_tokens=False), answers_of(self.tokenizer, rollout)
+
+        return RewardRequest([row for row in data for _ in range(samples)], decode, steps_done)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
         """The `count` prompts of a rollout as a person reads them, see `readable_text`."""
@@ -134,19 +132,20 @@ class ForwardPasses:
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
                 model.eval()
-        unscored = ScoredRollout(
+        batch = ScoredRollout(
             **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
         )  # fmt: skip
-        shared = unscored if dist.sequence_ranks() == 1 else gather_rows(unscored, of_group=True)
+        if dist.sequence_ranks() > 1:
+            batch = gather_rows(batch, of_group=True)
         shares = share_prompts(self.actor, self.reference, self.critic) and self.settings.kl_estimator != "full"
-        prompts = prompts_of(shared) if shares else None
-        parts, own = even_passes(row_lengths(shared), self.settings.micro_batch_tokens, prompts)
+        prompts = prompts_of(batch) if shares else None
+        parts, own = even_passes(row_lengths(batch), self.settings.micro_batch_tokens, prompts)
         temperature, estimator = self.settings.temperature, self.settings.kl_estimator
-        late_ends, full, scored = self.settings.late_ends, estimator == "full" and self.reference is not None, []
+        late_ends, full, done = self.settings.late_ends, estimator == "full" and self.reference is not None, []
         for number, part in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
             heartbeat()
-            rows = select_rows(shared, part)
+            rows = select_rows(batch, part)
             mask = rows.response_mask
             if self.settings.old_logprobs == "recompute":
                 actor = response_logprobs(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
@@ -164,11 +163,10 @@ class ForwardPasses:
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
             if self.critic is not None:
                 rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))
-            scored.append(rows)
+            done.append(rows)
             report_phase(number, len(parts), "batches")
-        scored = scored[:own]
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
-        return select_rows(concat_rows(scored), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
+        return select_rows(concat_rows(done[:own]), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 
 
 def exact_kl(rows: Rollout, actor: ResponseLogprobs, reference: ResponseLogprobs) -> Tensor:

@@ -108,52 +108,52 @@ class ActorLoss:
         the denominators."""
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
-        scores = response_logprobs(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, self.late_ends)
-        old_logprobs = scores.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+        current = response_logprobs(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, self.late_ends)
+        old_logprobs = current.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
         if recorded is not None:
-            recorded.record(rows, scores.logprobs)
-        terms = PolicyTerms(scores.logprobs, old_logprobs, rows.advantages, mask, rows.selected)
+            recorded.record(rows, current.logprobs)
+        terms = PolicyTerms(current.logprobs, old_logprobs, rows.advantages, mask, rows.selected)
         policy = self.policy_loss(terms, self.settings)  # losses (b, R)
         weights = rows.loss_weights  # (b, R)
         if flags.off_policy_delta is not None:
-            keep = off_policy_rows(scores.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta)
+            keep = off_policy_rows(current.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta)
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
         weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
-        log_ratio = (scores.logprobs - old_logprobs).detach()  # (b, R)
-        sums.add_mean("policy/entropy", scores.entropy.detach(), rows.response_mask)
+        log_ratio = (current.logprobs - old_logprobs).detach()  # (b, R)
+        sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
         sums.add_mean("policy/ratio_mean", policy.ratio, mask)
         sums.add_max("policy/ratio_max", policy.ratio, mask)
         sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
         sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
         sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
         sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
-        sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, scores.logprobs.detach()), mask)
+        sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, current.logprobs.detach()), mask)
         sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
         if self.counts_ratios:
             sums.add_counts(RATIO, bucket_counts(policy.ratio, mask, RATIO_EDGES))
         if entropy_coef > 0:
-            loss = loss - entropy_coef * aggregate(scores.entropy, mask, aggregation, denominators)
+            loss = loss - entropy_coef * aggregate(current.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:
-            kl = aggregate(self._kl(rows, scores), mask, aggregation, denominators)
+            kl = aggregate(self._kl(rows, current), mask, aggregation, denominators)
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
         return loss
 
-    def _kl(self, rows: Experience, scores: ResponseLogprobs) -> Tensor:
+    def _kl(self, rows: Experience, current: ResponseLogprobs) -> Tensor:
         """(b, R) KL to the reference at each token, with gradient."""
         flags = self.flags
         if not self.full_kl:
             assert rows.ref_logprobs is not None
-            return kl_loss(scores.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
+            return kl_loss(current.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
         assert self.reference is not None
         with torch.no_grad(), unrecorded_router():  # the router loss is the actor's
             reference = response_logprobs(
                 self.reference, rows, self.temperature, distributions=True, late_ends=self.late_ends
             )
-        return exact_kl(rows, scores, reference)
+        return exact_kl(rows, current, reference)
 
 
 def critic_loss(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,28 +22,45 @@ DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its 
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """B responses to score, as text.
+    """B responses to score.
 
-    `prompts` and `responses`: B texts each; responses without special tokens. `rows`: for each prompt the row of the
-    data set that it comes from, with all columns. `step`: number of finished PPO steps.
+    `rows`: for each the row of the data set that its prompt comes from, with all columns. `decode` gives their texts,
+    once a source reads them: the prompts, and the responses without special tokens. `step`: number of finished PPO
+    steps.
     """
 
-    prompts: list[str]
-    responses: list[str]
     rows: list[dict[str, Any]]
+    decode: Callable[[], tuple[list[str], list[str]]]
     step: int = 0
 
-    def __post_init__(self) -> None:
-        if not len(self.prompts) == len(self.responses) == len(self.rows):
-            counts = f"{len(self.prompts)} prompts, {len(self.responses)} responses, {len(self.rows)} rows"
+    @classmethod
+    def of(cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0) -> RewardRequest:
+        """A request whose texts are known."""
+        if not len(prompts) == len(responses) == len(rows):
+            counts = f"{len(prompts)} prompts, {len(responses)} responses, {len(rows)} rows"
             raise ValueError(f"a reward request needs equally many of each, got {counts}")
+        return cls(rows, lambda: (prompts, responses), step)
+
+    @cached_property
+    def _texts(self) -> tuple[list[str], list[str]]:
+        return self.decode()
+
+    @property
+    def prompts(self) -> list[str]:
+        """B texts."""
+        return self._texts[0]
+
+    @property
+    def responses(self) -> list[str]:
+        """B texts."""
+        return self._texts[1]
 
     def __len__(self) -> int:
-        return len(self.responses)
+        return len(self.rows)
 
     def select(self, numbers: Sequence[int]) -> RewardRequest:
         """The responses with these numbers."""
-        return RewardRequest(
+        return RewardRequest.of(
             [self.prompts[number] for number in numbers],
             [self.responses[number] for number in numbers],
             [self.rows[number] for number in numbers],

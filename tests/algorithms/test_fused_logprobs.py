@@ -261,10 +261,12 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_sums_by_softmax_give_the_same(monkeypatch, head, temperature, columns):
     monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
-    monkeypatch.setattr(fused_logprobs, "_with_block", lambda *_: pytest.fail("not by softmax"))
+    calls, by_softmax = [], fused_logprobs._sums_by_softmax
+    monkeypatch.setattr(fused_logprobs, "_sums_by_softmax", lambda *given: calls.append(1) or by_softmax(*given))
     hidden, weight, _, tokens = inputs()
     expected = whole(hidden, weight, None, tokens, temperature, head)
     found = fused_token_scores(hidden, weight, None, tokens, temperature, head, True, 4 * N * columns)
+    assert len(calls) == -(-V // columns)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients(found, [hidden, weight]), gradients(expected, [hidden, weight]), strict=True):

@@ -103,17 +103,18 @@ def collect(collection, step=1, checkpointer=None):
     """The body of `make_experience`, without the exchange between ranks."""
     checkpointer = checkpointer or Stops()
     with collection.cancelled_on_stop(checkpointer):
-        while count := collection.prompts_wanted():
-            prompts = collection.take_prompts(count)
+        rows = None
+        while rows is None:
+            prompts = collection.next_prompts()
             rollout = collection.sample(prompts, step, checkpointer)
             scores = collection.reward(rollout, prompts, step)
-            collection.add(collection.forward_passes(rollout, scores, prompts))
-        return collection.take_rows(step)
+            rows = collection.add(collection.forward_passes(rollout, scores, prompts), step)
+        return rows
 
 
 def test_prompts_answers_scores_and_groups_stay_together():
     collection = collection_of()
-    assert collection.prompts_wanted() == collection.plan.prompts_per_rank == 4
+    assert collection.plan.prompts_per_rank == 4
     first, second = collect(collection), collect(collection, step=2)
     assert [call[1:] for call in collection.generator.asked] == [(1, 0, False), (2, 0, False)]
     for number, (found, call) in enumerate(zip((first, second), collection.generator.asked, strict=True)):
@@ -147,12 +148,12 @@ def test_rows_kept_for_the_next_step_keep_the_number_of_their_data_set():
 def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkeypatch, rank):
     alone = collection_of()
     alone.plan = SimpleNamespace(prompts_per_rank=8)
-    everything = [alone.take_prompts(8), alone.take_prompts(8)]
+    everything = [alone.next_prompts(), alone.next_prompts()]
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "rank", lambda: rank)
     collection = collection_of()
     for step, whole in enumerate(everything):
-        prompts = collection.take_prompts(4)
+        prompts = collection.next_prompts()
         assert prompts.rows == whole.rows[4 * rank : 4 * rank + 4]
         assert prompts.first == whole.first + 4 * rank == 8 * step + 4 * rank
 
@@ -269,11 +270,11 @@ def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypa
     collection = collection_of(DYNAMIC)
     monkeypatch.setattr(dist, "world_size", lambda: 3)
     collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0]))  # 4 of 8 rows are missing, the share is 1
-    assert collection.prompts_wanted() == 1  # 2 prompts, rounded up to 3
+    assert len(collection.next_prompts().rows) == 1  # 2 prompts, rounded up to 3
     collection.pool.add(rows([2, 2, 3, 3, 4, 4, 5, 5], [1.0] * 8))  # 4 of 12 rows were kept: 6 prompts
-    assert collection.prompts_wanted() == 2
+    assert len(collection.next_prompts().rows) == 2
     collection.pool.add(rows(list(range(6, 96)), [1.0] * 90))  # a share of 0.04 counts as 0.1: 20 prompts
-    assert collection.prompts_wanted() == 4, "at most as many as a step has"
+    assert len(collection.next_prompts().rows) == 4, "at most as many as a step has"
 
 
 # Stops
@@ -371,4 +372,5 @@ def test_a_resumed_collection_continues_with_its_prompts_and_the_groups_kept():
         after.load_state_dict(before.state_dict(), CPU)
         assert after.stream.taken == before.stream.taken
         assert (after.pool and after.pool.missing) == missing
-        assert after.take_prompts(5).rows == before.take_prompts(5).rows
+        before.pool = after.pool
+        assert after.next_prompts() == before.next_prompts()

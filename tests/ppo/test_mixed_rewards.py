@@ -36,14 +36,14 @@ class RoutedRun(PlainRun):
         scorer.prompts = Dataset.from_dict({"row": rows})
         flags = RewardSourceFlags(use_reward_model=False, reward_function=functions, reward_default=DEFAULT)
         scorer.mixture = build_sources(flags, None)
-        self.taken, take = [], collection.take_prompts
+        self.taken, take = [], collection.next_prompts
 
-        def noted(count):
-            prompts = take(count)
+        def noted():
+            prompts = take()
             self.taken.append(prompts.rows)
             return prompts
 
-        collection.take_prompts = noted
+        collection.next_prompts = noted
 
 
 @pytest.fixture

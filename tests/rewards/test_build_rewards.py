@@ -16,7 +16,7 @@ from dschat_ppo.rewards.sandbox import Isolation
 from dschat_ppo.types import Rollout
 
 FILE = str(Path(__file__).parents[1] / "reward_functions.py")
-REQUEST = RewardRequest(
+REQUEST = RewardRequest.of(
     ["p", "q"], ["yes", "x = 1"], [{"answer": "yes", "tests": "x"}, {"answer": "y", "tests": ["x", "1 / (x - 1)"]}]
 )
 ROLLOUT = Rollout(*torch.zeros(6, 2, 1))
@@ -225,12 +225,12 @@ def test_routed_functions_and_their_default():
     mixture = build_sources(wanted, None)
     assert mixture.names == ["waits", "length", "length_2"]
     rows = [{"data_source": "math", "ground_truth": "four"}, {"data_source": "code"}]
-    mixed = mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT)
+    mixed = mixture(RewardRequest.of(["", ""], ["abc", "ab"], rows), ROLLOUT)
     # 0.5 (3 + 4) + 0.25 x 3, and 2 x 2 + 0.25 x 2
     assert mixed.total.tolist() == [4.25, 4.5]
     mixture.close()
     mixture = build_sources(flags(reward_function=["math=length"], reward_default=4.0), None)
-    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, 4]
+    assert mixture(RewardRequest.of(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, 4]
     mixture.close()
 
 
@@ -239,7 +239,7 @@ def test_a_data_source_that_is_a_number_has_the_name_that_it_is_written_with():
     check_routes(wanted, [], rows_of(7, 8))
     mixture = build_sources(wanted, None)
     rows = [{"data_source": 7}, {"data_source": 8}]
-    assert mixture(RewardRequest(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, -1]
+    assert mixture(RewardRequest.of(["", ""], ["abc", "ab"], rows), ROLLOUT).total.tolist() == [3, -1]
     mixture.close()
 
 
@@ -257,7 +257,7 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     )  # fmt: skip
     mixture = build_sources(wanted, Fourfold())
     rows = [{"data_source": name} for name in ("chat", "code", "math", "other")]
-    mixed = mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT)
+    mixed = mixture(RewardRequest.of(["p"] * 4, list("abcd"), rows), ROLLOUT)
     nan = float("nan")
     assert mixed.by_source[:, 0].tolist() == pytest.approx([1, nan, 3, nan], nan_ok=True)
     assert mixed.by_source[:, 1].tolist() == pytest.approx([nan, 7, 7, nan], nan_ok=True)
@@ -266,7 +266,7 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     assert mixture.count_failed_rows(refuse_all=True) == 1
     # a fault of the model in a row of its own stays one; in other rows it does not matter
     Fourfold.scores = [nan, nan, 3.0, nan]
-    assert mixture(RewardRequest(["p"] * 4, list("abcd"), rows), ROLLOUT).total.isnan().tolist() == [
+    assert mixture(RewardRequest.of(["p"] * 4, list("abcd"), rows), ROLLOUT).total.isnan().tolist() == [
         True,
         *[False] * 3,
     ]

@@ -38,13 +38,13 @@ def chat(*texts) -> list[dict]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-PLAIN = RewardRequest(
+PLAIN = RewardRequest.of(
     ["1 + 2", "write a poem", "2 * 4"],
     ["it is 3", "la la", "9"],
     [{"task": "math", "data_source": "a"}, {"task": "poem", "data_source": "a"}, {"task": "math", "data_source": "b"}],
     step=3,
 )
-CHATS = RewardRequest(
+CHATS = RewardRequest.of(
     ["<user>hello<assistant>", "<user>one<user>two<assistant>"],
     ["hello", "<think>so</think>one"],
     [{"_messages": chat("hello"), "messages": chat("hello")}, {"_messages": chat("one", "two"), "messages": None}],
@@ -72,20 +72,20 @@ def test_functions_of_trl_run_as_they_are(name, request_, expected):
 
 
 def test_columns_of_trl_are_lists():
-    request = RewardRequest(["", ""], [r"so \boxed{4}", r"\boxed{1}, or \boxed{5}"],
+    request = RewardRequest.of(["", ""], [r"so \boxed{4}", r"\boxed{1}, or \boxed{5}"],
                             [{"ground_truth": "4"}, {"ground_truth": "1"}])  # fmt: skip
     assert ask(TRL, "boxed", request, rollout_of(1, 1))[0] == [1, 0]
 
 
 def test_rows_with_and_without_messages_in_one_batch():
     """A mixture of a chat data set and one of texts: each row in the form of its data."""
-    request = RewardRequest(["hello", "<user>hi"], ["hello", "hi"], [{}, {"_messages": chat("hi")}])
+    request = RewardRequest.of(["hello", "<user>hi"], ["hello", "hi"], [{}, {"_messages": chat("hi")}])
     _, _, counts = ask(TRL, "judged", request, rollout_of(1, 1))
     assert counts.failed == 1 and "TypeError" in counts.cause  # the text has no message, as the author assumed
 
 
 def test_what_a_function_of_trl_logs():
-    request = RewardRequest(["", ""], ["4", "seven"], [{"answer": 4}, {"answer": 8}])
+    request = RewardRequest.of(["", ""], ["4", "seven"], [{"answer": 4}, {"answer": 8}])
     scores, numbers, _ = ask(TRL, "logging", request)
     assert scores == [1, 0]
     # one number a call counts for each of its responses; of two with one name, their mean
@@ -96,7 +96,7 @@ def verl_request(*rows) -> RewardRequest:
     """Of (data source, response, truth, other columns)."""
     data = [{"data_source": source, "ground_truth": truth, "answer": truth, "ability": "math", **others}
             for source, _, truth, others in rows]  # fmt: skip
-    return RewardRequest([""] * len(rows), [response for _, response, _, _ in rows], data)
+    return RewardRequest.of([""] * len(rows), [response for _, response, _, _ in rows], data)
 
 
 def test_a_function_of_verl_runs_as_it_is():
@@ -134,7 +134,7 @@ def test_async_and_batch_functions_of_verl():
 
 @pytest.mark.parametrize(("name", "column"), [("compute_score", "ground_truth"), ("batch", "ground_truth")])
 def test_verl_data_without_a_truth_is_reported(name, column, capsys):
-    request = RewardRequest(["", ""], ["a", "b"], [{"data_source": "index", "extra_info": {"index": 1}}] * 2)
+    request = RewardRequest.of(["", ""], ["a", "b"], [{"data_source": "index", "extra_info": {"index": 1}}] * 2)
     ask(VERL, name, request)
     assert f"no row has a column '{column}': its argument is None" in capsys.readouterr().out
 
@@ -153,7 +153,7 @@ def test_verl_data_without_a_truth_is_reported(name, column, capsys):
 )
 def test_a_truth_under_its_other_name_is_pointed_out(tmp_path, lacking, other, remedy, capsys):
     (tmp_path / "f.py").write_text(f"def f(response, {lacking}): return 1.0")
-    ask(str(tmp_path / "f.py"), "f", RewardRequest(["", ""], ["a", "b"], [{other: "4"}, {other: None}]))
+    ask(str(tmp_path / "f.py"), "f", RewardRequest.of(["", ""], ["a", "b"], [{other: "4"}, {other: None}]))
     assert f"no row has a column '{lacking}': its argument is None{remedy}" in capsys.readouterr().out
 
 
@@ -165,12 +165,12 @@ def test_a_function_that_reads_texts_as_messages_gets_a_hint(tmp_path, body, hin
     (tmp_path / "f.py").write_text(f"def f(completions): return [len({body}) for c in completions]")
     hint = " (prompts are text, so completions are text; --apply_chat_template True passes messages)"
     for row, is_text in (({}, True), (CHATS.rows[0], False)):
-        _, _, counts = ask(str(tmp_path / "f.py"), "f", RewardRequest(["p"], ["four"], [row]))
+        _, _, counts = ask(str(tmp_path / "f.py"), "f", RewardRequest.of(["p"], ["four"], [row]))
         assert (hint in (counts.cause or "")) is (hinted and is_text)
         assert (f"{hint}; its score is -9" in capsys.readouterr().out) is (hinted and is_text)
 
 
-OF_OPENRLHF = RewardRequest(["1+1=", "2+2=", "3+3="], ["2", "5", ""], [{"ground_truth": n} for n in ("2", "4", "6")])
+OF_OPENRLHF = RewardRequest.of(["1+1=", "2+2=", "3+3="], ["2", "5", ""], [{"ground_truth": n} for n in ("2", "4", "6")])
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -193,7 +193,7 @@ def test_what_a_function_of_openrlhf_lacks_is_said(name, cause, capsys):
 
 
 def test_openrlhf_data_without_a_truth_is_reported(capsys):
-    ask(OPENRLHF, "without_labels", RewardRequest(["", ""], ["a", "b"], [{}, {}]))
+    ask(OPENRLHF, "without_labels", RewardRequest.of(["", ""], ["a", "b"], [{}, {}]))
     assert "no row has a column 'ground_truth': its argument is None" in capsys.readouterr().out
 
 
@@ -299,6 +299,6 @@ def test_a_routed_function_of_trl_gets_the_tokens_of_its_rows(name, lengths, exp
     """Up to the token that ended the response, without padding."""
     rows = [{"data_source": source, "task": "t", "_messages": CHAT} for source in ("b", "a", "b", "a")]
     reward = FunctionReward(FunctionSpec(TRL, name, sources=("a",)), 1, 10.0, -9.0)
-    scores = reward(RewardRequest([""] * 4, [""] * 4, rows), rollout_of(*lengths)).tolist()
+    scores = reward(RewardRequest.of([""] * 4, [""] * 4, rows), rollout_of(*lengths)).tolist()
     reward.close()
     assert scores == pytest.approx([float("nan"), expected[0], float("nan"), expected[1]], nan_ok=True)

@@ -17,7 +17,7 @@ FILE = str(HERE / "reward_functions.py")
 PROMPTS = ["a", "", "three", "of four words", "five"]
 RESPONSES = ["yes", "no", "", "banana", "x"]
 ROWS = [{"answer": 3, "extra": "e"}, {"answer": None}, {}, {"extra": None, "answer": -1}, {"extra": 0, "answer": 0}]
-REQUEST = RewardRequest(PROMPTS, RESPONSES, ROWS)
+REQUEST = RewardRequest.of(PROMPTS, RESPONSES, ROWS)
 
 
 def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=()):
@@ -32,7 +32,7 @@ def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=(
 
 
 def of_responses(*responses) -> RewardRequest:
-    return RewardRequest([""] * len(responses), list(responses), [{} for _ in responses])
+    return RewardRequest.of([""] * len(responses), list(responses), [{} for _ in responses])
 
 
 @pytest.mark.parametrize(("name", "scores"), [
@@ -64,7 +64,7 @@ def test_a_column_that_no_row_has_is_reported_once(capsys):
 
 
 def test_a_setting_takes_precedence_over_a_column():
-    request = RewardRequest([""], ["xx"], [{"factor": 7.0, "count": 5}])
+    request = RewardRequest.of([""], ["xx"], [{"factor": 7.0, "count": 5}])
     assert ask("scaled", request, settings=(("factor", "3"),))[0] == [3 * 5 * 2]
 
 
@@ -210,21 +210,21 @@ def routed(*sources) -> list[dict]:
 
 @pytest.mark.parametrize(("name", "calls"), [("lengths", [[2, 1, 0]]), ("faulty_row", [[2, 1, 0]])])
 def test_a_function_with_a_route_is_called_only_for_its_rows(name, calls, capsys):
-    request = RewardRequest([""] * 6, ["aa", "raise", "b", "raise", "", "none"],
+    request = RewardRequest.of([""] * 6, ["aa", "raise", "b", "raise", "", "none"],
                             routed("math", "code", "gsm8k", None, "math", "maths"))  # fmt: skip
     reward = FunctionReward(FunctionSpec(FILE, name, sources=("math", "gsm8k")), 2, 10.0, -9.0)
     scores = reward(request, None)
     nan = float("nan")
     assert scores.tolist() == pytest.approx([2, nan, 1, nan, 0, nan], nan_ok=True) and scores.dtype == torch.float32
     assert reward.take_counts() == CallCounts(3, 0) and capsys.readouterr().out == ""
-    assert reward(RewardRequest(["", ""], ["a", "b"], routed("code", None)), None).isnan().all()
+    assert reward(RewardRequest.of(["", ""], ["a", "b"], routed("code", None)), None).isnan().all()
     assert reward.take_counts() == CallCounts()
     reward.close()
 
 
 def test_a_failure_of_a_routed_function_names_the_row_of_the_batch(capsys):
     reward = FunctionReward(FunctionSpec(FILE, "faulty_row", sources=("b",)), 1, 10.0, -9.0)
-    scores = reward(RewardRequest([""] * 3, ["x", "raise", "yy"], routed("a", "b", "b")), None)
+    scores = reward(RewardRequest.of([""] * 3, ["x", "raise", "yy"], routed("a", "b", "b")), None)
     assert scores[1:].tolist() == [-9, 2] and scores[0].isnan()
     assert "row 1: ZeroDivisionError" in capsys.readouterr().out
     reward.close()
@@ -234,7 +234,7 @@ def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
     rows = [{"answer": "1 + 1 = 2 #### 2", "_truth": "2"}, {"answer": "2"}, {"answer": "2", "_truth": "3"}]
     rule = FunctionReward(parse_function("exact_match"), 1, 10.0, 0.0)
     try:
-        assert rule(RewardRequest([""] * 3, ["2"] * 3, rows), None).tolist() == [1.0, 1.0, 0.0]
+        assert rule(RewardRequest.of([""] * 3, ["2"] * 3, rows), None).tolist() == [1.0, 1.0, 0.0]
     finally:
         rule.close()
 

@@ -50,7 +50,7 @@ def alone(engine, rows: list[list[int]]) -> list[float]:
 
 def request(*rows) -> RewardRequest:
     """Rows of (prompt, response, data row)."""
-    return RewardRequest(*map(list, zip(*rows, strict=True)))
+    return RewardRequest.of(*map(list, zip(*rows, strict=True)))
 
 
 class Counting:

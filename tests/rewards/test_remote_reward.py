@@ -19,7 +19,7 @@ from dschat_ppo.rewards import remote_reward
 from dschat_ppo.rewards.remote_reward import RemoteReward, label_of
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
-REQUEST = RewardRequest(
+REQUEST = RewardRequest.of(
     ["p", "two", ""], ["r", "", "three"], [{"label": "L", "answer": "A"}, {"answer": 5}, {"label": None, "other": 1}]
 )
 
@@ -397,7 +397,7 @@ def test_a_message_shows_little_of_a_reply_and_no_control_characters(serve, entr
 def test_a_service_that_does_not_read_the_request(serve):
     """The body is larger than what the sockets hold."""
     with socket.create_server(("127.0.0.1", 0)) as service:
-        request = RewardRequest(["p" * 30_000_000], [""], [{}])
+        request = RewardRequest.of(["p" * 30_000_000], [""], [{}])
         started = time.monotonic()
         with pytest.raises(RewardServiceError, match="no complete reply in 0.3 s"):
             RemoteReward([f"http://127.0.0.1:{service.getsockname()[1]}/"], 0.3, 0, 1)(request, None)
@@ -496,7 +496,7 @@ def test_a_broken_connection_is_retried(serve, fault):
 
 def test_unusual_text_is_sent_unchanged(serve):
     service = serve(ok(1))
-    request = RewardRequest(["é\n\x00"], ["\ud800\N{SNOWMAN}"], [{"label": {1}}])
+    request = RewardRequest.of(["é\n\x00"], ["\ud800\N{SNOWMAN}"], [{"label": {1}}])
     assert RemoteReward([service.url], 5.0, 0, 8)(request, None).tolist() == [1]
     assert service.requests[0][1] == {"query": ["é\n\x00\ud800\N{SNOWMAN}"], "prompts": ["é\n\x00"], "labels": ["{1}"]}
 

@@ -17,7 +17,7 @@ from dschat_ppo.rewards.reward_source import (
 )
 from dschat_ppo.types import Rollout
 
-REQUEST = RewardRequest(["p", "q", "r"], ["yes", "", "longer"], [{"answer": "yes"}, {"answer": "no"}, {}])
+REQUEST = RewardRequest.of(["p", "q", "r"], ["yes", "", "longer"], [{"answer": "yes"}, {"answer": "no"}, {}])
 ROLLOUT = Rollout(*torch.zeros(6, 3, 1))
 
 
@@ -64,7 +64,7 @@ def test_no_sources():
 
 def test_a_request_needs_equally_many_of_each():
     with pytest.raises(ValueError, match="2 prompts, 1 responses, 2 rows"):
-        RewardRequest(["a", "b"], ["c"], [{}, {}])
+        RewardRequest.of(["a", "b"], ["c"], [{}, {}])
 
 
 def test_failed_calls_are_counted_and_close_ends_the_workers():
@@ -199,7 +199,7 @@ def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(mon
         monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
         found = RewardMixture([(Partial("f", [NAN] * 3, None, CallCounts(3, 0, None, 3)), 1)])
         rows = [{"data_source": name} for name in ("b", "a", "b")]
-        found(RewardRequest(["", "", ""], ["", "", ""], rows), ROLLOUT)
+        found(RewardRequest.of(["", "", ""], ["", "", ""], rows), ROLLOUT)
         monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(3, 0, None, 3), other_rank]])
         return found
 

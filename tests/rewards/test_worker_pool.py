@@ -23,7 +23,7 @@ import sys
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
 from dschat_ppo.rewards.reward_source import RewardRequest
 reward = FunctionReward(FunctionSpec(sys.argv[1], "leaves_a_process"), 2, 60.0, 0.0)
-reward(RewardRequest(["", ""], sys.argv[2:], [{}, {}]), None)
+reward(RewardRequest.of(["", ""], sys.argv[2:], [{}, {}]), None)
 """
 
 
@@ -181,7 +181,7 @@ def test_heartbeats_are_sent_while_a_call_runs(monkeypatch):
 
 
 def test_rows_that_cannot_be_sent(capsys):
-    request = RewardRequest(["", ""], ["a", "b"], [{"answer": lambda: 0}, {"answer": 1}])
+    request = RewardRequest.of(["", ""], ["a", "b"], [{"answer": lambda: 0}, {"answer": 1}])
     assert ask("per_row", request)[0] == [-9, 0]
     assert "cannot be sent" in capsys.readouterr().out
 

@@ -127,7 +127,7 @@ def test_an_empty_list_of_texts(address):
 
 
 def test_the_remote_reward_reads_it(assets, address):
-    request = RewardRequest(["a lamp ", "b"], ["in the hall", ""], [{}, {}])
+    request = RewardRequest.of(["a lamp ", "b"], ["in the hall", ""], [{}, {}])
     scores = RemoteReward([f"{address}/get_reward"], 20.0, 0, 1)(request, None)
     assert scores.tolist() == pytest.approx(direct(assets / "reward", ["a lamp in the hall", "b"]), abs=1e-5)
 

@@ -47,7 +47,7 @@ def told(problem: str | None) -> str:
 def mixed() -> str:
     mixture = RewardMixture([(AwayOnOneRank(), 1.0), (Collective(), 1.0)])
     try:
-        return str(mixture(RewardRequest([""], [""], [{}]), Rollout(*torch.zeros(6, 1, 1))))
+        return str(mixture(RewardRequest.of([""], [""], [{}]), Rollout(*torch.zeros(6, 1, 1))))
     except RewardServiceError as failure:
         return str(failure)
 
@@ -59,7 +59,7 @@ def faults(function: FunctionReward) -> list[str]:
     function.take_counts()
     for good_rank in (0, None):
         row = {"answer": "yes"} if dist.rank() == good_rank else {}
-        mixture(RewardRequest(["", ""], ["no", "yes"], [row] * 2), rollout)
+        mixture(RewardRequest.of(["", ""], ["no", "yes"], [row] * 2), rollout)
         try:
             found.append(str(mixture.count_failed_rows(refuse_all=True)))
         except RewardFunctionError as failure:
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     first = told(None)
     second = told("the service é is away" if dist.rank() == 1 else None)
     function = FunctionReward(parse_function("exact_match"), 2, 20.0, 0.0)
-    scores = function(RewardRequest(["", ""], ["no", "yes"], [{"answer": "yes"}] * 2), None)
+    scores = function(RewardRequest.of(["", ""], ["no", "yes"], [{"answer": "yes"}] * 2), None)
     lines = [first, second, mixed(), str(scores.tolist()), *faults(function)]
     function.close()
     (Path(sys.argv[-1]) / str(dist.rank())).write_text(" / ".join(lines), encoding="utf-8")

@@ -83,7 +83,7 @@ def note(holder, name: str, label: str, file: str, with_role: bool = False) -> N
 
 def note_everything() -> None:
     collection = collect.ExperienceCollection
-    for name in ("take_prompts", "sample", "reward", "forward_passes", "take_rows"):
+    for name in ("next_prompts", "sample", "reward", "forward_passes", "add"):
         note(collection, name, name, "ppo/collect.py")
     note(HybridEngine, "generating", "HybridEngine.generating", "engine/hybrid_engine.py")
     note(collect, "generate", "generate", "rollout/generator.py")
