@@ -3,42 +3,17 @@ the prompt of several answers once. So answers to one prompt stay together, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import Layout, unwrap
-from dschat_ppo.models.shared_prompts import LEAST_SAVING, LEAST_TOKENS, common_beginnings
+from dschat_ppo.models.shared_prompts import LEAST_SAVING, LEAST_TOKENS, RowPrompts
 from dschat_ppo.types import Model
 
 # Each answer but the first copies the keys and values of its prompt, which take about this fraction of the memory that
 # all activations of the same tokens take.
 COPIED = 8
-
-
-@dataclass(frozen=True)
-class RowPrompts:
-    """The prompts of n rows, for models that share them: `groups` (n,) int64, equal for one prompt; `tokens` (n,)."""
-
-    groups: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def found(cls, input_ids: Tensor, lengths: Tensor) -> RowPrompts:
-        """The common beginnings of right-padded rows (n, T) with lengths (n,)."""
-        _, shared, leaders = common_beginnings(input_ids, lengths)
-        tokens = [0] * len(leaders)
-        for leader, count in zip(leaders, shared, strict=True):
-            tokens[leader] = max(tokens[leader], count)
-        device = lengths.device
-        groups = torch.tensor(leaders, device=device)
-        return cls(groups, torch.tensor(tokens, device=device)[groups])
-
-    def at(self, index: Tensor) -> RowPrompts:
-        """Those of the rows at `index`."""
-        return RowPrompts(self.groups[index], self.tokens[index])
 
 
 def share_prompts(*engines: Model | None) -> bool:

@@ -17,18 +17,21 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.activation_memory import read_tokens_again
+from dschat_ppo.models.activation_memory import read_tokens_again, read_tokens_only
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.attention_choice import WITHOUT_MASKS
-from dschat_ppo.models.backbone import position_arguments, real_slots
+from dschat_ppo.models.backbone import Layout, backbone_states, position_arguments, real_slots
 from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
+    CHOSEN_KERNELS,
     Segments,
+    WholeRowKernel,
     attention_in_blocks,
     segment_by_segment,
     suits_blocks,
-    whole_row_kernel,
+    suits_varlen,
+    varlen_attention,
 )
 from dschat_ppo.models.sequence_parallel import (
     Columns,
@@ -38,17 +41,22 @@ from dschat_ppo.models.sequence_parallel import (
     of_own_heads,
     rotary_of_whole_rows,
 )
-from dschat_ppo.models.shared_prompts import PackedRows, are_uneven
+from dschat_ppo.models.shared_prompts import are_uneven, lay_out
 
 NAME = "dschat_packed"
 OF_TRANSFORMERS = ("sdpa", "eager")  # choices for padded rows that transformers computes, with its own masks
 
 
 @dataclass(frozen=True)
-class _Running:
-    """A running forward pass with another attention than the model's own, for the `segments` of its only row (None:
-    rows are not packed). `divided`: ranks share the rows, and each has a part of the columns. `name`: in
-    transformers."""
+class ReplacedAttention:
+    """A `with` block in which models of `config` run with another attention than their own.
+
+    Attributes:
+        segments: of the only row of a forward pass; None: rows are not packed.
+        divided: ranks share the rows, and the model gets this rank's columns; segments are those of whole rows.
+        choice: the value of `--attn_implementation`.
+        name: of the attention in transformers.
+    """
 
     config: PretrainedConfig
     segments: Segments | None
@@ -56,6 +64,16 @@ class _Running:
     choice: str = "auto"
     name: str = NAME
     padded: dict[tuple[int, int], Segments] = field(default_factory=dict)
+    before: list[str | None] = field(default_factory=list)  # what the config named outside
+
+    def __enter__(self) -> None:
+        self.before.append(self.config._attn_implementation)
+        self.config._attn_implementation = self.name
+        _RUNNING.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.pop()
+        self.config._attn_implementation = self.before.pop()
 
     def whole_rows(self, rows: int, width: int) -> Segments:
         """Padded rows end to end, each as a segment."""
@@ -71,30 +89,8 @@ class Recorded:
     in_one_call: bool = True
 
 
-_RUNNING: list[_Running] = []
+_RUNNING: list[ReplacedAttention] = []
 _RECORDED: list[Recorded] = []
-
-
-@contextmanager
-def _entered(running: _Running) -> Iterator[None]:
-    before = running.config._attn_implementation
-    _RUNNING.append(running)
-    running.config._attn_implementation = running.name
-    try:
-        yield
-    finally:
-        running.config._attn_implementation = before
-        _RUNNING.pop()
-
-
-def segments(
-    config: PretrainedConfig, lengths: list[int] | None, divided: bool = False,
-    seen: list[tuple[int, int]] | None = None, choice: str = "auto",
-) -> AbstractContextManager[None]:  # fmt: skip
-    """Make models of `config` treat a single row as segments of these lengths (None: rows are not packed). If
-    `divided`, the model gets this rank's columns of rows that ranks share; lengths are those of whole rows. `seen`: for
-    each segment, the columns (start, end) of the row that it attends to before its own."""
-    return _entered(_Running(config, None if lengths is None else Segments(lengths, seen), divided, choice))
 
 
 def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
@@ -104,7 +100,8 @@ def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool =
     in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
     if choice == "auto" and not in_blocks:
         return nullcontext()
-    return _entered(_Running(model.config, None, choice=choice, name=choice if choice in OF_TRANSFORMERS else NAME))
+    name = choice if choice in OF_TRANSFORMERS else NAME
+    return ReplacedAttention(model.config, None, choice=choice, name=name)
 
 
 @contextmanager
@@ -135,17 +132,24 @@ def _segment_attention(
         query, key, value = exchanged_heads(query, key, value)
         module, options = attention_of_own_heads(module, query, key), of_own_heads(options)
     laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
-    if running.choice == "auto" and suits_blocks(module, query, key, value, laid_out, options):
-        mixed = attention_in_blocks(query, key, value, laid_out, sliding_window, options)
+    kernel: WholeRowKernel | None = None  # computes all segments in one call
+    if running.choice in CHOSEN_KERNELS:
+        has_sinks = running.choice == "flash_attention_2" and options.get("s_aux") is not None
+        if has_sinks or options.get("is_causal") is False:
+            reason = "has sinks" if has_sinks else "is not causal"
+            raise UserError(f"--attn_implementation {running.choice}: the attention of this model {reason}; use auto")
+        kernel = CHOSEN_KERNELS[running.choice]
+    elif running.choice == "auto" and suits_blocks(module, query, key, value, laid_out, options):
+        kernel = attention_in_blocks
+    elif running.choice == "auto" and suits_varlen(query, key, value, options):
+        kernel = varlen_attention
+    if _RECORDED:
+        _RECORDED[-1].in_one_call &= kernel is not None
+    if kernel is None or (running.segments is None and kernel is varlen_attention):
+        eager = running.choice == "eager"
+        mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
     else:
-        kernel = whole_row_kernel(running.choice, query, key, value, options)
-        if _RECORDED:
-            _RECORDED[-1].in_one_call &= kernel is not None
-        if kernel is None or (running.segments is None and running.choice == "auto"):
-            eager = running.choice == "eager"
-            mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
-        else:
-            mixed = kernel(query, key, value, laid_out, sliding_window, options)
+        mixed = kernel(query, key, value, laid_out, sliding_window, options)
     return (heads_to_columns(mixed) if running.divided else mixed), None
 
 
@@ -164,10 +168,29 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
     return None
 
 
-def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: PackedRows, choice: str = "auto") -> Tensor:
-    """Last hidden states (N, H) of the packed row with layout `rows`; the backbone must take `position_ids`.
-    `input_ids` (B, T) int64, right-padded; `lengths` (B,) int64, above 0."""
-    with segments(backbone.config, rows.lengths, seen=rows.seen, choice=choice):
+def token_states(
+    backbone: Any, layout: Layout, input_ids: Tensor, lengths: Tensor, places: Tensor, reads_few: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states (N, H) of right-padded rows, packed if `layout` and the rows allow it, and where in them those
+    of the tokens at `places` are, in the shape of `places`.
+
+    `input_ids` (B, T) int64; `lengths` (B,) int64, above 0; `places`, int64 of any shape, in the rows flattened to
+    (B x T). `reads_few`: only the states at `places` (n,) are read, so the last MLP runs for these tokens alone.
+    """
+    rows, width = lay_out(input_ids, lengths, layout.packed, layout.shares), input_ids.shape[1]
+    if rows is None:
+        with (
+            padded_attention(backbone, layout.attention, layout.packed),
+            read_tokens_only(backbone, reads_few, places % width, places // width),
+        ):
+            return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
+    places = rows.places.flatten()[places]
+    read = places.unique() if reads_few and rows.seen is not None else places  # several rows may share a token
+    segments = Segments(rows.lengths, rows.seen)
+    with (
+        read_tokens_only(backbone, reads_few, read),
+        ReplacedAttention(backbone.config, segments, choice=layout.attention),
+    ):
         output = backbone(
             input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,
             **position_arguments(backbone, rows.positions.unsqueeze(0)), **router_arguments(),
@@ -176,7 +199,7 @@ def packed_states(backbone: Any, input_ids: Tensor, lengths: Tensor, rows: Packe
         output, real_slots(input_ids, lengths),
         lambda mask: torch.bincount(rows.places[mask], minlength=len(rows.tokens)),
     )  # fmt: skip
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0], places
 
 
 @dataclass(frozen=True)
@@ -212,7 +235,9 @@ class DividedRows:
         """The model's output for this rank's columns. A collective of the ranks that share the rows."""
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
-        with segments(model.config, self.lengths, divided=True, choice=choice), rotary_of_whole_rows(model, whole):
+        segments = None if self.lengths is None else Segments(self.lengths)
+        attention = ReplacedAttention(model.config, segments, divided=True, choice=choice)
+        with attention, rotary_of_whole_rows(model, whole):
             output = model(
                 input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
                 **position_arguments(model, self.own(slots)), **arguments, **router_arguments(),
@@ -230,7 +255,7 @@ class DividedRows:
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `torch.utils.checkpoint`: the recomputation has the forward pass's attention, and tokens of its last MLP."""
-    return nullcontext(), _as_before(_entered(_RUNNING[-1]) if _RUNNING else nullcontext(), read_tokens_again())
+    return nullcontext(), _as_before(_RUNNING[-1] if _RUNNING else nullcontext(), read_tokens_again())
 
 
 @contextmanager

@@ -11,20 +11,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import Forbidden, Head, forbid_, fused_token_scores
 from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
-from dschat_ppo.models.activation_memory import activations_on_host, read_tokens_only
+from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import (
     Layout,
     backbone_of,
-    backbone_states,
     forward_replaced,
     last_logits_argument,
     real_slots,
     slot_arguments,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_attention, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
-from dschat_ppo.models.shared_prompts import lay_out
 
 
 class PolicyModel(nn.Module):
@@ -78,36 +76,28 @@ class PolicyModel(nn.Module):
             entropy_grad: keep the gradient of the entropies.
             forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids of these.
         """
+        # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1
+        lengths = torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0).amax(dim=1).clamp_min(1)
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:
                 if distributions:
                     raise ValueError("ranks that share rows do not compute whole distributions")
-                return self._divided_scores(input_ids, wanted, temperature, entropy_grad, forbidden)
+                return self._divided_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
             if distributions or not self.layout.fused:
-                return self._plain_scores(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
+                return self._plain_scores(
+                    input_ids, wanted, lengths, temperature, entropy_grad, distributions, forbidden
+                )
             # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
             row, column = wanted[:, 1:].nonzero(as_tuple=True)
-            tokens, lengths = input_ids[row, column + 1], _read_lengths(wanted)
-            rows = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares)
-            if rows is not None:
-                places = rows.places[row, column]  # (N,)
-                read = rows.each_once(places) if self.layout.reads_few else places
-                with read_tokens_only(self.backbone, self.layout.reads_few, read):
-                    packed = packed_states(self.backbone, input_ids, lengths, rows, self.layout.attention)
-                states = packed[places]  # (N, H)
-            else:
-                with (
-                    padded_attention(self.backbone, self.layout.attention, self.layout.packed),
-                    read_tokens_only(self.backbone, self.layout.reads_few, column, row),
-                ):
-                    states = backbone_states(self.backbone, input_ids, lengths)[row, column]  # (N, H)
+            tokens, places = input_ids[row, column + 1], row * input_ids.shape[1] + column
             if forbidden is not None:
                 forbidden = forbidden[0][row, column + 1], forbidden[1]
-            return self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
+            states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few)
+            return self._head_scores(states[places], tokens, temperature, entropy_grad, forbidden)
 
     def _plain_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, distributions: bool,
-        forbidden: Forbidden | None,
+        self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
+        distributions: bool, forbidden: Forbidden | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """From whole logits."""
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
@@ -118,7 +108,7 @@ class PolicyModel(nn.Module):
                 input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
                 **last_logits_argument(self.lm, count), **router_arguments(),
             )  # fmt: skip
-        record_router(output, real_slots(input_ids, _read_lengths(wanted)))
+        record_router(output, real_slots(input_ids, lengths))
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
         if forbidden is not None:
             logits = logits.float()
@@ -128,11 +118,12 @@ class PolicyModel(nn.Module):
         return token_logprobs(logits, tokens, temperature), entropy, *extras
 
     def _divided_scores(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
-    ) -> tuple[Tensor, Tensor]:
+        self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
+        forbidden: Forbidden | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The scores of all wanted tokens, from those of this rank's columns."""
         predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
-        rows = DividedRows.of(input_ids, _read_lengths(wanted), self.layout.packed)
+        rows = DividedRows.of(input_ids, lengths, self.layout.packed)
         own = rows.own(predicts)  # (b, n)
         tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
         if forbidden is not None:
@@ -164,9 +155,3 @@ class PolicyModel(nn.Module):
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
         with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
-
-
-def _read_lengths(wanted: Tensor) -> Tensor:
-    """(B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1."""
-    slots = torch.arange(wanted.shape[1], device=wanted.device)
-    return torch.where(wanted, slots, 0).amax(dim=1).clamp_min(1)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.models.activation_memory import activations_on_host, read_tokens_only
-from dschat_ppo.models.backbone import Layout, backbone_states
+from dschat_ppo.models.activation_memory import activations_on_host
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, packed_states, padded_attention
-from dschat_ppo.models.shared_prompts import lay_out
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, token_states
 
 
 class ScalarModel(nn.Module):
@@ -58,25 +57,13 @@ class ScalarModel(nn.Module):
                 if wanted is not None:
                     return values[wanted]
                 return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
-            packed, width = lay_out(input_ids, lengths, self.layout.packed, self.layout.shares), input_ids.shape[1]
-            if packed is not None:
-                places = packed.places
-            else:
-                places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+            places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
             if wanted is not None:
                 places = places[wanted]
             elif last_only:
                 places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
             few = self.layout.reads_few and (wanted is not None or last_only)
-            if packed is not None:
-                with read_tokens_only(self.backbone, few, packed.each_once(places) if few else places):
-                    states = packed_states(self.backbone, input_ids, lengths, packed, self.layout.attention)
-            else:
-                with (
-                    padded_attention(self.backbone, self.layout.attention, self.layout.packed),
-                    read_tokens_only(self.backbone, few, places % width, places // width),
-                ):
-                    states = backbone_states(self.backbone, input_ids, lengths).flatten(0, 1)
+            states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, few)
             return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
 
     def _head(self, states: Tensor) -> Tensor:

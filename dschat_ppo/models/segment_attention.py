@@ -27,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
@@ -145,24 +144,6 @@ class Segments:
 WholeRowKernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, dict[str, Any]], Tensor]
 
 
-def whole_row_kernel(
-    choice: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> WholeRowKernel | None:
-    """The kernel that computes all segments in one call; None: the choice has none that supports this layer."""
-    if choice in ("flash_attention_2", "flex_attention"):
-        has_sinks = choice == "flash_attention_2" and options.get("s_aux") is not None
-        if has_sinks or options.get("is_causal") is False:
-            reason = "has sinks" if has_sinks else "is not causal"
-            raise UserError(f"--attn_implementation {choice}: the attention of this model {reason}; use auto")
-    if choice == "flash_attention_2":
-        return flash_attention_2
-    if choice == "flex_attention":
-        return whole_row_flex_attention
-    if choice == "auto" and suits_varlen(query, key, value, options):
-        return varlen_attention
-    return None
-
-
 # FlashAttention
 
 
@@ -261,6 +242,10 @@ def whole_row_flex_attention(
     q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # (1, heads, b x T, d)
     found = flex_attention(q, k, v, mask, options.get("scaling"), options.get("softcap"), options.get("s_aux"))
     return found[0].transpose(0, 1).unflatten(0, (len(query), -1))
+
+
+# for these values of `--attn_implementation`
+CHOSEN_KERNELS = {"flash_attention_2": flash_attention_2, "flex_attention": whole_row_flex_attention}
 
 
 # Kernels for bf16 on a CPU

@@ -36,9 +36,18 @@ class PackedRows:
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None
 
-    def each_once(self, places: Tensor) -> Tensor:
-        """Places (n,) of tokens of different rows, each of which several rows may share, without repetition."""
-        return places if self.seen is None else places.unique()
+
+@dataclass(frozen=True)
+class RowPrompts:
+    """The prompts, or other beginnings, of n rows, for models that share them: `groups` (n,) int64, equal for rows with
+    one prompt; `tokens` (n,)."""
+
+    groups: Tensor
+    tokens: Tensor
+
+    def at(self, index: Tensor) -> RowPrompts:
+        """Those of the rows at `index`."""
+        return RowPrompts(self.groups[index], self.tokens[index])
 
 
 @dataclass(frozen=True)
@@ -74,31 +83,32 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     if not packs and not shares:
         return None
     width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()
-    order, shared, leaders = list(range(len(lengths))), [0] * len(lengths), list(range(len(lengths)))
-    if shares and len(lengths) > 1:
-        found = common_beginnings(input_ids.cpu(), lengths)
-        if sum(found[1]) >= LEAST_SAVING * int(lengths.sum()):
-            order, shared, leaders = found
-    if not any(shared) and not (packs and are_uneven(lengths)):
-        return None
     # rows in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`
-    ordered, led, left_out = torch.tensor(order), torch.tensor(leaders), torch.tensor(shared).unsqueeze(1)
+    order = leaders = numbers = torch.arange(len(lengths))
+    shared = torch.zeros_like(numbers)
+    if shares and len(lengths) > 1:
+        in_groups, prompts = common_beginnings(input_ids.cpu(), lengths)
+        saved = torch.where(prompts.groups == numbers, 0, prompts.tokens)
+        if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
+            order, leaders, shared = torch.tensor(in_groups), prompts.groups, saved
+    if not shared.any() and not (packs and are_uneven(lengths)):
+        return None
+    left_out = shared.unsqueeze(1)
     slots = torch.arange(width)
-    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[ordered]  # (B, T) in the order of the packed row
+    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[order]  # (B, T) in the order of the packed row
     places = torch.empty(kept.shape, dtype=torch.int64)
-    places[ordered] = kept.flatten().cumsum(0).view(kept.shape) - 1
-    places = torch.where(slots < left_out, places[led], places)
-    tokens = (ordered.unsqueeze(1) * width + slots)[kept]  # (N,)
-    starts, segments, seen, end = {}, [], [], 0
-    sizes = lengths.tolist()
-    for row in order:
+    places[order] = kept.flatten().cumsum(0).view(kept.shape) - 1
+    places = torch.where(slots < left_out, places[leaders], places)
+    tokens = (order.unsqueeze(1) * width + slots)[kept]  # (N,)
+    starts, segments, seen, end = dict[int, int](), [], [], 0
+    for row, leader, left, size in torch.stack([order, leaders[order], shared[order], lengths[order]], dim=1).tolist():
         starts[row] = end
-        if own := sizes[row] - shared[row]:  # a row may be the beginning of another
+        if own := size - left:  # a row may be the beginning of another
             segments.append(own)
-            seen.append((starts[leaders[row]], starts[leaders[row]] + shared[row]))
+            seen.append((starts[leader], starts[leader] + left))
             end += own
     tokens, places = _in_one_copy([tokens, places], device)
-    return PackedRows(tokens, tokens % width, places, segments, seen if any(shared) else None)
+    return PackedRows(tokens, tokens % width, places, segments, seen if shared.any() else None)
 
 
 def are_uneven(lengths: Tensor) -> bool:
@@ -114,28 +124,19 @@ def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     return [part.view(one.shape) for part, one in zip(moved.split([p.numel() for p in parts]), parts, strict=True)]
 
 
-def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Groups of rows whose first tokens are equal, such that the fewest tokens are left: `(order, shared, leaders)`.
-    All rows, group after group; for each row its tokens that its leader holds for it (0 for a leader); for each row the
-    first row of its group. `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
+def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], RowPrompts]:
+    """Groups of rows whose first tokens are equal, such that the fewest tokens are left if each group holds its common
+    beginning once: all rows, group after group; and for each row the first row of its group, and the tokens that all
+    rows of its group have in common (0 in a group of one). `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
     ids, sizes = input_ids.cpu(), lengths.cpu()
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
     equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
     common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).tolist()
-    shared, leaders = [0] * len(words), list(range(len(words)))
-    for start, end in _groups(common):
-        of_all = min(common[start : end - 1], default=0)
-        for row in order[start + 1 : end]:
-            shared[row], leaders[row] = of_all, order[start]
-    return order, shared, leaders
 
-
-def _groups(common: list[int]) -> list[tuple[int, int]]:
-    """Divide sorted rows into groups `[start, end)` that save the most tokens. Each row of a group but the first saves
-    the beginning that all of them share. `common`: how many first tokens each row and the next one share. Of equal
-    choices, the latest start of the last group counts."""
-    saved, begin = [0, 0], [0, 0]  # of the first `end` rows: the most tokens saved, and the start of their last group
+    # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but the first. For the
+    # first `end` rows: the most tokens saved, and the start of their last group. Of equal choices the latest counts.
+    saved, begin = [0, 0], [0, 0]
     # Where the last group can begin, by the tokens that it then shares: (tokens, starts), tokens rising. A start that
     # saves no more than a later one with the same tokens never will: later rows only lower the tokens of both.
     last_groups: list[tuple[int, list[int]]] = []
@@ -156,8 +157,13 @@ def _groups(common: list[int]) -> list[tuple[int, int]]:
                 best, chosen = total, start
         saved.append(best)
         begin.append(chosen)
-    groups, end = [], len(common) + 1
+
+    leaders, of_group, end = [0] * len(words), [0] * len(words), len(words)
     while end > 0:
-        groups.append((begin[end], end))
-        end = begin[end]
-    return groups[::-1]
+        start = begin[end]
+        for row in order[start:end]:
+            leaders[row], of_group[row] = order[start], min(common[start : end - 1], default=0)
+        end = start
+    return order, RowPrompts(
+        torch.tensor(leaders, device=lengths.device), torch.tensor(of_group, device=lengths.device)
+    )

@@ -20,7 +20,8 @@ from dschat_ppo.data.encode import encode_examples, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.micro_batches import RowPrompts, even_passes, share_prompts
+from dschat_ppo.models.micro_batches import even_passes, share_prompts
+from dschat_ppo.models.shared_prompts import common_beginnings
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences
@@ -167,7 +168,7 @@ def scores_in_batches(
         input_ids, lengths = joined(input_ids), dist.gather_sequence_cat(lengths)
         step_mask = None if step_mask is None else joined(step_mask)
     scores = torch.empty(len(lengths), device=input_ids.device)
-    prompts = RowPrompts.found(input_ids, lengths) if share_prompts(engine) else None
+    prompts = common_beginnings(input_ids, lengths)[1] if share_prompts(engine) else None
     for part in even_passes(lengths, batch_tokens, prompts)[0]:
         heartbeat()
         width = int(lengths[part].max())

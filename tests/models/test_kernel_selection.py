@@ -156,7 +156,7 @@ def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
 
 def test_memory_that_runs_out_in_a_probe_ends_it(monkeypatch):
     policy = PolicyModel(new_model("llama"))
-    monkeypatch.setattr(packing, "whole_row_kernel", partial(fail, torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(packing, "segment_by_segment", partial(fail, torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         select_kernels(policy)
 
@@ -197,7 +197,7 @@ def test_a_gpu_pads_rows_that_it_would_compute_segment_by_segment(attention, sai
 def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
     calls = []
     monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
-    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
+    monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
     policy, reason = selected_on_a_gpu()
     assert reason is None and policy.layout.packed and policy.layout.shares and calls
     policy, _ = selected_on_a_gpu("sdpa")  # not the kernel of auto

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
+from dschat_ppo.models.micro_batches import deal, split_by_tokens
+from dschat_ppo.models.shared_prompts import RowPrompts, common_beginnings
 
 
 def test_a_split_by_hand():
@@ -122,6 +123,6 @@ def test_common_beginnings_of_token_rows_are_their_prompts():
     ids[1, 20:] += 100
     ids[2:] += 300
     ids[3, 12:] += 100
-    found = RowPrompts.found(ids, torch.tensor([40, 40, 40, 30]))
+    _, found = common_beginnings(ids, torch.tensor([40, 40, 40, 30]))
     assert found.tokens.tolist() == [20, 20, 12, 12]
     assert found.groups[0] == found.groups[1] != found.groups[2] == found.groups[3]

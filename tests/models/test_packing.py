@@ -6,10 +6,10 @@ from test_forward import FAMILIES, model_of, rollout
 
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.models.packing import NAME, packed_states, reason_not_to_pack, segments
+from dschat_ppo.models.packing import NAME, ReplacedAttention, reason_not_to_pack, token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.shared_prompts import lay_out
+from dschat_ppo.models.segment_attention import Segments
 
 
 def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
@@ -64,22 +64,23 @@ def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
 def test_the_models_own_attention_is_restored_after_an_error_in_packed_rows():
     config = FAMILIES["llama"][0]
     before = config._attn_implementation
-    with pytest.raises(RuntimeError, match="mine"), segments(config, [1]):
+    with pytest.raises(RuntimeError, match="mine"), ReplacedAttention(config, Segments([1])):
         raise RuntimeError("mine")
     assert config._attn_implementation == before
 
 
-def token_states(model, ids, lengths):
-    """The hidden states of the real tokens, row after row."""
-    rows = lay_out(ids, lengths, packs=True, shares=False)
+def states_of_rows(model, ids, lengths):
+    """The hidden states of the real tokens, row after row, of packed rows."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-    return packed_states(model, ids, lengths, rows)[rows.places[real]]
+    states, places = token_states(model, Layout(packed=True), ids, lengths, real.flatten().nonzero().squeeze(1))
+    assert len(states) == lengths.sum()
+    return states[places]
 
 
 def test_states_are_those_of_each_row_alone():
     model, lengths = model_of("llama", 1).base_model, torch.tensor([4, 1, 3])
     ids = torch.arange(12).view(3, 4)
-    states = token_states(model, ids, lengths)
+    states = states_of_rows(model, ids, lengths)
     assert states.shape == (8, 32)
     alone = model(input_ids=ids[2:, :3]).last_hidden_state[0]
     torch.testing.assert_close(states[5:], alone, rtol=0, atol=1e-5)

@@ -9,17 +9,16 @@ import pytest
 import torch
 from looping_flash_attn import install
 from test_forward import model_of
-from test_packing import token_states
+from test_packing import states_of_rows
 from test_shared_prompts import rollout
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.packing import packed_states, segments
+from dschat_ppo.models.packing import ReplacedAttention, token_states
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment, whole_row_kernel
-from dschat_ppo.models.shared_prompts import lay_out
+from dschat_ppo.models.segment_attention import Segments, flash_attention_2, segment_by_segment
 from dschat_ppo.types import full_sequences
 
 
@@ -53,10 +52,10 @@ def test_variable_length_flash_attention_is_called_with_the_segments(monkeypatch
     model, calls = model_of(name, 1).base_model, []
     ids = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([9, 1, 6])
-    expected = token_states(model, ids, lengths)
+    expected = states_of_rows(model, ids, lengths)
     monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
-    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
-    found = token_states(model, ids, lengths)
+    monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
+    found = states_of_rows(model, ids, lengths)
     assert set(calls) == windows
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -124,9 +123,9 @@ def test_flash_attention_on_a_gpu(monkeypatch, name):
     found = []
     for flash in (True, False):
         if not flash:
-            monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: False)
+            monkeypatch.setattr(packing, "suits_varlen", lambda *_: False)
         model.zero_grad()
-        states = token_states(model, ids, torch.tensor([9, 1, 6]).cuda())
+        states = states_of_rows(model, ids, torch.tensor([9, 1, 6]).cuda())
         states.float().square().sum().backward()
         gradients = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
         found.append((states.float(), torch.stack(gradients)))
@@ -138,11 +137,12 @@ def test_flash_attention_on_a_gpu(monkeypatch, name):
 def test_one_call_of_variable_length_attention_gives_the_same_states(monkeypatch, name, windows):
     model, calls = model_of(name, 1).base_model.double(), []  # fp64: processors differ in the order of fp32 sums
     ids, lengths = full_sequences(rollout())
-    rows = lay_out(ids, lengths, packs=False, shares=True)
-    expected = packed_states(model, ids, lengths, rows)
+    places = torch.arange(ids.numel()).view(ids.shape)
+    expected, _ = token_states(model, Layout(shares=True), ids, lengths, places)
+    assert len(expected) < lengths.sum()
     monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
-    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
-    found = packed_states(model, ids, lengths, rows)
+    monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
+    found, _ = token_states(model, Layout(shares=True), ids, lengths, places)
     assert set(calls) == windows and len(calls) == 2  # one for each layer
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     weights = torch.linspace(-1, 1, found.numel()).view(found.shape)
@@ -182,7 +182,7 @@ def test_padded_rows_are_segments_of_the_same_length(monkeypatch, choice):
     calls = install(monkeypatch)
     query, key, value = (x.detach() for x in inputs(7, rows=3))
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
-    with segments(model_of("llama", 1).config, None, choice=choice):
+    with ReplacedAttention(model_of("llama", 1).config, None, choice=choice):
         found, _ = packing._segment_attention(layer, query, key, value, None, 4, scaling=0.4)
     expected = segment_by_segment(layer, query, key, value, None, 4, {"scaling": 0.4})
     assert found.shape == (3, 7, 4, 8)
@@ -203,9 +203,11 @@ def test_deterministic_algorithms_are_asked_of_flash_attn(monkeypatch):
     ("flex_attention", {"is_causal": False}, "is not causal"),
 ])  # fmt: skip
 def test_what_a_chosen_kernel_does_not_have_is_refused(choice, option, reason):
-    with pytest.raises(UserError, match=rf"^--attn_implementation {choice}: the attention of this model .*{reason}"):
-        whole_row_kernel(choice, *inputs(4), option)
-    assert whole_row_kernel(choice, *inputs(4), {"is_causal": True, "s_aux": None}) is not None
+    refused = pytest.raises(
+        UserError, match=rf"^--attn_implementation {choice}: the attention of this model .*{reason}"
+    )
+    with ReplacedAttention(model_of("llama", 1).config, None, choice=choice), refused:
+        packing._segment_attention(torch.nn.Module(), *inputs(4), None, **option)
 
 
 def test_segments_are_copied_to_the_device_once():

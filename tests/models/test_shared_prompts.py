@@ -15,7 +15,7 @@ from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.packing import packed_states
+from dschat_ppo.models.packing import token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -56,6 +56,13 @@ def without_dropout(model):
     return model
 
 
+def beginnings(ids, lengths):
+    """Rows group after group, the tokens that each leaves to the first row of its group, and the number of that row."""
+    order, prompts = common_beginnings(ids, lengths)
+    leaders, tokens = prompts.groups.tolist(), prompts.tokens.tolist()
+    return order, [0 if row == leader else tokens[row] for row, leader in enumerate(leaders)], leaders
+
+
 # Layout
 
 
@@ -87,12 +94,12 @@ def test_groups_leave_the_fewest_tokens():
     template = torch.arange(10)
     prompts = [torch.cat([template, 100 * (1 + p) + torch.arange(20)]) for p in range(2)]
     ids = torch.stack([torch.cat([prompts[row % 2], 1000 + 10 * row + torch.arange(3)]) for row in range(4)])
-    order, shared, leaders = common_beginnings(ids, torch.full((4,), 33))
+    order, shared, leaders = beginnings(ids, torch.full((4,), 33))
     assert sorted(shared) == [0, 0, 30, 30]
     assert all(leader % 2 == row % 2 and (shared[row] == 0) == (leader == row) for row, leader in enumerate(leaders))
     assert {row % 2 for row in order[:2]} != {row % 2 for row in order[2:]}
     alone = ids[:2]  # one answer to each: the template is worth sharing
-    assert sorted(common_beginnings(alone, torch.full((2,), 33))[1]) == [0, 10]
+    assert sorted(beginnings(alone, torch.full((2,), 33))[1]) == [0, 10]
 
 
 def groups_by_trying_all(common):
@@ -121,7 +128,7 @@ def test_random_rows_are_grouped_as_by_trying_all_groups():
         ids = torch.randint(0, 2, (rows, width), generator=generator).repeat_interleave(5, dim=1)
         lengths = torch.randint(1, 5 * width + 1, (rows,), generator=generator)
         words = [row[:size].tolist() for row, size in zip(ids, lengths.tolist(), strict=True)]
-        order, shared, leaders = common_beginnings(ids, lengths)
+        order, shared, leaders = beginnings(ids, lengths)
         common = [
             next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
             for one, two in itertools.pairwise(words[row] for row in order)
@@ -138,12 +145,12 @@ def test_of_groupings_that_save_the_same_the_smaller_groups_are_chosen():
     ids = torch.arange(1, 5).unsqueeze(1).repeat(1, 25)  # ids of one byte: rows are sorted by them
     ids[1, :20] = ids[0, :20]
     ids[:, :10] = 7
-    assert common_beginnings(ids, torch.full((4,), 25)) == ([0, 1, 2, 3], [0, 20, 0, 10], [0, 0, 2, 2])
+    assert beginnings(ids, torch.full((4,), 25)) == ([0, 1, 2, 3], [0, 20, 0, 10], [0, 0, 2, 2])
 
 
 def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():
     ids = torch.ones(2, 40, dtype=torch.int64)
-    assert common_beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
+    assert beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
     rows = lay_out(ids, torch.tensor([40, 12]), packs=False, shares=True)
     assert len(rows.tokens) == 40
 
@@ -239,12 +246,13 @@ def test_soft_caps_and_sinks_see_the_beginning_too(name):
     """Their attention is exact; whether a model of theirs shares is decided by `select_kernels`."""
     model = tiny_model(name).base_model
     ids, lengths = full_sequences(rollout(48))
-    rows = lay_out(ids, lengths, packs=False, shares=True)
+    places = torch.arange(ids.numel()).view(ids.shape)
     with torch.no_grad():
-        states = packed_states(model, ids, lengths, rows)
+        states, places = token_states(model, Layout(shares=True), ids, lengths, places)
+        assert len(states) < lengths.sum()
         for row, length in enumerate(lengths.tolist()):
             alone = model(input_ids=ids[row : row + 1, :length]).last_hidden_state[0]
-            torch.testing.assert_close(states[rows.places[row, :length]], alone, rtol=0, atol=1e-5)
+            torch.testing.assert_close(states[places[row, :length]], alone, rtol=0, atol=1e-5)
 
 
 def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
@@ -337,4 +345,4 @@ def test_a_head_that_needs_whole_logits_is_not_shared():
 def test_short_beginnings_are_not_shared(alike, shared):
     ids = torch.arange(24).view(2, 12)
     ids[1, :alike] = ids[0, :alike]
-    assert common_beginnings(ids, torch.tensor([12, 12])) == ([0, 1], shared, [0, 0] if any(shared) else [0, 1])
+    assert beginnings(ids, torch.tensor([12, 12])) == ([0, 1], shared, [0, 0] if any(shared) else [0, 1])

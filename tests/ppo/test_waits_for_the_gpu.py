@@ -10,7 +10,7 @@ from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.models import segment_attention
+from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -90,7 +90,7 @@ def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, read
     first layer the segments. Where rows share the tokens before a wanted one, it finds them once. The attention is
     replaced by its query."""
     monkeypatch.setattr(segment_attention, "_VARLEN", lambda query, *_, **__: query)
-    monkeypatch.setattr(segment_attention, "suits_varlen", lambda *_: True)
+    monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
     ids = torch.arange(20).repeat(4, 1)
     ids[:, 12:] += torch.arange(4).unsqueeze(1)
     wanted = (torch.arange(20) >= 12) & (torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1))
