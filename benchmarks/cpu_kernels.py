@@ -27,7 +27,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.segment_attention import Parts, blockwise_attention
+from dschat_ppo.models.segment_attention import Segments, blockwise_attention
 from dschat_ppo.rollout.attention import CPUDecode, DecodeKernel, RolloutAttention
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache
 
@@ -75,7 +75,7 @@ def causal(rows: int, lengths: tuple[int, ...]) -> dict[str, tuple[Run, Run]]:
         )
 
     states = [drawn(rows, sum(lengths), heads, WIDTH).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    parts = Parts(lengths)
+    parts = Segments(lengths)
     before, ours = passes(by_segments, states), passes(lambda *x: blockwise_attention(*x, parts), states)
     count = rows * len(lengths)
     title = f"attention, {count} row{'s' * (count > 1)} of {sum(lengths) // len(lengths)}"

@@ -24,7 +24,7 @@ from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, tok
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1, kl_loss
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.types import repeat_rows, to_device
 
@@ -105,8 +105,8 @@ def ppo_step(components: PPOComponents, work: Workload) -> None:
         now = values_of(critic, ids, mask)[:, prompt - 1 : -1]
         return value_losses(now, values, returns, response_mask, flags.value_clip_eps)[0].sum() / count
 
-    assert optimizer_step(engines.actor, [0], actor_loss).applied
-    assert optimizer_step(engines.critic, [0], critic_loss).applied
+    assert apply(accumulate(engines.actor, [0], actor_loss)).applied
+    assert apply(accumulate(engines.critic, [0], critic_loss)).applied
 
 
 def grpo_step(components: PPOComponents, work: Workload) -> None:
@@ -134,7 +134,7 @@ def grpo_step(components: PPOComponents, work: Workload) -> None:
         kl = kl_loss(logprobs, ref[part], flags.kl_loss_estimator, flags.kl_straight_through)
         return masked_sum(losses + flags.kl_loss_coef * kl, response_mask[part]) / count
 
-    assert optimizer_step(engines.actor, parts, loss).applied
+    assert apply(accumulate(engines.actor, parts, loss)).applied
 
 
 @contextmanager

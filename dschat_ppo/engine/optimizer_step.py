@@ -212,25 +212,15 @@ class Gradients(Generic[MicroBatch]):
     random_state: list[Tensor]
 
 
-def optimizer_step(
+def accumulate(
     engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
-) -> StepResult:
-    """Forward and backward over all micro-batches, equally many on every rank, then one update. Collective.
-
-    If a loss or a gradient is not finite on any rank, every rank skips the update, at every ZeRO stage, and the result
-    has a `fault`. An fp16 gradient that overflows although all losses are finite is no fault: the loss scaler lowers
-    its scale, and the result has `overflow` set.
+) -> Gradients[MicroBatch]:
+    """The first half of an optimizer step: forward and backward over all micro-batches, equally many on every rank.
+    `apply` must follow. Collective.
 
     `loss_of` is a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks, so
     that the parts add up. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     """
-    return apply(accumulate(engine, micro_batches, loss_of))
-
-
-def accumulate(
-    engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
-) -> Gradients[MicroBatch]:
-    """The first half of `optimizer_step`: forward and backward. `apply` must follow. Collective."""
     state = random_state()
     losses = []
     for number, micro_batch in enumerate(micro_batches, start=1):
@@ -243,8 +233,13 @@ def accumulate(
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
-    """The update, the second half of `optimizer_step`. Collective. `refused` (the same on every rank) skips it:
-    weights, schedule and loss scale do not change."""
+    """The second half: the update. Collective. `refused` (the same on every rank) skips it: weights, schedule and loss
+    scale do not change.
+
+    If a loss or a gradient is not finite on any rank, every rank skips the update, at every ZeRO stage, and the result
+    has a `fault`. An fp16 gradient that overflows although all losses are finite is no fault: the loss scaler lowers
+    its scale, and the result has `overflow` set.
+    """
     engine, fault = gradients.engine, gradients.fault
     if refused or fault is not None:
         skip_update(engine)

@@ -137,21 +137,14 @@ def check_settings(folder: str, refused: str) -> None:
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
-    _check_sizes(settings, refused)
+    for name, value in _all_settings(settings):
+        for pattern, most in _LARGEST.items():
+            if pattern.search(name) and isinstance(value, (int, float)) and value > most:
+                raise UserError(f"{refused}: '{name}' is above {most}, which no model has")
     check_folder_settings(settings, folder, refused)
     architectures = settings.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UserError(f"{refused}: 'architectures' must be a list of names")
-
-
-def _check_sizes(settings: dict[str, Any], refused: str) -> None:
-    """Check these settings and nested ones, such as `text_config`."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            _check_sizes(value, refused)
-        for pattern, most in _LARGEST.items():
-            if pattern.search(name) and isinstance(value, (int, float)) and value > most:
-                raise UserError(f"{refused}: '{name}' is above {most}, which no model has")
 
 
 def weight_files(folder: str) -> list[Path]:

@@ -34,88 +34,11 @@ MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Parts of a row, each of which attends to itself, and what the kernels need to know of them. `lengths`: of the
-    parts, which follow one another, none 0. `seen`: for each part, columns (start, end) of earlier parts that all of
-    its tokens see too, as if they were right before them; start = end: none. None: no part sees any."""
-
-    lengths: tuple[int, ...]
-    seen: tuple[tuple[int, int], ...] | None = None
-
-    @cached_property
-    def _columns(self) -> list[tuple[int, int, int, int]]:
-        """Start and end of each part, and of what it sees."""
-        ends = list(accumulate(self.lengths))
-        seen = self.seen or [(0, 0)] * len(ends)
-        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
-
-    @cached_property
-    def most_keys(self) -> int:
-        """The most keys that a query sees if no window hides any."""
-        return max(end - start + last - first for start, end, first, last in self._columns)
-
-    @cached_property
-    def table(self) -> Tensor:
-        """(parts, 4) int64: the start and the end of each part, and of what it sees."""
-        return torch.tensor(self._columns)
-
-    @cached_property
-    def groups(self) -> Tensor:
-        """(groups + 1,) int64: the first part of each group, and the number of parts. No part sees another group."""
-        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later parts see
-        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
-            needed = min(needed, first) if first < end else needed
-            if needed >= start:
-                firsts.append(number)
-        return torch.tensor(firsts[::-1])
-
-
-class _BlockwiseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, window: int | None, scale: float
-    ) -> Tensor:
-        output, log_sums = operations.causal_attention(query, key, value, parts.table, window, scale)
-        ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.parts, ctx.window, ctx.scale = parts, window, scale
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sums = ctx.saved_tensors
-        found = operations.causal_attention_backward(
-            query, key, value, output, log_sums, gradient, ctx.parts.table, ctx.parts.groups, ctx.window, ctx.scale
-        )
-        return *found, None, None, None
-
-
-def blockwise_attention(
-    query: Tensor, key: Tensor, value: Tensor, parts: Parts, window: int | None = None, scale: float | None = None
-) -> Tensor:
-    """Causal attention inside each part of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
-
-    `query` (b, heads, T, d) bf16 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of the
-    same; key heads divide the heads. `parts` together are all T columns. `window`: how many keys a query sees, its own
-    among them; None: all. `scale` of the logits; None: d ** -0.5.
-    """
-    assert sum(parts.lengths) == query.shape[2]
-    found: Tensor = _BlockwiseAttention.apply(
-        query, key, value, parts, window, query.shape[-1] ** -0.5 if scale is None else scale
-    )
-    return found
-
-
-LARGEST_FLASH_HEAD = 256
-OF_OTHER_KERNELS = ("softcap", "s_aux")  # options that neither FlashAttention nor blocks have here
-VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch has
-
-
-@dataclass(frozen=True)
 class Segments:
-    """The segments of a row, and what kernels need to know of them, made when it is first needed. `lengths`: none 0.
-    `seen`: for each segment, the columns (start, end) of the row that it attends to before its own; None: no segment
-    has any."""
+    """The segments of a row, each of which attends to itself, and what kernels need to know of them, made when it is
+    first needed. `lengths`: of the segments, which follow one another, none 0. `seen`: for each segment, the columns
+    (start, end) of earlier ones that all of its tokens see too, as if they were right before them; none if start = end.
+    None: no segment sees any."""
 
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None
@@ -128,16 +51,81 @@ class Segments:
             self._varlen[device] = VarlenSegments.of(self.lengths, self.seen, device)
         return self._varlen[device]
 
-    @cached_property
-    def parts(self) -> Parts:
-        """For attention by kernels on a CPU."""
-        return Parts(tuple(self.lengths), None if self.seen is None else tuple(self.seen))
-
     def masks(self, device: torch.device) -> BlockMasks:
         """For flex attention."""
         if device not in self._masks:
             self._masks[device] = BlockMasks(self.lengths, self.seen, device)
         return self._masks[device]
+
+    @cached_property
+    def _columns(self) -> list[tuple[int, int, int, int]]:
+        """Start and end of each segment, and of what it sees."""
+        ends = list(accumulate(self.lengths))
+        seen = self.seen or [(0, 0)] * len(ends)
+        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most keys that a query sees if no window hides any."""
+        return max(end - start + last - first for start, end, first, last in self._columns)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(segments, 4) int64: `_columns`, for kernels on a CPU."""
+        return torch.tensor(self._columns)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """(groups + 1,) int64: the first segment of each group, and the number of segments. No segment sees another
+        group."""
+        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later ones see
+        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
+            needed = min(needed, first) if first < end else needed
+            if needed >= start:
+                firsts.append(number)
+        return torch.tensor(firsts[::-1])
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float
+    ) -> Tensor:
+        output, log_sums = operations.causal_attention(query, key, value, segments.table, window, scale)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.segments, ctx.window, ctx.scale = segments, window, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sums = ctx.saved_tensors
+        table, groups = ctx.segments.table, ctx.segments.groups
+        found = operations.causal_attention_backward(
+            query, key, value, output, log_sums, gradient, table, groups, ctx.window, ctx.scale
+        )
+        return *found, None, None, None
+
+
+def blockwise_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """Causal attention inside each segment of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
+
+    `query` (b, heads, T, d) bf16 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of the
+    same; key heads divide the heads. `segments` together are all T columns. `window`: how many keys a query sees, its
+    own among them; None: all. `scale` of the logits; None: d ** -0.5.
+    """
+    assert sum(segments.lengths) == query.shape[2]
+    found: Tensor = _BlockwiseAttention.apply(
+        query, key, value, segments, window, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+    return found
+
+
+LARGEST_FLASH_HEAD = 256
+OF_OTHER_KERNELS = ("softcap", "s_aux")  # options that neither FlashAttention nor blocks have here
+VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch has
 
 
 # (query (b, heads, T, d), key, value, segments of the b rows end to end, window, attention options) -> (b, T, heads, d)
@@ -257,7 +245,7 @@ def suits_blocks(
     """Whether kernels for bf16 on a CPU compute this layer faster: its device, dtype, heads, lengths and options."""
     return (
         can_run(query, key, value)
-        and segments.parts.most_keys <= MOST_KEYS
+        and segments.most_keys <= MOST_KEYS
         and query.shape[1] % key.shape[1] == 0
         and not options.get("dropout")
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False
@@ -269,8 +257,8 @@ def attention_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
 ) -> Tensor:
     """Kernels for bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
-    parts = segments.parts if len(query) == 1 else Parts((query.shape[2],))
-    return blockwise_attention(query, key, value, parts, window, options.get("scaling")).transpose(1, 2)
+    of_row = segments if len(query) == 1 else Segments([query.shape[2]])
+    return blockwise_attention(query, key, value, of_row, window, options.get("scaling")).transpose(1, 2)
 
 
 # Segment by segment

@@ -79,43 +79,34 @@ def score_rows(
     return torch.cat(parts)[: len(rows)]  # filler rows are at the end
 
 
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 MicroBatches = list[list[int]]  # row numbers
 
 
 def collated(
     collate: Callable[[Dataset, Sequence[int]], Batch], rows: Any, steps: Iterable[MicroBatches], device: torch.device
 ) -> Generator[tuple[MicroBatches, Callable[[], list[Batch]]], None, None]:
-    """For each step: the row numbers of its micro-batches, and a function that waits for their batches. Rows of a
-    stream are collated when they are needed: its reader works ahead already, and a rank that waits for it must be the
-    one that watches for stop requests. Close the generator to end the thread."""
+    """For each step: the row numbers of its micro-batches, and a function that waits for their batches, or raises an
+    error of `collate`. Close the generator to end its thread.
+
+    A thread makes the batches of the next step while the caller uses those before; steps are drawn on the caller's
+    thread. Rows of a stream are collated when they are needed: its reader works ahead already, and a rank that waits
+    for it must be the one that watches for stop requests. `device`: of the batches; a thread whose copies go to another
+    GPU than the current one would use both.
+    """
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]
 
-    if isinstance(rows, Dataset):
-        yield from one_ahead(steps, make, device)
-    else:
+    if not isinstance(rows, Dataset):
         yield from ((micro_batches, partial(make, micro_batches)) for micro_batches in steps)
-
-
-def one_ahead(
-    items: Iterable[Item], make: Callable[[Item], Made], device: torch.device
-) -> Generator[tuple[Item, Callable[[], Made]], None, None]:
-    """`(item, take)` for each item in order, where `take()` waits for `make(item)` and returns it.
-
-    A thread makes the next item while the caller uses the one before; items are drawn on the caller's thread. An error
-    of `make` is raised by the `take` of its item. `device` is that of what `make` makes: a thread whose copies go to
-    another GPU than the current one would use both.
-    """
+        return
     select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
-    waiting: tuple[Item, Future[Made]] | None = None
+    waiting: tuple[MicroBatches, Future[list[Batch]]] | None = None
     with ThreadPoolExecutor(1, "collate", *select) as thread:
-        for item in items:
-            submitted = thread.submit(make, item)
+        for micro_batches in steps:
+            submitted = thread.submit(make, micro_batches)
             if waiting is not None:
                 yield waiting[0], waiting[1].result
-            waiting = item, submitted
+            waiting = micro_batches, submitted
         if waiting is not None:
             yield waiting[0], waiting[1].result

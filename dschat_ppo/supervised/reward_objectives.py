@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -55,11 +55,14 @@ def pair_size(batch: PairBatch) -> Tensor:
     return torch.stack([batch.pair_mask.sum(), batch.lengths[batch.pair_mask.repeat(2)].sum()])
 
 
-def measured_rows(rows: TokenRows) -> Dataset:
-    """The rows for the statistics of scores: those for evaluation, or if there are none those for training."""
-    if rows.eval is not None:
-        return rows.eval
-    return rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+def score_statistics(
+    model: Model, rows: TokenRows, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
+) -> dict[str, float | str]:
+    """Mean and spread of the scores of the rows for evaluation, or if there are none of those for training."""
+    train = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+    measured = train if rows.eval is None else rows.eval
+    mean, std = moments(score_rows(model, measured, score, batch_size, "score statistics"))
+    return {"reward_mean": mean, "reward_std": std}
 
 
 def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
@@ -73,9 +76,7 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
         return model(batch.input_ids, batch.lengths, last_only=True).view(2, -1).T  # (B, 2)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
-        size = config.fit.per_device_eval_batch_size
-        mean, std = moments(score_rows(model, measured_rows(rows), partial(score, model), size, "score statistics"))
-        return {"reward_mean": mean, "reward_std": std}
+        return score_statistics(model, rows, partial(score, model), config.fit.per_device_eval_batch_size)
 
     return Objective(
         collate, lambda batch: batch.pair_mask.sum(), pair_size,
@@ -122,9 +123,8 @@ def process_objective(pad_id: int, device: torch.device, config: PreferenceConfi
             batch = collate(rows, indices)
             return model(batch.input_ids, batch.lengths, last_only=True).unsqueeze(1)  # (B, 1)
 
-        size = config.fit.per_device_eval_batch_size
-        mean, std = moments(score_rows(model, measured_rows(rows), score, size, "score statistics"))
-        return {"reward_mean": mean, "reward_std": std, SEPARATOR: config.reward.separator}
+        found = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
+        return found | {SEPARATOR: config.reward.separator}
 
     return Objective(
         collate, lambda batch: batch.label_mask.sum(), step_size, process_loss,

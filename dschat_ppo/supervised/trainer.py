@@ -42,7 +42,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
-from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
@@ -284,7 +284,7 @@ class SupervisedTrainer(Generic[Batch]):
         router: dict[str, Any] = {}
         if self.router is not None:
             loss_of, router = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
-        result = optimizer_step(self.engine, batches, loss_of)
+        result = apply(accumulate(self.engine, batches, loss_of))
 
         def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []

@@ -25,7 +25,7 @@ from dschat_ppo.engine.hybrid_engine import (
     training_states,
     weights_of,
 )
-from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
@@ -140,7 +140,7 @@ def engine_of(stage: int, dtype: str):
 def step(engine, number: int, dtype: str) -> float:
     generator = torch.Generator().manual_seed(number)
     batches = [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(2)]
-    return optimizer_step(engine, batches, lambda x: engine(x).float().pow(2).sum() / 12).grad_norm
+    return apply(accumulate(engine, batches, lambda x: engine(x).float().pow(2).sum() / 12)).grad_norm
 
 
 def numbers_of(engine) -> list[torch.Tensor]:

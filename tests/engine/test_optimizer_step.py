@@ -11,7 +11,7 @@ from torch import nn
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates, optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates
 from dschat_ppo.models.loading import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -76,8 +76,8 @@ def test_micro_batches_add_up_to_one_batch():
         engine.module.eval()
     for step in range(3):
         parts = batches(step)
-        first = optimizer_step(split, parts, good(split))
-        second = optimizer_step(whole, [torch.cat(parts)], good(whole))
+        first = apply(accumulate(split, parts, good(split)))
+        second = apply(accumulate(whole, [torch.cat(parts)], good(whole)))
         assert first.applied and first.fault is None
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
     torch.testing.assert_close(weights(split), weights(whole))
@@ -87,7 +87,7 @@ def test_the_first_step_is_adam_by_hand():
     """With gradients clipped to norm 1, Adam's first update is the learning rate times the gradient's sign."""
     engine = engine_of(0)
     before = weights(engine)
-    result = optimizer_step(engine, batches(0), good(engine))
+    result = apply(accumulate(engine, batches(0), good(engine)))
     moved = (weights(engine) - before).abs()
     assert result.grad_norm > 0 and learning_rates(engine)["lr"] == pytest.approx(0.01 * 19 / 20)
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
@@ -106,7 +106,7 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
     for step in range(4):
         if step == 2:
             before, rate, skipped = weights(engine), learning_rates(engine)["lr"], engine.skipped_steps
-            result = optimizer_step(engine, batches(9), bad_in(engine, 1, bad))
+            result = apply(accumulate(engine, batches(9), bad_in(engine, 1, bad)))
             assert (result.applied, result.overflow, result.grad_norm) == (False, False, math.inf)
             assert (result.fault.kind, result.fault.rank, result.fault.micro_batch) == (kind, 0, 1)
             assert torch.equal(weights(engine), before) and learning_rates(engine)["lr"] == rate
@@ -114,7 +114,7 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
         results = []
         for one in (engine, spared):
             torch.manual_seed(step)  # dropout
-            results.append(optimizer_step(one, batches(step), good(one)))
+            results.append(apply(accumulate(one, batches(step), good(one))))
         assert results[0] == results[1] and results[0].applied
     assert torch.equal(weights(engine), weights(spared))
     still = [torch.equal(weight, first) for weight, first in zip(engine.module[0].parameters(), start, strict=True)]
@@ -149,9 +149,9 @@ def test_bf16_gradients_are_gone_after_each_backward_pass(stage):
         parts = batches(step, "bf16")
         if step % 2 == 0:
             for bad in (nan_loss, nan_gradient):
-                found = [optimizer_step(engine, parts, bad_in(engine, 1, bad)) for engine in engines]
+                found = [apply(accumulate(engine, parts, bad_in(engine, 1, bad))) for engine in engines]
                 assert repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1  # NaN is not equal to NaN
-        results = [optimizer_step(engine, parts, good(engine)) for engine in engines]
+        results = [apply(accumulate(engine, parts, good(engine))) for engine in engines]
         assert results[0].applied and results[0] == results[1]
         assert torch.equal(*map(weights, engines))
     of_steps = 2 * (6 + 3 + 2 * 3)  # two of three micro-batches; the search for a bad gradient repeats them
@@ -167,7 +167,7 @@ def test_the_search_for_a_bad_gradient_repeats_dropout_and_draws_nothing():
         return nan_gradient(y.sum(), y)
 
     torch.manual_seed(3)
-    result = optimizer_step(engine, batches(0), loss_of)
+    result = apply(accumulate(engine, batches(0), loss_of))
     after = torch.rand(2)
     assert result.fault.kind == "gradient" and len(seen) == 6
     assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
@@ -183,7 +183,7 @@ def test_an_update_can_be_refused():
     assert (result.applied, result.fault) == (False, None)
     for one in (engine, spared):
         torch.manual_seed(1)
-        assert optimizer_step(one, batches(1), good(one)).applied
+        assert apply(accumulate(one, batches(1), good(one))).applied
     assert torch.equal(weights(engine), weights(spared))
 
 
@@ -198,15 +198,15 @@ def scale(engine) -> float:
 
 def test_an_fp16_overflow_lowers_the_scale_and_is_no_fault(fp16):
     engine = engine_of(2, "fp16")
-    result = optimizer_step(engine, batches(0, "fp16"), bad_in(engine, 1, nan_gradient))
+    result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 1, nan_gradient)))
     assert (result.applied, result.overflow, result.fault, scale(engine)) == (False, True, None, 128)
-    assert optimizer_step(engine, batches(1, "fp16"), good(engine)).applied
+    assert apply(accumulate(engine, batches(1, "fp16"), good(engine))).applied
 
 
 def test_an_overflow_at_the_smallest_scale_is_a_fault(fp16):
     engine = engine_of(2, "fp16")
     engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
-    result = optimizer_step(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient))
+    result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient)))
     assert (result.overflow, result.fault.kind, result.fault.micro_batch) == (False, "gradient", 2)
     assert scale(engine) == engine.optimizer.loss_scaler.min_scale
 
@@ -231,5 +231,5 @@ def test_a_step_never_waits_for_the_device(stage, monkeypatch):
     engine = engine_of(stage)
     monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda self, *_: waits.append(1))
     for number in range(4):
-        assert optimizer_step(engine, batches(number), good(engine)).applied
+        assert apply(accumulate(engine, batches(number), good(engine))).applied
     assert waits == []

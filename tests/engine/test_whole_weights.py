@@ -10,7 +10,7 @@ from dschat_ppo.engine import build_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, fits_whole, may_be_whole, train_engine
 from dschat_ppo.engine.build_engine import whole_weights as whole_weights_of
 from dschat_ppo.engine.ds_config import eval_config, train_config
-from dschat_ppo.engine.optimizer_step import optimizer_step, skip_update
+from dschat_ppo.engine.optimizer_step import accumulate, apply, skip_update
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state
 
@@ -70,7 +70,7 @@ def trained(layer_by_layer: bool):
     torch.manual_seed(1)
     model = PolicyModel(new_model("llama"))
     engine = train_engine(model, train_config(3, "bf16", False, 1, 0.5), SETTINGS, layer_by_layer)
-    results = [optimizer_step(engine, [IDS[:2], IDS[2:]], lambda ids: loss_of(engine, ids)) for _ in range(3)]
+    results = [apply(accumulate(engine, [IDS[:2], IDS[2:]], lambda ids: loss_of(engine, ids))) for _ in range(3)]
     return engine, results
 
 

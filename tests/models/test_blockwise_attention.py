@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from dschat_ppo.models.segment_attention import Parts, blockwise_attention
+from dschat_ppo.models.segment_attention import Segments, blockwise_attention
 
 LAYOUTS = {
-    "one part": Parts((40,)),
-    "uneven parts": Parts((1, 33, 17)),
-    "parts that see others": Parts((20, 9, 31), ((0, 0), (3, 17), (0, 20))),
-    "two groups": Parts((20, 9, 31, 12, 8, 5), ((0, 0), (3, 17), (0, 20), (0, 0), (60, 72), (0, 0))),
-    "a later part sees less": Parts((20, 9, 7, 6), ((0, 0), (0, 0), (20, 29), (0, 20))),
-    "several blocks of queries": Parts((300, 200), ((0, 0), (100, 171))),
+    "one part": Segments([40]),
+    "uneven parts": Segments([1, 33, 17]),
+    "parts that see others": Segments([20, 9, 31], ((0, 0), (3, 17), (0, 20))),
+    "two groups": Segments([20, 9, 31, 12, 8, 5], ((0, 0), (3, 17), (0, 20), (0, 0), (60, 72), (0, 0))),
+    "a later part sees less": Segments([20, 9, 7, 6], ((0, 0), (0, 0), (20, 29), (0, 20))),
+    "several blocks of queries": Segments([300, 200], ((0, 0), (100, 171))),
 }
 # Results are rounded to bf16, within 2 ** -9 of their size; between them all is fp32, but for the output, which the
 # backward pass reads rounded.
@@ -83,8 +83,8 @@ def test_output_and_gradients_are_those_of_whole_attention(layout, rows, window,
 
 def test_the_scale_is_that_of_the_width_by_default():
     given, _ = inputs(1, 12)
-    expected = blockwise_attention(*given, Parts((12,)), None, 0.25)
-    assert torch.equal(blockwise_attention(*given, Parts((12,))), expected)
+    expected = blockwise_attention(*given, Segments([12]), None, 0.25)
+    assert torch.equal(blockwise_attention(*given, Segments([12])), expected)
 
 
 def test_it_is_as_close_to_exact_attention_as_the_fused_kernel():
@@ -97,12 +97,12 @@ def test_it_is_as_close_to_exact_attention_as_the_fused_kernel():
         found = torch.autograd.grad(output, given, gradient)
         return [float((x - y).abs().mean()) for x, y in zip(found, expected, strict=True)]
 
-    ours = errors(blockwise_attention(*given, Parts((200,))))
+    ours = errors(blockwise_attention(*given, Segments([200])))
     fused = errors(scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True))
     assert all(own < 1.5 * other for own, other in zip(ours, fused, strict=True))
 
 
-@pytest.mark.parametrize("parts", [Parts((20, 20)), Parts((40,))], ids=["another part", "later in the part"])
+@pytest.mark.parametrize("parts", [Segments([20, 20]), Segments([40])], ids=["another part", "later in the part"])
 def test_a_large_logit_of_a_hidden_key_changes_nothing(parts):
     """The weight of a hidden key is 0 and not a small number."""
     given, gradient = inputs(1, 40)

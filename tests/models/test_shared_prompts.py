@@ -19,7 +19,7 @@ from dschat_ppo.models.packing import token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.segment_attention import Parts
+from dschat_ppo.models.segment_attention import Segments
 from dschat_ppo.models.shared_prompts import common_beginnings, lay_out
 from dschat_ppo.types import Rollout, full_sequences
 
@@ -321,7 +321,7 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     assert policy.layout.shares
     blocks, grouped = segment_attention.blockwise_attention, segment_attention._grouped_attention
     broken = {
-        "blockwise_attention": lambda q, k, v, parts, *o: blocks(q, k, v, Parts(parts.lengths), *o),
+        "blockwise_attention": lambda q, k, v, parts, *o: blocks(q, k, v, Segments(parts.lengths), *o),
         "_grouped_attention": lambda q, k, v, band, **o: grouped(q, k, v, None, **o),
     }
     for name, function in broken.items():

@@ -11,11 +11,12 @@ from one_rank import one_rank  # noqa: F401
 from test_trainer import NO_CHECKPOINTS, TRAIN, Seen, config_of, make, run
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.supervised.objective import collated, one_ahead
+from dschat_ppo.supervised.objective import collated
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_dict({"number": list(range(10))})
 STEPS = [[[0, 1], [2]], [[3], [4]], [[5], [9]]]
+ONE_ROW_STEPS = [[[row]] for row in range(5)]
 
 
 def numbers(rows, indices):
@@ -35,32 +36,32 @@ def test_the_batches_of_each_step_in_order():
 def test_the_next_step_is_made_while_the_current_one_is_used_and_no_other():
     made, used = [], threading.Semaphore(0)
 
-    def make_one(item):
-        assert item == 0 or used.acquire(timeout=20), "it was made before the step before was used"
-        made.append((item, threading.current_thread().name))
-        return item
+    def make_one(rows, indices):
+        assert indices == [0] or used.acquire(timeout=20), "it was made before the step before was used"
+        made.append((indices, threading.current_thread().name))
+        return indices
 
-    for item, take in one_ahead(range(5), make_one, CPU):
-        assert take() == item == len(made) - 1
+    for step, take in collated(make_one, ROWS, ONE_ROW_STEPS, CPU):
+        assert take() == step == [[len(made) - 1]]
         used.release()
     assert {name for _, name in made} == {"collate_0"}
     drawn = []
-    with closing(one_ahead((drawn.append(item) or item for item in range(5)), str, CPU)) as items:
-        next(items)
-        assert drawn == [0, 1]
+    with closing(collated(numbers, ROWS, (drawn.append(step) or step for step in ONE_ROW_STEPS), CPU)) as steps:
+        next(steps)
+        assert drawn == [[[0]], [[1]]]
 
 
 def test_an_error_is_raised_where_its_step_is_taken():
-    def make_one(item):
-        if item == 2:
+    def make_one(rows, indices):
+        if indices == [2]:
             raise UserError("a.jsonl: row 7: no")
-        return item
+        return indices
 
-    found = []
-    with pytest.raises(UserError, match=r"^a.jsonl: row 7: no$"), closing(one_ahead(range(5), make_one, CPU)) as items:
-        for _, take in items:
-            found.append(take())
-    assert found == [0, 1] and not threads()
+    found, steps = [], collated(make_one, ROWS, ONE_ROW_STEPS, CPU)
+    with pytest.raises(UserError, match=r"^a.jsonl: row 7: no$"), closing(steps):
+        for _, take in steps:
+            found += take()
+    assert found == [[0], [1]] and not threads()
 
 
 def test_a_closed_generator_leaves_no_thread():
@@ -74,7 +75,7 @@ def test_the_thread_copies_to_the_gpu_of_its_rank(monkeypatch):
     selected = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append((device, threading.current_thread())))
     device = torch.device("cuda:3")
-    assert [take() for _, take in one_ahead([1, 2], str, device)] == ["1", "2"]
+    assert [take() for _, take in collated(numbers, ROWS, STEPS[:2], device)] == STEPS[:2]
     [(chosen, thread)] = selected
     assert chosen == device and thread is not threading.main_thread()
 

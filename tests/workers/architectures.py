@@ -22,7 +22,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch, real_rows
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
@@ -62,7 +62,7 @@ def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
     loss_of = partial(loss, sums=sums)
     if settings is not None:
         loss_of, _ = with_router_term(settings, "router_loss", [batch], loss, real_rows, sums)
-    optimizer_step(engine, [batch], loss_of)
+    apply(accumulate(engine, [batch], loss_of))
     weights = gather_state(engine.module.lm)
     if dist.is_main():
         save_file(weights, out)

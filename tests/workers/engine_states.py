@@ -25,7 +25,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import learning_rates, optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
@@ -116,7 +116,7 @@ def train(engine, steps) -> list[list[float]]:
             return loss * factor
 
         rate = learning_rates(engine)["lr"]
-        norm = optimizer_step(engine, mine.split(2), loss_of).grad_norm
+        norm = apply(accumulate(engine, mine.split(2), loss_of)).grad_norm
         scale = getattr(engine.optimizer, "cur_scale", 1.0)
         found.append([float(dist.all_reduce(torch.stack(losses).sum())), norm, rate, float(scale)])
     return found

@@ -23,7 +23,7 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
@@ -112,10 +112,10 @@ def engine_case(stage: int, dtype: str, offload: bool) -> dict:
         if kind == "refused":
             result = apply(accumulate(seen, batches, loss_of(seen)), refused=True)
         else:
-            result = optimizer_step(seen, batches, loss_of(seen))
+            result = apply(accumulate(seen, batches, loss_of(seen)))
         results.append(said(result))
         if kind == "good":
-            norms.append([result.grad_norm, optimizer_step(spared, batches, loss_of(spared)).grad_norm])
+            norms.append([result.grad_norm, apply(accumulate(spared, batches, loss_of(spared))).grad_norm])
         equal.append(torch.equal(weights(seen), weights(spared)))
         same_rate.append(seen.get_lr() == spared.get_lr())
         scales.append(seen.optimizer.loss_scaler.cur_scale if dtype == "fp16" else 1)
@@ -136,7 +136,7 @@ def bad_weights(engine, dtype: str) -> list:
     said_of.append(outcome_of(lambda: require_finite_weights(role, engine)))
     part[0] = kept
     update_too_far(engine, 1e6 if dtype == "fp16" else 1e39)  # an fp32 master holds 1e6
-    result = optimizer_step(engine, micro_batches(0, "good", dtype), loss_of(engine))
+    result = apply(accumulate(engine, micro_batches(0, "good", dtype), loss_of(engine)))
     return [*said_of, said(result), outcome_of(lambda: require_finite_weights(role, engine))]
 
 
@@ -169,7 +169,7 @@ def smallest_scale_case() -> list:
     """An overflow at the smallest scale is no matter of scale any more."""
     engine = engine_of(2, "fp16", False)
     engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
-    return said(optimizer_step(engine, micro_batches(0, "gradient", "fp16"), loss_of(engine)))
+    return said(apply(accumulate(engine, micro_batches(0, "gradient", "fp16"), loss_of(engine))))
 
 
 def stored_rollout(assets: Path) -> Rollout:

@@ -17,7 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import optimizer_step
+from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state
@@ -99,7 +99,7 @@ def resume(assets: Path, folder: Path) -> dict[str, bool]:
         def loss(part):
             return -engine(part, torch.ones_like(part, dtype=torch.bool))[0].sum() / 50
 
-        return [optimizer_step(engine, [ids[:2], ids[2:]], loss).grad_norm for _ in range(steps)]
+        return [apply(accumulate(engine, [ids[:2], ids[2:]], loss)).grad_norm for _ in range(steps)]
 
     found, writer = {}, BackgroundWriter()
     for way in WAYS:
