@@ -75,6 +75,7 @@ def test_scores_are_clipped_then_penalised(flags, scores):
     found = computation(**flags)(rows, step=1)
     np.testing.assert_allclose(found.rewards.numpy(), rewards_by_loop(rows, scores, 0.1), atol=1e-6)
     assert torch.equal(found.scores, rows.scores)
+    torch.testing.assert_close(found.answer_scores, torch.tensor(scores))
 
 
 def test_without_a_reference_rewards_are_scores_alone():
