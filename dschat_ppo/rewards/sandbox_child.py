@@ -132,16 +132,14 @@ def main() -> None:
     outlive_signals()
     job = json.loads(sys.stdin.buffer.readline())
     prctl(SET_SUBREAPER, 1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
     child = os.fork()
     if child:
-        os.dup2(nowhere, 1)  # the report ends with the program
         prctl(SET_DUMPABLE, 0)  # the program cannot write into this process
         watch(child, job)
         os._exit(0)
     os.register_at_fork(after_in_child=restore_signals)
     prctl(SET_NO_NEW_PRIVILEGES, 1)
-    report = os.dup(1)
+    report, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nowhere, number)
     os.close(nowhere)

@@ -236,8 +236,9 @@ def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
         seen = [marked_processes(mark) for _ in iter(running.done, True)]
         assert not running.result()
     assert any(seen)
+    before = os.listdir("/proc/self/fd")
     assert passes("open('a', 'w').write('a')")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == len(before)
     deadline = time.monotonic() + 3
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.02)

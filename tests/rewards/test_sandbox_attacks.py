@@ -139,6 +139,12 @@ def test_limits_cannot_be_raised(how):
 
 
 @everywhere
+def test_another_program_gives_no_privileges(how):
+    """PR_GET_NO_NEW_PRIVS: sudo and the like start without those of their owner."""
+    assert passed("import ctypes; assert ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1", how=how) == [True]
+
+
+@everywhere
 def test_open_files_are_few_and_none_is_inherited(how):
     secret = os.open(__file__, os.O_RDONLY)
     os.set_inheritable(secret, True)
