@@ -11,10 +11,6 @@ from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.tools.toy_model import EOS
 
 BOS = "<|system|>"  # a special token of the small tokenizer, used as BOS
-CHATML = (
-    "{% for message in messages %}<|user|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
-)
 ASK = [{"role": "user", "content": "Where is the lamp?"}]
 
 
@@ -29,27 +25,6 @@ def tokenizer_with(single: str):
     specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, EOS)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     return tokenizer
-
-
-def chat_tokenizer(template: str):
-    tokenizer = tokenizer_without_bos()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def test_a_text_prompt_is_encoded_unchanged():
-    tokenizer = tokenizer_without_bos()
-    ids = encode_prompt(tokenizer, "Where is the lamp?")
-    assert tokenizer.decode(ids) == "Where is the lamp?"
-
-
-def test_text_prompt_gets_the_tokenizers_bos_once():
-    tokenizer = tokenizer_with(f"{BOS} $A")
-    for prompt in ("Where is it?", f"{BOS}Where is it?"):
-        ids = encode_prompt(tokenizer, prompt)
-        assert ids[0] == tokenizer.bos_token_id
-        assert ids.count(tokenizer.bos_token_id) == 1
-        assert tokenizer.decode(ids[1:]) == "Where is it?"
 
 
 def test_text_prompt_never_ends_with_eos():
@@ -68,54 +43,9 @@ def test_text_answer_ends_with_eos_once_and_has_no_bos(single, answer):
     assert tokenizer.decode(ids[:-1]) == "In the hall."
 
 
-def test_an_empty_answer_is_eos_alone():
-    tokenizer = tokenizer_without_bos()
-    assert encode_answer(tokenizer, "Where?", "") == [tokenizer.eos_token_id]
-
-
-def test_messages_open_the_assistants_turn():
-    tokenizer = tokenizer_without_bos()
-    ids = encode_prompt(tokenizer, ASK)
-    assert tokenizer.decode(ids) == "<|user|>Where is the lamp?<|assistant|>"
-
-
-def test_messages_with_a_bos_in_the_template_get_it_once():
-    tokenizer = tokenizer_with(f"{BOS} $A")
-    tokenizer.chat_template = BOS + tokenizer.chat_template
-    ids = encode_prompt(tokenizer, ASK)
-    assert ids[0] == tokenizer.bos_token_id
-    assert ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_prompt_and_answer_together_equal_the_rendered_chat():
-    tokenizer = tokenizer_without_bos()
-    ids = encode_prompt(tokenizer, ASK) + encode_answer(tokenizer, ASK, "In the hall.")
-    whole = tokenizer.apply_chat_template(
-        [*ASK, {"role": "assistant", "content": "In the hall."}], tokenize=False, add_generation_prompt=False
-    )
-    assert tokenizer.decode(ids) == whole
-    assert ids.count(tokenizer.eos_token_id) == 1
-
-
-def test_answer_keeps_the_space_that_the_template_puts_before_it():
-    tokenizer = chat_tokenizer(
-        "{% for m in messages %}{{ m['role'] }}:{{ ' ' + m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    assert tokenizer.decode(encode_answer(tokenizer, ASK, "In the hall.")) == f" In the hall.{EOS}"
-
-
-@pytest.mark.parametrize("template", [tokenizer_without_bos().chat_template, CHATML])
-@pytest.mark.parametrize("answer", ["In the hall.", "", "end", "|", "a\nb\n", f"In the hall.{EOS}"])
-def test_chat_answer_is_the_answer_and_one_eos(template, answer):
-    tokenizer = chat_tokenizer(template)
-    ids = encode_answer(tokenizer, ASK, answer)
-    assert tokenizer.decode(ids) == answer.removesuffix(EOS) + EOS
-    assert ids.count(tokenizer.eos_token_id) == 1
-
-
 def test_messages_without_a_template_are_rejected():
-    tokenizer = chat_tokenizer(None)
+    tokenizer = tokenizer_without_bos()
+    tokenizer.chat_template = None
     with pytest.raises(UserError, match="chat template"):
         encode_prompt(tokenizer, ASK)
 
