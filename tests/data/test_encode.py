@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.data import encode
 from dschat_ppo.data.chat_templates import NAMED, named_template
@@ -101,6 +103,14 @@ def test_the_reward_server_reads_the_same_ids_as_training(kind, name):
         if name in ("chatml", "zephyr") and kind.startswith("bytes"):
             assert whole == encode_prompt(tokenizer, prompt) + answer
         assert whole.count(tokenizer.bos_token_id) <= 1
+
+
+def test_an_answer_whose_first_token_would_span_the_end_of_the_prompt_is_encoded_alone():
+    backend = Tokenizer(models.BPE({"a": 0, "\n": 1, "\n\n": 2, ":": 3}, [("\n", "\n")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ':\\n' }}"
+    (found,) = encode_examples(tokenizer, [Example([{"role": "user", "content": "a"}], ["\na"])], False)
+    assert (found.prompt, found.answers) == ([0, 3, 1], [[1, 0, tokenizer.eos_token_id]])
 
 
 # Work
