@@ -96,10 +96,9 @@ def decoding(rows: int, tokens: int) -> dict[str, tuple[Run, Run]]:
         cache.layer(0, *states[1:])
         if kernel is not None:
             attention._kernel_layers.add(0)
-        metadata = [DecodeMetadata(0, rows, cache, slots, cache.capacity, None)]
 
         def step() -> None:
-            attention.begin(metadata)
+            attention.metadata = [DecodeMetadata(0, cache, slots)]
             attention(_Layer(), *states, None)
 
         return step

@@ -22,40 +22,40 @@ from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, PrefillMetadata, SharedPrefix
 
 
-def decode_mask(batch: DecodeMetadata | PooledMetadata, window: int | None) -> Tensor:
-    """(count, 1, slots) fp32: -inf on empty slots, later tokens and tokens beyond the window; the prefix comes last."""
-    slots = batch.newest.unsqueeze(1)
-    distance = slots - torch.arange(batch.length, device=slots.device)
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if batch.prefix is not None:
-        lengths = batch.prefix.lengths.unsqueeze(1)
-        place = torch.arange(batch.prefix.cache.capacity, device=slots.device)
-        in_prefix = place < lengths
-        if window is not None:
-            in_prefix &= lengths + slots - place < window
-        visible = torch.cat([visible, in_prefix], dim=1)
-    return torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf")).unsqueeze(1)
-
-
 def decode_attention(
-    batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> Tensor:
+    batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
     """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are the rows of one
     matrix product, so keys are read once and never expanded. A product over contiguous keys runs at memory speed;
     attention kernels with one query do not."""
+    if ("mask", window) not in batch.kept:  # (count, slots): empty slots, later tokens, those beyond the window
+        newest = batch.newest.unsqueeze(1)
+        distance = newest - torch.arange(batch.length, device=newest.device)
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if batch.prefix is not None:
+            lengths = batch.prefix.lengths.unsqueeze(1)
+            place = torch.arange(batch.prefix.cache.capacity, device=newest.device)
+            in_prefix = place < lengths
+            if window is not None:
+                in_prefix &= lengths + newest - place < window
+            visible = torch.cat([visible, in_prefix], dim=1)
+        mask = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
+        batch.kept["mask", window] = mask.unsqueeze(1)
     count, heads, _, width = query.shape
     keys, values = batch.read(layer)
-    query, scale = scaled(query, scale)
+    power = 2.0 ** round(math.log2(scale))  # exact in any precision, and keeps products in half precision in range
+    query, scale = query * power, scale / power
     folded = query.reshape(count * keys.shape[1], -1, width)  # (count * kv_heads, heads / kv_heads, d)
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
         scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
     scores = scores.float()
-    if scale != 1:  # else the scale was a power of two, which is in the query
+    if scale != 1:  # what is left of a scale that is no power of two
         scores = scores.mul_(scale)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    weights = torch.softmax(scores.add_(mask), dim=2).to(values.dtype)
+    weights = torch.softmax(scores.add_(batch.kept["mask", window]), dim=2).to(values.dtype)
     own = weights[:, :, : batch.length].reshape(count * keys.shape[1], -1, batch.length)
     mixed = torch.bmm(own, values.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
@@ -74,13 +74,6 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
     if query.is_cuda and query.dtype != torch.float32 and _has_wide_products():
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(query, keys.transpose(1, 2))
-
-
-def scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The query times the power of two nearest to `scale`, which is exact, and the remaining factor of `scale`. This
-    keeps products in half precision in range."""
-    power = 2.0 ** round(math.log2(scale))
-    return query * power, scale / power
 
 
 def prefix_scores(prefix: SharedPrefix, layer: int, query: Tensor) -> Tensor:
@@ -132,8 +125,6 @@ class DecodeKernel(Protocol):
 
     writes_cache: bool
 
-    def begin(self) -> None: ...
-
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool: ...
 
     def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool: ...
@@ -154,16 +145,6 @@ class RolloutAttention:
         self.windows: dict[int, int | None] = {}
         self._kernel = kernel
         self._kernel_layers: set[int] = set()
-        self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward pass
-        self._slot_mappings: dict[tuple[int, int], Tensor] = {}
-
-    def begin(self, metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata]) -> None:
-        """Set the metadata of the next forward pass."""
-        self.metadata = metadata
-        self._masks = {}
-        self._slot_mappings = {}
-        if self._kernel is not None:
-            self._kernel.begin()
 
     @property
     def reads_all_slots(self) -> bool:
@@ -195,25 +176,25 @@ class RolloutAttention:
         if isinstance(self.metadata, PrefillMetadata):
             if self._kernel is not None and self._kernel.supports(query, key, value, softcap):
                 self._kernel_layers.add(layer)
-            self.metadata.cache.write_prefill(layer, self.metadata.rows, self.metadata.source, key, value)
+            step = self.metadata
+            keys, values = step.cache.layer(layer, key, value)
+            keys[step.rows, :, step.slots] = key[step.source, :, step.columns]
+            values[step.rows, :, step.slots] = value[step.source, :, step.columns]
             return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
-        outputs, heads = [], key.shape[1]
-        for number, batch in enumerate(self.metadata):
+        outputs = []
+        for batch in self.metadata:
             rows = slice(batch.first, batch.first + batch.count)
             kernel = self._kernel if layer in self._kernel_layers else None
             if kernel is not None and not kernel.can_run(batch):
                 kernel = None
             if kernel is None or not kernel.writes_cache:
-                if (number, heads) not in self._slot_mappings:
-                    self._slot_mappings[number, heads] = batch.slot_mapping(heads)
-                batch.cache.write_decode(layer, self._slot_mappings[number, heads], key[rows], value[rows])
+                keys, values = batch.cache.layer(layer, key, value)
+                keys[batch.rows, :, batch.slots] = key[rows, :, 0]
+                values[batch.rows, :, batch.slots] = value[rows, :, 0]
             if kernel is not None:
                 outputs.append(kernel(batch, layer, query[rows], key[rows], value[rows], scale, sliding_window))
-                continue
-            if (number, sliding_window) not in self._masks:
-                self._masks[number, sliding_window] = decode_mask(batch, sliding_window)
-            mask = self._masks[number, sliding_window]
-            outputs.append(decode_attention(batch, layer, query[rows], mask, scale, softcap))
+            else:
+                outputs.append(decode_attention(batch, layer, query[rows], scale, sliding_window, softcap))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
 
 
@@ -237,7 +218,8 @@ def causal_attention(
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    query, scale = scaled(query, scale)
+    power = 2.0 ** round(math.log2(scale))  # as in `decode_attention`
+    query, scale = query * power, scale / power
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale
@@ -281,9 +263,6 @@ class CPUDecode:
     """Attention of decode steps over a `KVCache`."""
 
     writes_cache = True
-
-    def begin(self) -> None:
-        """Nothing is kept from one step to the next."""
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
         """Whether the kernel can be used for a layer."""

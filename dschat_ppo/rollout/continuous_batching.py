@@ -16,15 +16,19 @@ from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, Prefill, PrefillMetadata
 from dschat_ppo.rollout.memory import warn_of_memory
-from dschat_ppo.rollout.pool_scheduler import PooledRows, PoolScheduler
-from dschat_ppo.rollout.sampling import ASK_DEVICE, NUCLEUS_STATIC, NucleusSearch, SamplingParameters, sample
-from dschat_ppo.rollout.scheduler import DecodeInputs, Scheduler
+from dschat_ppo.rollout.running_batches import RunningBatches
+from dschat_ppo.rollout.running_pool import RunningPool
+from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 MaxOverRanks = Callable[[int], int]
+
+MAX_PREFILL_TOKENS = 8192  # of one forward pass
+MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
+POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
 def never() -> bool:
@@ -33,61 +37,69 @@ def never() -> bool:
 
 
 class ContinuousBatching:
-    """Generates all sequences of `buffers`. The model is in eval mode and has whole weights, or ZeRO-3 hooks that
-    gather each layer.
+    """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and has whole weights,
+    or ZeRO-3 hooks that gather each layer.
 
     Args:
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
             collective: every rank then makes as many passes as the busiest one.
         cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
-        memory: with a `PoolScheduler`, that of its decode steps, which have fixed addresses.
+        memory: of decode steps at fixed addresses, `POLL` tokens at a time; None: steps over growing batches.
     """
 
     def __init__(
-        self, model: PreTrainedModel, buffers: SequenceBuffers, scheduler: Scheduler | PoolScheduler,
-        sampling: SamplingParameters, max_over_ranks: MaxOverRanks | None = None,
-        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None,
+        self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, sampling: SamplingParameters,
+        max_over_ranks: MaxOverRanks | None = None, cancelled: Callable[[], bool] = never,
+        memory: StaticMemory | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
-        self.scheduler = scheduler
+        self.rows = rows
         self.sampling = sampling
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
         self.synchronised = max_over_ranks is not None
         self.device = buffers.token_ids.device
-        own = CPUDecode() if isinstance(scheduler, Scheduler) else None
-        self.attention = RolloutAttention(flash_decode(self.device) or own)
+        self.attention = RolloutAttention(flash_decode(self.device) or (CPUDecode() if memory is None else None))
         self.cache = RolloutCache()
         self.cancelled = cancelled
         self.memory = memory
+        self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
+        self.waiting = np.argsort(-lengths, kind="stable")  # longest prompts first; sequences of one prompt together
+        prompts = np.arange(buffers.count) // buffers.samples
+        self.running: RunningBatches | RunningPool = RunningBatches(lengths, prompts, MIN_SHARED_TOKENS)
         self.graphed: GraphedDecoder | None = None
-        if memory is not None and isinstance(scheduler, PoolScheduler):
+        if memory is not None:
+            limits = buffers.limits[:-1].cpu().numpy()
+            self.running = RunningPool(
+                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS
+            )
             self.graphed = GraphedDecoder(
-                self._static_step, self._rewind, memory, buffers, scheduler.poll,
-                lambda: self.attention.reads_all_slots,
-            )  # fmt: skip
+                self._generate_tokens, lengths, memory, buffers, POLL, lambda: self.attention.reads_all_slots
+            )
 
     @torch.no_grad()
     def run(self) -> None:
         """Generate until every sequence is finished, or generation is cancelled. When memory runs out, the running
-        sequences start again from their prompts, with half the rows."""
+        sequences start again from their prompts, with half the rows, and a pool with as many slots a row as before."""
         try:
             with installed(self.model, self.attention):
-                while self.max_over_ranks(int(self.scheduler.has_unfinished() and not self.cancelled())):
+                while self.max_over_ranks(int(len(self.running) + len(self.waiting) > 0 and not self.cancelled())):
                     try:
                         self._step()
                         continue
                     except RuntimeError as problem:
-                        if self.synchronised or not ran_out_of_memory(problem) or self.scheduler.rows == 1:
+                        if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
-                    before, after = self.scheduler.rows, max(1, self.scheduler.rows // 2)
-                    self.attention.begin([])
-                    if self.memory is not None:
-                        self.memory.forget_graphs()
-                    self.buffers.reset(self.scheduler.preempt(after))
-                    warn_of_memory(before, after)
-                self.attention.begin([])
+                    before, self.rows = self.rows, max(1, self.rows // 2)
+                    self.attention.metadata = []
+                    self._return_to_queue(self.running.sequences)
+                    if self.memory is not None and isinstance(self.running, RunningPool):
+                        self.memory.release()
+                        self.running.most_slots = self.running.most_slots * self.rows // before
+                    self.running.clear()
+                    warn_of_memory(before, self.rows)
+                self.attention.metadata = []
         finally:
             self.graphed = None  # it refers to this object and the cache: the cycle would keep the memory for a while
 
@@ -95,84 +107,97 @@ class ContinuousBatching:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
         decode_step()
-        prefills = self.scheduler.admit()
-        for number in range(self.max_over_ranks(len(prefills))):
-            if number >= len(prefills):
+        # Start a wave of sequences if enough rows are free.
+        running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
+        free = self.rows - len(running)
+        usual = self.rows if self.graphed is None else len(running)  # a pool may have slots for fewer rows
+        worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
+        if len(self.waiting) and free >= worthwhile:
+            whole_groups = free - free % samples if free >= samples else free
+            if count := running.room_for(self.waiting[:whole_groups], worthwhile):
+                wave, self.waiting = self.waiting[:count], self.waiting[count:]
+                waves = running.start(wave)
+        # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
+        # the first decode step feeds, but at least one.
+        passes = list[tuple[Prefill, np.ndarray, int]]()
+        for prefill in waves:
+            prompts = np.unique(prefill.sequences)
+            prompts = prompts[np.argsort(-lengths[prompts], kind="stable")]
+            while len(prompts):
+                tokens = max(int(lengths[prompts[0]]) - 1, 1)
+                most = max(1, MAX_PREFILL_TOKENS // tokens)
+                passes.append((prefill, prompts[:most], tokens))
+                prompts = prompts[most:]
+        for number in range(self.max_over_ranks(len(passes))):
+            if number >= len(passes):
                 self._idle_pass()
                 continue
-            prefill = prefills[number]
-            leaders, targets, source = (
-                torch.from_numpy(part).to(self.device) for part in (prefill.sequences, prefill.rows, prefill.source)
+            prefill, prompts, tokens = passes[number]
+            row_of = np.full(self.buffers.count, -1)  # of the pass, by sequence
+            row_of[prompts] = np.arange(len(prompts))
+            copies = np.flatnonzero(row_of[prefill.sequences] >= 0)
+            counts = lengths[prefill.sequences[copies]] - 1
+            columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            rows, starts, source = (
+                np.repeat(part[copies], counts) for part in (prefill.rows, prefill.starts, row_of[prefill.sequences])
             )
-            self.attention.begin(PrefillMetadata(prefill.cache, targets, source))
-            columns = torch.arange(prefill.tokens, device=self.device).expand(len(leaders), -1)
-            self._forward(self.buffers.token_ids[leaders, : prefill.tokens], columns)
-        if not self.scheduler.num_running:
+            places = torch.from_numpy(np.stack([rows, starts + columns, source, columns])).to(self.device)
+            self.attention.metadata = PrefillMetadata(prefill.cache, *places)
+            ids = self.buffers.token_ids[torch.from_numpy(prompts).to(self.device), :tokens]
+            self._forward(ids, torch.arange(tokens, device=self.device).expand(len(prompts), -1))
+        if not len(running):
             self._idle_pass()
             return
-        running, tokens, scheduler = self.scheduler.num_running, 1, self.scheduler
-        if isinstance(scheduler, PoolScheduler):  # generate `poll` tokens for every running sequence
+        # Generate.
+        if isinstance(running, RunningPool):
             assert self.graphed is not None
-            tokens = scheduler.poll
-            if preempted := scheduler.reserve_slots():
-                self.buffers.reset(preempted)
-            rows = scheduler.running
-            sequences, positions = rows.sequences, rows.positions
-            finished = self.graphed.run(rows, scheduler.rows)
-        else:  # one token
-            scheduler.reserve_slots()
-            batches, metadata, first = scheduler.batches, [], 0
-            inputs = DecodeInputs.of(batches, self.device)
-            for batch in batches:
-                metadata.append(batch.metadata(first, inputs.slots[first : first + len(batch)]))
-                first += len(batch)
-            finished = self._generate_tokens(inputs, metadata).cpu().numpy()
-            sequences, positions = (
-                np.concatenate([getattr(batch, name) for batch in batches]) for name in ("sequences", "positions")
-            )
+            if stopped := running.reserve_slots():
+                self._return_to_queue(np.array(stopped[::-1]))
+            sequences, positions, tokens = running.sequences, running.positions, POLL
+            finished = self.graphed.run(running.rows, self.rows)
+        else:
+            inputs = running.next_step(self.device)
+            sequences, positions, tokens = running.sequences, running.positions, 1
+            finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
-            counts = positions + 1 - scheduler.prompt_lengths[sequences]  # response tokens before the new ones
+            counts = positions + 1 - lengths[sequences]  # response tokens before the new ones
             finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
-        scheduler.advance(finished, tokens)
-        unfinished = scheduler.num_running + len(scheduler.waiting)
-        report_phase(self.buffers.count - unfinished, self.buffers.count, "answers", running * tokens)
+        running.advance(finished, tokens)
+        done = self.buffers.count - len(running) - len(self.waiting)
+        report_phase(done, self.buffers.count, "answers", len(sequences) * tokens)
 
-    def _rewind(self, rows: PooledRows) -> None:
-        counts = rows.positions + 1 - self.scheduler.prompt_lengths[rows.sequences]
-        self.buffers.reset(rows.sequences.tolist(), counts.tolist())
+    def _return_to_queue(self, sequences: np.ndarray) -> None:
+        """Forget the responses of these sequences; they are the next ones that start."""
+        self.waiting = np.concatenate([sequences, self.waiting])
+        self.buffers.reset(sequences.tolist())
 
     def _idle_pass(self) -> None:
         """Take part in a collective forward pass of other ranks; nothing to do if ranks are not synchronised."""
         if self.synchronised:
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.attention.begin(PrefillMetadata(KVCache(1, 1), zero, zero))
+            self.attention.metadata = PrefillMetadata(KVCache(1, 1), zero, zero, zero, zero)
             self._forward(zero.unsqueeze(0), zero.unsqueeze(0))
 
-    def _static_step(self, inputs: DecodeInputs, metadata: PooledMetadata, overflow: Tensor, whole: bool) -> Tensor:
-        """`_generate_tokens` without a question to the device; see `GraphedDecoder`."""
-        return self._generate_tokens(inputs, [metadata], NucleusSearch(None if whole else NUCLEUS_STATIC, overflow))
-
     def _generate_tokens(
-        self,
-        inputs: DecodeInputs,
-        metadata: Sequence[DecodeMetadata | PooledMetadata],
+        self, sequences: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata | PooledMetadata],
         search: NucleusSearch = ASK_DEVICE,
-    ) -> Tensor:
-        """Generate one token for each of n sequences; returns which are finished, (n,) bool."""
+    ) -> Tensor:  # fmt: skip
+        """Generate one token for each of n `sequences` (n,) int64, after the one at `positions` (n,) int64; returns
+        which are finished, (n,) bool. Asks the device nothing if `search` does not."""
         buffers = self.buffers
-        self.attention.begin(metadata)
-        counts = inputs.positions + 1 - buffers.prompt_lengths[inputs.sequences]
-        ids = buffers.token_ids.view(-1)[inputs.sequences * buffers.width + inputs.positions]
-        logits = self._forward(ids.unsqueeze(1), inputs.positions.unsqueeze(1))
+        self.attention.metadata = metadata
+        counts = positions + 1 - buffers.prompt_lengths[sequences]
+        ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
+        logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1))
         tokens, logprobs = sample(
             logits,
             self.sampling,
-            buffers.uniforms.view(-1)[inputs.sequences * buffers.response_width + counts],
-            seen=None if buffers.seen is None else buffers.seen[inputs.sequences],
+            buffers.uniforms.view(-1)[sequences * buffers.response_width + counts],
+            seen=None if buffers.seen is None else buffers.seen[sequences],
             forbidden=buffers.forbidden(counts),
             search=search,
         )
-        return buffers.append(inputs.sequences, counts, tokens, logprobs)
+        return buffers.append(sequences, counts, tokens, logprobs)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(n, L) ids -> (n, V) logits of the last column."""

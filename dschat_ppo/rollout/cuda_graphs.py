@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.common.phases import largest_peak
-from dschat_ppo.rollout.kv_cache import SPARE, KVPool, PooledMetadata
+from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata
 from dschat_ppo.rollout.memory import LOGITS_BYTES, release_if_short
-from dschat_ppo.rollout.pool_scheduler import PooledRows
-from dschat_ppo.rollout.scheduler import DecodeInputs
+from dschat_ppo.rollout.running_pool import PooledRows
+from dschat_ppo.rollout.sampling import NUCLEUS_STATIC, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
@@ -33,8 +33,8 @@ MOST_KEPT_SHARE = 0.05  # which is kept if it and the largest update
 LEFT_SHARE = 0.1  # leave this free, for fragments and libraries
 _SYNC = "called a synchronizing CUDA operation"  # PyTorch's message in the sync debug mode "error"
 
-# (inputs, metadata, overflow (n,) bool, search the whole vocabulary for the nucleus) -> finished (n,) bool
-Step = Callable[[DecodeInputs, PooledMetadata, Tensor, bool], Tensor]
+# (sequences (n,), positions (n,), metadata, where the nucleus is searched) -> finished (n,) bool
+Step = Callable[[Tensor, Tensor, list[PooledMetadata], NucleusSearch], Tensor]
 
 
 class Bucket(NamedTuple):
@@ -139,12 +139,12 @@ class GraphRecorder:
 
 class StaticMemory:
     """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the inputs: sequences,
-    positions, and `slots`, `starts`, `prefix_starts` and `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool
-    are finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool. Without a
+    positions, and `own`, `starts`, `prefix_starts` and `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool are
+    finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool. Without a
     `recorder` steps run without graphs, as on the CPU."""
 
     def __init__(
-        self, pool: KVPool, rows: int, most_slots: int, device: torch.device, recorder: GraphRecorder | None = None
+        self, pool: KVCache, rows: int, most_slots: int, device: torch.device, recorder: GraphRecorder | None = None
     ):
         self.recorder = recorder
         self.pool = pool
@@ -153,18 +153,19 @@ class StaticMemory:
         self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
         self.graph_pool: Any = None  # memory for what the steps of all graphs compute
         self._graphs: dict[Bucket, Any] = {}
-        self._recorded_version = pool.version
+        self._recorded_capacity = pool.capacity
 
     @property
     def graphs(self) -> dict[Bucket, Any]:
         """The graphs by bucket, without those of a pool that has grown since, and so has other addresses."""
-        if self._recorded_version != self.pool.version:
-            self._graphs, self._recorded_version = {}, self.pool.version
+        if self._recorded_capacity != self.pool.capacity:
+            self._graphs, self._recorded_capacity = {}, self.pool.capacity
         return self._graphs
 
-    def forget_graphs(self) -> None:
-        """Drop all graphs and their memory."""
+    def release(self) -> None:
+        """Drop all graphs, their memory, and what the pool holds."""
         self._graphs, self.graph_pool = {}, None
+        self.pool.keys, self.pool.values, self.pool.capacity = {}, {}, SPARE + 1
 
 
 class GraphedDecoder:
@@ -179,19 +180,20 @@ class GraphedDecoder:
 
     Args:
         step: generates one token for every entry of its inputs.
-        rewind: forgets the tokens that the running sequences got in this poll.
+        prompt_lengths: (A,) int64, of all sequences.
         reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows
             need a bucket of their own.
     """
 
     def __init__(
-        self, step: Step, rewind: Callable[[PooledRows], None], memory: StaticMemory, buffers: SequenceBuffers,
-        poll: int, reads_all_slots: Callable[[], bool],
+        self, step: Step, prompt_lengths: np.ndarray, memory: StaticMemory, buffers: SequenceBuffers, poll: int,
+        reads_all_slots: Callable[[], bool],
     ):  # fmt: skip
         self.poll = poll
         self._step = step
-        self._rewind = rewind
+        self._prompt_lengths = prompt_lengths
         self._memory = memory
+        self._buffers = buffers
         self._spare = buffers.count
         self._longest = buffers.width  # most tokens of a row, of prompt and answer
         self._logits_bytes = len(buffers.is_end) * LOGITS_BYTES  # that a step needs for a row
@@ -206,7 +208,8 @@ class GraphedDecoder:
         finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:
             self._overflows += 1
-            self._rewind(rows)
+            counts = rows.positions + 1 - self._prompt_lengths[rows.sequences]
+            self._buffers.reset(rows.sequences.tolist(), counts.tolist())  # without the tokens of this poll
             finished, _ = self._generate(rows, most_rows, True)
         return finished
 
@@ -235,12 +238,13 @@ class GraphedDecoder:
 
     def _advance(self, bucket: Bucket) -> None:
         entries, overflow = self._memory.entries[:, : bucket.rows], torch.zeros_like(self._marks[1, : bucket.rows])
-        sequences, positions, slots, starts, prefix_starts, prefix_lengths = entries
+        sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
         idle = sequences == self._spare
         metadata = PooledMetadata(
-            self._memory.pool, slots, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares
+            self._memory.pool, own, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares
         )
-        finished = self._step(DecodeInputs(sequences, positions, slots), metadata, overflow, bucket.whole)
+        search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
+        finished = self._step(sequences, positions, [metadata], search)
         self._marks[0, : bucket.rows] |= finished
         self._marks[1, : bucket.rows] |= overflow & ~idle
         # A finished entry is idle until the next check: its next position may be beyond the model's last one.

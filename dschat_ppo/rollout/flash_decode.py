@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dschat_ppo.models.probes import unfit
-from dschat_ppo.rollout.attention import decode_attention, decode_mask
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVPool, PooledMetadata
+from dschat_ppo.rollout.attention import decode_attention
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +70,6 @@ class FlashDecode:
         self._kernel = kernel
         self._dtypes = dtypes
         self._merges = True
-        # (first row, key heads, window) -> arguments that the layers of a step share
-        self._segments: dict[tuple[int, int, int | None], tuple[Tensor, Tensor, Tensor]] = {}
-
-    def begin(self) -> None:
-        """Forget the rows of the last step."""
-        self._segments = {}
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
         """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d). The
@@ -104,17 +98,17 @@ class FlashDecode:
         """
         keys, values = batch.cache.keys[layer], batch.cache.values[layer]
         kv_heads, width = keys.shape[-3], keys.shape[-1]
-        if (batch.first, kv_heads, window) not in self._segments:
+        if ("segments", kv_heads, window) not in batch.kept:
             starts, used = (part.to(torch.int32) for part in batch.segments(kv_heads, window))
             numbers = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
-            self._segments[batch.first, kv_heads, window] = numbers, nn.functional.pad(starts, (0, 1)), used
-        segments = self._segments[batch.first, kv_heads, window]
+            batch.kept["segments", kv_heads, window] = numbers, nn.functional.pad(starts, (0, 1)), used
+        numbers, starts, used = batch.kept["segments", kv_heads, window]
         folded = query.reshape(batch.count * kv_heads, -1, width)  # (count * kv_heads, heads / kv_heads, d)
-        parts = len(segments[-1]) // len(folded)
+        parts = len(used) // len(folded)
         if parts > 1:
             folded = folded.repeat(parts, 1, 1)
         mixed, log_sums = self._kernel(
-            folded, keys.view(-1, 1, width), values.view(-1, 1, width), *segments, batch.length, scale
+            folded, keys.view(-1, 1, width), values.view(-1, 1, width), numbers, starts, used, batch.length, scale
         )
         if parts > 1:
             weights = torch.softmax(log_sums.unflatten(1, (parts, -1)), dim=1)  # (group, parts, count * kv_heads)
@@ -132,22 +126,22 @@ def _agrees(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    pool = KVPool(900)
-    pool.keys[0], pool.values[0] = random(kv_heads, 900, width), random(kv_heads, 900, width)
+    pool = KVCache(1, 900)
+    pool.keys[0], pool.values[0] = random(1, kv_heads, 900, width), random(1, kv_heads, 900, width)
     query, scale = random(8, heads, 1, width), width**-0.5
-    slots, starts, prefix_starts, prefix_lengths = torch.tensor(
+    own, starts, prefix_starts, prefix_lengths = torch.tensor(
         [
             [0, 200, 17, 99, 5, 1, 30, 4], [7, 300, 650, 501, 10, 12, 840, 700],
             [0, 0, 20, 600, 20, 20, 600, 20], [0, 0, 250, 2, 250, 3, 40, 9],
         ], device=device,
     )  # fmt: skip
-    batch = PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths * shares, 300, shares)
+    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths * shares, 300, shares)
     try:
         found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
     except Exception as problem:  # noqa: BLE001  see `unfit`
         _log.warning(f"rollout: with the flash attention kernel {unfit(problem)}; decode steps are slower")
         return False
-    expected = decode_attention(batch, 0, query, decode_mask(batch, None), scale, None)
+    expected = decode_attention(batch, 0, query, scale, None, None)
     difference = float((found.float() - expected.float()).abs().max())
     if not difference <= TOLERANCE:
         _log.warning(f"rollout: the flash attention kernel is off by {difference:.2g}; decode steps are slower")

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,16 +22,14 @@ from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_argu
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
-from dschat_ppo.rollout.continuous_batching import ContinuousBatching, MaxOverRanks, never
+from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fused_norms, fused_rotary, prepacked
-from dschat_ppo.rollout.kv_cache import SPARE, KVCache, KVPool, PrefillMetadata
+from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata
 from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
-from dschat_ppo.rollout.pool_scheduler import PoolScheduler
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.rollout.scheduler import Scheduler
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
 
@@ -42,9 +39,7 @@ ENGINES: dict[EngineName, str] = {  # the faster ones first
 }  # fmt: skip
 
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
-MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
 WIDTH_STEP = 64  # of prompts, so that buffers and graphs of one rollout fit the next
-POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ def generate(
             cached = config.engine == "padded"
             PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled, cached).run()
         else:
-            scheduler = Scheduler(*_lengths_and_prompts(buffers), rows, config.samples, MIN_SHARED_TOKENS)
-            ContinuousBatching(model, buffers, scheduler, config.sampling, max_over_ranks, cancelled=cancelled).run()
+            ContinuousBatching(model, buffers, rows, config.sampling, max_over_ranks, cancelled).run()
     return buffers.rollout()
 
 
@@ -146,22 +140,15 @@ def _generate_static(
             prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), POLL, limits, room
         )
         rows, slots = pool_limits(model, min(config.rows, buffers.count), buffers.width)
-        pool = KVPool(graphs.capacity(key, slots) if graphs else SPARE + 1)
+        pool = KVCache(1, graphs.capacity(key, slots) if graphs else SPARE + 1)
         recorder = graphs.recorder if graphs else None
         memory = StaticMemory(pool, min(rows, buffers.count), slots, prompts.prompt_ids.device, recorder)
-    scheduler = PoolScheduler(
-        *_lengths_and_prompts(buffers), buffers.limits[:-1].cpu().numpy(), memory.entries.shape[1], memory.pool,
-        memory.most_slots, POLL, config.samples, MIN_SHARED_TOKENS,
-    )  # fmt: skip
-    ContinuousBatching(model, buffers, scheduler, config.sampling, None, cancelled, memory).run()
-    if graphs and scheduler.rows == memory.entries.shape[1]:  # else memory ran out, and the rows were halved
+    rows = memory.entries.shape[1]
+    engine = ContinuousBatching(model, buffers, rows, config.sampling, None, cancelled, memory)
+    engine.run()
+    if graphs and engine.rows == rows:  # else memory ran out, and the rows were halved
         graphs.keep(key, model, buffers, memory)
     return buffers.rollout()
-
-
-def _lengths_and_prompts(buffers: SequenceBuffers) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt length and prompt number of each sequence, (A,) int64."""
-    return buffers.prompt_lengths[:-1].cpu().numpy(), np.arange(buffers.count) // buffers.samples
 
 
 def _validate(
@@ -284,7 +271,7 @@ def reason_unsupported(model: PreTrainedModel) -> str:
     if kinds := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(WITH_STATES):
         return f"its layers of kind {' and '.join(sorted(kinds))} carry a state, which only padded batches keep"
     attention, zero = RolloutAttention(), torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    attention.begin(PrefillMetadata(KVCache(1, 1), zero[0], zero[0]))
+    attention.metadata = PrefillMetadata(KVCache(1, 1), *[zero[0]] * 4)
     try:
         with installed(model, attention):
             model(input_ids=zero, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, zero))

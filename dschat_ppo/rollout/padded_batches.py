@@ -17,10 +17,10 @@ from dschat_ppo.models.backbone import last_logits_argument, position_arguments,
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.memory import warn_of_memory
-from dschat_ppo.rollout.sampling import SamplingParameters, row_uniforms, sample
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.runtime.memory_advice import ran_out_of_memory
-from dschat_ppo.types import position_ids_of
+from dschat_ppo.types import PromptBatch, position_ids_of
 
 GROWTH_TOKENS = 64  # by which a cache grows
 
@@ -91,7 +91,8 @@ class PaddedBatches:
         while self.max_over_ranks(0 if self.cancelled() else len(waiting)):
             batch = waiting[: self.rows]
             try:
-                self._run_batch(batch)
+                for _ in self.tokens(batch):
+                    pass
                 waiting = waiting[len(batch) :]
                 tokens = float(self.buffers.response_lengths[batch].sum())
                 report_phase(self.buffers.count - len(waiting), self.buffers.count, "answers", tokens)
@@ -111,8 +112,9 @@ class PaddedBatches:
         logits: Tensor = output.logits[torch.arange(len(rows), device=ids.device), lengths - 1]
         return logits
 
-    def _run_batch(self, sequences: Tensor) -> None:
-        """Generate all tokens of n sequences, (n,) int64. Without any, make the same passes with the spare row."""
+    def tokens(self, sequences: Tensor) -> Iterator[Tensor]:
+        """Generate all tokens of n sequences, (n,) int64; yields the newest ones, (n,) int64, also of finished rows.
+        Without any sequence, make the same passes with the spare row."""
         buffers, device = self.buffers, sequences.device
         spare = torch.full((1,), buffers.count, device=device)
         rows = sequences if len(sequences) else spare
@@ -153,6 +155,7 @@ class PaddedBatches:
             running = running & ~finished
             ids, counts = tokens.unsqueeze(1), counts + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            yield tokens
 
 
 INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
@@ -166,30 +169,11 @@ def stream_tokens(
     """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it. The
     forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
     architecture is supported. To stop early, abandon the iterator."""
-    device = next(model.parameters()).device
-    uniforms = row_uniforms(torch.tensor([seed]), max_new_tokens).to(device)
-    ids = torch.tensor([list(prompt)], device=device)
-    mask, cache, seen = torch.ones_like(ids), new_cache(model), None
-    if sampling.repetition_penalty != 1:
-        seen = torch.zeros(1, vocabulary_size(model), dtype=torch.bool, device=device)
-        seen[0, ids[0]] = True
-    for count in range(max_new_tokens):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **position_arguments(model, position_ids_of(mask)[:, -ids.shape[1] :]),
-            **last_logits_argument(model, 1),
-        )
-        tokens, _ = sample(output.logits[:, -1], sampling, uniforms[:, count], seen=seen)
-        token = int(tokens)
-        yield token
-        if token in ends:
-            return
-        if seen is not None:
-            seen[0, token] = True
-        ids, mask = tokens.unsqueeze(1), torch.cat([mask, mask.new_ones(1, 1)], dim=1)
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    prompts, stopping = PromptBatch(ids, torch.ones_like(ids).bool()), StoppingCriteria(max_new_tokens, tuple(ends))
+    buffers = SequenceBuffers(prompts, torch.tensor([seed]), 1, sampling, stopping, vocabulary_size(model), 1)
+    for token in PaddedBatches(model, buffers, sampling, 1).tokens(torch.zeros_like(ids[0, :1])):
+        yield int(token)
 
 
 class TextStream:

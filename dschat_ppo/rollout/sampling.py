@@ -60,13 +60,21 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     if spare:
         weights = torch.nn.functional.pad(weights, (0, spare))
     blocks = weights.unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(dim=2)
-    ends = _running_sums(sums)
-    target = (uniforms * ends[:, -1]).unsqueeze(1)
-    block = _first_above(sums, ends, target)
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
-    chosen = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
-    return (block * BLOCK + _first_above(chosen, _running_sums(chosen), target - before)).squeeze(1)
+    candidates, target = blocks.sum(dim=2), uniforms.unsqueeze(1)
+    for level in ("block", "index"):
+        ends = _running_sums(candidates)
+        if level == "block":
+            target = target * ends[:, -1:]
+        # Rounding may put the target at the end or past it; a parallel sum does not always grow where a weight does.
+        positive = candidates > 0
+        last = torch.where(positive, ends, 0.0).amax(dim=1, keepdim=True)
+        above = ends > torch.minimum(target, last * (1 - 2.0**-23))
+        found = (above & positive).to(torch.uint8).argmax(dim=1, keepdim=True)  # (B, 1)
+        if level == "block":
+            block, before = found, torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0)
+            target = target - before
+            candidates = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
+    return (block * BLOCK + found).squeeze(1)
 
 
 def _running_sums(weights: Tensor) -> Tensor:
@@ -76,15 +84,6 @@ def _running_sums(weights: Tensor) -> Tensor:
         return weights.cumsum(dim=1)
     unit = weights.amax(dim=1, keepdim=True).double() * 2.0**-40
     return ((weights / unit).long().cumsum(dim=1) * unit).float()
-
-
-def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index (B, 1) of the first entry with a weight above 0 whose cumulative weight is above `target` (B, 1). Rounding
-    may put the target at the end or past it, and a parallel sum does not always grow where a weight does."""
-    positive = weights > 0
-    end = torch.where(positive, cumulative, 0.0).amax(dim=1, keepdim=True)
-    below_end = torch.minimum(target, end * (1 - 2.0**-23))
-    return ((cumulative > below_end) & positive).to(torch.uint8).argmax(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.models.probes import UnsupportedAttentionError
-from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, decode_mask, installed
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.scheduler import DecodeBatch
+from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, installed
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.running_batches import DecodeBatch
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 MODULE = SimpleNamespace(layer_idx=0)
@@ -41,7 +41,9 @@ def random(*shape, seed: int) -> torch.Tensor:
 def test_prefill_is_causal_attention_and_fills_the_cache(window, softcap):
     query, key = random(2, HEADS, 6, WIDTH, seed=0), random(2, KV_HEADS, 6, WIDTH, seed=1)
     value, cache, attention = random(2, KV_HEADS, 6, WIDTH, seed=2), KVCache(3, 9), RolloutAttention()
-    attention.begin(PrefillMetadata(cache, torch.tensor([2, 0, 1]), torch.tensor([0, 1, 0])))
+    rows, places = torch.tensor([2, 0, 1]).repeat_interleave(6), torch.arange(6).repeat(3)
+    source = torch.tensor([0, 1, 0]).repeat_interleave(6)
+    attention.metadata = PrefillMetadata(cache, rows, places + 2, source, places)
     found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
     for row in range(2):
         for place in range(6):
@@ -49,8 +51,8 @@ def test_prefill_is_causal_attention_and_fills_the_cache(window, softcap):
             expected = plain_attention(query[row, :, place], key[row, :, past], value[row, :, past], window, softcap)
             torch.testing.assert_close(found[row, place], expected, atol=1e-5, rtol=1e-5)
     for row, source in enumerate((1, 0, 0)):
-        assert torch.equal(cache.keys[0][row, :, :6], key[source])
-        assert torch.equal(cache.values[0][row, :, :6], value[source])
+        assert torch.equal(cache.keys[0][row, :, 2:8], key[source])
+        assert torch.equal(cache.values[0][row, :, 2:8], value[source])
     assert attention.windows == {0: window}
 
 
@@ -72,7 +74,10 @@ def test_a_decode_step_attends_to_the_tokens_of_each_row(window, softcap, shared
         batches[0].positions = batches[0].positions + lengths
     query, key = random(4, HEADS, 1, WIDTH, seed=3), random(4, KV_HEADS, 1, WIDTH, seed=4)
     value = random(4, KV_HEADS, 1, WIDTH, seed=5)
-    attention.begin([b.metadata(3 * n, torch.from_numpy(b.slots)) for n, b in enumerate(batches)])
+    attention.metadata = [
+        DecodeMetadata(3 * n, b.cache, torch.from_numpy(b.slots), b.shared_prefix(torch.device("cpu")))
+        for n, b in enumerate(batches)
+    ]
     found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
     assert found.shape == (4, 1, HEADS, WIDTH)
     for row in range(4):
@@ -86,7 +91,8 @@ def test_a_decode_step_attends_to_the_tokens_of_each_row(window, softcap, shared
 
 def filled(cache: KVCache, rows) -> KVCache:
     for row, (keys, values) in enumerate(rows):
-        cache.write_prefill(0, torch.tensor([row]), torch.tensor([0]), keys.unsqueeze(0), values.unsqueeze(0))
+        for cached, states in zip(cache.layer(0, keys.unsqueeze(0), values.unsqueeze(0)), (keys, values), strict=True):
+            cached[row, :, : states.shape[1]] = states
     return cache
 
 
@@ -94,17 +100,17 @@ def filled(cache: KVCache, rows) -> KVCache:
 def test_a_decode_step_attends_to_the_tokens_of_each_row_in_a_pool(window, softcap):
     """Rows 0 and 2 share a prompt of 4 tokens in slots 20 to 23; row 3 is idle. The rest of the pool is not finite."""
     own, prefixes, starts = [1, 5, 3, 0], [4, 0, 4, 0], [30, 1, 10, 0]
-    pool, attention = KVPool(40), RolloutAttention()
-    pool.keys[0], pool.values[0] = (torch.full((KV_HEADS, 40, WIDTH), float("nan")) for _ in range(2))
+    pool, attention = KVCache(1, 40), RolloutAttention()
+    pool.keys[0], pool.values[0] = (torch.full((1, KV_HEADS, 40, WIDTH), float("nan")) for _ in range(2))
     pasts = [(random(KV_HEADS, n, WIDTH, seed=n), random(KV_HEADS, n, WIDTH, seed=n + 10)) for n in (*own, 4)]
     for start, length, past in zip((*starts, 20), (*own, 4), pasts, strict=True):
-        pool.keys[0][:, start : start + length], pool.values[0][:, start : start + length] = past
+        pool.keys[0][0, :, start : start + length], pool.values[0][0, :, start : start + length] = past
     query, key = random(4, HEADS, 1, WIDTH, seed=3), random(4, KV_HEADS, 1, WIDTH, seed=4)
     value = random(4, KV_HEADS, 1, WIDTH, seed=5)
     prefix_starts = torch.tensor([20, 0, 20, 0])
-    attention.begin(
-        [PooledMetadata(pool, torch.tensor(own), torch.tensor(starts), prefix_starts, torch.tensor(prefixes), 9, True)]
-    )
+    attention.metadata = [
+        PooledMetadata(pool, torch.tensor(own), torch.tensor(starts), prefix_starts, torch.tensor(prefixes), 9, True)
+    ]
     found, _ = attention(MODULE, query, key, value, None, SCALE, sliding_window=window, softcap=softcap)
     for row in range(3):
         parts = [pasts[row], (key[row], value[row])]
@@ -114,15 +120,6 @@ def test_a_decode_step_attends_to_the_tokens_of_each_row_in_a_pool(window, softc
         expected = plain_attention(query[row, :, 0], keys, values, window, softcap)
         torch.testing.assert_close(found[row, 0], expected, atol=1e-5, rtol=1e-5)
     assert found.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("window", "visible"), [(None, [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]), (2, [[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]])]
-)
-def test_the_mask_of_a_step_by_hand(window, visible):
-    mask = decode_mask(DecodeMetadata(0, 2, KVCache(2, 8), torch.tensor([2, 0]), 5, None), window)
-    assert mask.shape == (2, 1, 5) and mask.dtype == torch.float32
-    assert mask.squeeze(1).isneginf().logical_not().int().tolist() == visible
 
 
 def test_causal_attention_in_half_precision_does_not_overflow():

@@ -10,13 +10,12 @@ from tiny_models import model_of, prompts_of, tokens_of
 
 from dschat_ppo.rollout import continuous_batching
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVCache, KVPool
+from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 MESSAGE = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
 LENGTHS = (40, 9, 1, 33, 2, 17, 36, 5)
 PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # tokens marked as seen must be reset too
-KV_HEADS = 2
 WAYS = {
     "continuous": {"samples": 1},
     "shared": {"samples": 3},
@@ -41,30 +40,34 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
 
 
-def fail_at(monkeypatch, method: str, when, way: str = "continuous") -> None:
-    """`method` of the cache runs out of memory where `when(number of the call, rows of the cache or of the step)`."""
-    static = "static" in way
-    cache = KVPool if static else KVCache
-    original, calls = getattr(cache, method), []
+def fail_at(monkeypatch, place: str, when) -> None:
+    """The cache runs out of memory at a write of a `prefill` or a `decode` step, or at a `move`, where `when(number of
+    such calls, rows of the step)`."""
+    calls = []
 
-    def failing(self, *args):
-        calls.append(1)
-        if when(len(calls), len(args[1]) // KV_HEADS if static else self.rows):
-            raise RuntimeError(MESSAGE)
-        return original(self, *args)
+    def failing(original, place_of):
+        def call(self, *args):
+            if place_of(*args) == place:
+                calls.append(1)
+                if when(len(calls), len(args[1])):
+                    raise RuntimeError(MESSAGE)
+            return original(self, *args)
 
-    monkeypatch.setattr(cache, method, failing)
+        return call
+
+    written = failing(KVCache.layer, lambda layer, keys, _: "decode" if keys.shape[2] == 1 else "prefill")
+    monkeypatch.setattr(KVCache, "layer", written)
+    for method in ("move_rows", "move_slots"):
+        monkeypatch.setattr(KVCache, method, failing(getattr(KVCache, method), lambda *_: "move"))
 
 
 @pytest.mark.parametrize(
-    ("method", "call"),
-    [("write_prefill", 1), ("write_prefill", 2), ("write_decode", 1), ("write_decode", 12), ("move", 1)],
+    ("place", "call"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 12), ("move", 1)]
 )
 @pytest.mark.parametrize("way", list(WAYS))
-def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, method, call, monkeypatch, caplog):
+def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, place, call, monkeypatch, caplog):
     expected = run(**WAYS[way])
-    method = {"move": "repack" if "static" in way else "move_rows"}.get(method, method)
-    fail_at(monkeypatch, method, lambda number, _: number == call, way)
+    fail_at(monkeypatch, place, lambda number, _: number == call)
     found = run(**WAYS[way])
     (warning,) = warnings_of(caplog)
     assert "out of memory with 8 rows" in warning
@@ -76,14 +79,14 @@ def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, metho
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_rows_are_halved_until_they_fit(way, most, monkeypatch, caplog):
     expected = run(**WAYS[way])
-    fail_at(monkeypatch, "write_decode", lambda _, rows: rows > most, way)
+    fail_at(monkeypatch, "decode", lambda _, rows: rows > most)
     assert_same(run(**WAYS[way]), expected)
     assert len(warnings_of(caplog)) == {1: 3, 2: 2, 5: 1}[most]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
-    fail_at(monkeypatch, "write_decode", lambda *_: True, way)
+    fail_at(monkeypatch, "decode", lambda *_: True)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         run(**WAYS[way])
     assert len(warnings_of(caplog)) == 3  # 8, 4, 2
@@ -93,14 +96,14 @@ def test_other_errors_are_raised(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(KVCache, "write_decode", fail)
+    monkeypatch.setattr(KVCache, "layer", fail)
     with pytest.raises(RuntimeError, match="shape"):
         run()
     assert not warnings_of(caplog)
 
 
 def test_a_lack_of_gpu_memory_is_handled_too(monkeypatch, caplog):
-    expected, original, calls = run(), KVCache.write_decode, []
+    expected, original, calls = run(), KVCache.layer, []
 
     def failing(self, *args):
         calls.append(1)
@@ -108,7 +111,7 @@ def test_a_lack_of_gpu_memory_is_handled_too(monkeypatch, caplog):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(self, *args)
 
-    monkeypatch.setattr(KVCache, "write_decode", failing)
+    monkeypatch.setattr(KVCache, "layer", failing)
     assert_same(run(), expected)
     assert len(warnings_of(caplog)) == 1
 
@@ -116,14 +119,13 @@ def test_a_lack_of_gpu_memory_is_handled_too(monkeypatch, caplog):
 @pytest.fixture
 def caches(monkeypatch):
     """Weak references to every cache that is made, with the garbage collector disabled."""
-    references = []
-    for cache in (KVCache, KVPool):
+    references, original = [], KVCache.__init__
 
-        def noting(self, *args, original=cache.__init__):
-            original(self, *args)
-            references.append(weakref.ref(self))
+    def noting(self, *args):
+        original(self, *args)
+        references.append(weakref.ref(self))
 
-        monkeypatch.setattr(cache, "__init__", noting)
+    monkeypatch.setattr(KVCache, "__init__", noting)
     gc.collect()
     gc.disable()
     yield references
@@ -140,17 +142,17 @@ def test_keys_and_values_are_released_after_the_call(samples, caches):
 def test_keys_and_values_are_released_while_others_are_running(caches):
     """Growing, merging and removing rows leave no copies: there are about as many caches as batches."""
     alive = []
-    original = KVCache.write_decode
+    original = KVCache.layer
 
     def watching(self, *args):
         alive.append(sum(cache() is not None for cache in caches))
         return original(self, *args)
 
-    KVCache.write_decode = watching
+    KVCache.layer = watching
     try:
         run(rows=5)
     finally:
-        KVCache.write_decode = original
+        KVCache.layer = original
     assert max(alive) <= 6
 
 
@@ -161,7 +163,7 @@ def test_the_static_cache_is_released_after_the_call(caches):
 
 
 def test_keys_and_values_are_released_after_an_error(caches, monkeypatch):
-    fail_at(monkeypatch, "write_decode", lambda number, _: number == 9)
+    fail_at(monkeypatch, "decode", lambda number, _: number == 9)
     monkeypatch.setattr(continuous_batching, "ran_out_of_memory", lambda problem: False)
     with pytest.raises(RuntimeError, match="allocate"):
         run()

@@ -5,7 +5,7 @@ import torch
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata, PrefillMetadata, SharedPrefix
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata, SharedPrefix
 
 
 class Layer(torch.nn.Module):
@@ -25,18 +25,15 @@ def outputs(attention, window, layout):
     """Of a prefill of each batch, and of two steps of both."""
     caches, found = two_batches(), []
     for number, cache in enumerate(caches):
-        rows = torch.arange(cache.rows)
-        attention.begin(PrefillMetadata(cache, rows, rows))
+        rows, places = torch.arange(cache.rows).repeat_interleave(8), torch.arange(8).repeat(cache.rows)
+        attention.metadata = PrefillMetadata(cache, rows, places, rows, places)
         states = [
             layout(drawn(cache.rows, heads, 8, 16, seed=10 * number + heads + i)) for i, heads in enumerate((4, 2, 2))
         ]
         found.append(attention(Layer(), *states, None, sliding_window=window)[0])
     for step in range(2):
         slots = torch.tensor([8, 5, 3, 8, 1]) + step
-        attention.begin([
-            DecodeMetadata(0, 3, caches[0], slots[:3].contiguous(), 32, None),
-            DecodeMetadata(3, 2, caches[1], slots[3:].contiguous(), 64, None),
-        ])  # fmt: skip
+        attention.metadata = [DecodeMetadata(0, caches[0], slots[:3]), DecodeMetadata(3, caches[1], slots[3:])]
         states = [layout(drawn(5, heads, 1, 16, seed=100 + 10 * step + i)) for i, heads in enumerate((4, 2, 2))]
         found.append(attention(Layer(), *states, None, sliding_window=window)[0])
     return found, [cached for cache in caches for cached in (cache.keys[0], cache.values[0])]
@@ -66,9 +63,7 @@ def test_what_it_supports():
     assert not kernel.supports(half.float(), half.float(), half.float(), None)
     assert not kernel.supports(half, half, half[..., :8], None), "values of another width"
     cache, zero = KVCache(1, 32), torch.zeros(1, dtype=torch.int64)
-    assert kernel.can_run(DecodeMetadata(0, 1, cache, zero, 32, None))
+    assert kernel.can_run(DecodeMetadata(0, cache, zero))
     prefix = SharedPrefix(KVCache(1, 8), zero, zero.unsqueeze(0), zero)
-    assert not kernel.can_run(DecodeMetadata(0, 1, cache, zero, 32, prefix)), (
-        "products read the prefix once for all rows"
-    )
-    assert not kernel.can_run(PooledMetadata(KVPool(8), zero, zero, zero, zero, 8, False))
+    assert not kernel.can_run(DecodeMetadata(0, cache, zero, prefix)), "products read the prefix once for all rows"
+    assert not kernel.can_run(PooledMetadata(KVCache(1, 8), zero, zero, zero, zero, 8, False))

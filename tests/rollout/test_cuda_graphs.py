@@ -12,11 +12,11 @@ import torch
 from fake_graphs import FakeDevice, FakeGraph
 from tiny_models import LENGTHS, model_of, new_model, prompts_of
 
-from dschat_ppo.rollout import continuous_batching, cuda_graphs, pool_scheduler
+from dschat_ppo.rollout import continuous_batching, cuda_graphs, running_pool
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, length_bucket, row_bucket
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVPool
-from dschat_ppo.rollout.pool_scheduler import PooledRows
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.running_pool import PooledRows
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason
 
@@ -37,10 +37,10 @@ def test_buckets_of_rows_and_lengths():
     assert [length_bucket(n, 700) for n in (1, 256, 257, 512, 513, 700)] == [256, 256, 512, 512, 700, 700]
 
 
-def decoder_of(step, rows, spare=99, poll=3, rewind=None, reads_all_slots=True, longest=600) -> GraphedDecoder:
-    memory = StaticMemory(KVPool(50), rows, 50, torch.device("cpu"))
-    buffers = SimpleNamespace(count=spare, width=longest, is_end=[])
-    return GraphedDecoder(step, rewind, memory, buffers, poll, lambda: reads_all_slots)
+def decoder_of(step, rows, spare=99, poll=3, reset=None, reads_all_slots=True, longest=600) -> GraphedDecoder:
+    memory = StaticMemory(KVCache(1, 50), rows, 50, torch.device("cpu"))
+    buffers = SimpleNamespace(count=spare, width=longest, is_end=[], reset=reset)
+    return GraphedDecoder(step, np.full(spare, 2), memory, buffers, poll, lambda: reads_all_slots)
 
 
 def rows_of(sequences: list[int], position: int, prefix: int = 0) -> PooledRows:
@@ -55,12 +55,13 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
     """5 of 7 rows are running, in a bucket of 7 entries, 3 tokens at a time; row 1 finishes with its second token."""
     seen, spare = [], 99
 
-    def step(inputs, batch, overflow, whole):
-        parts = inputs.sequences, inputs.positions, batch.slots, batch.starts, batch.prefix_starts, batch.prefix_lengths
+    def step(sequences, positions, metadata, search):
+        (batch,) = metadata
+        parts = sequences, positions, batch.own, batch.starts, batch.prefix_starts, batch.prefix_lengths
         seen.append([part.tolist() for part in parts])
         assert (batch.first, batch.count, batch.cache.capacity, batch.prefix) == (0, 7, 50, None)
         assert batch.length == 256 and batch.shares is (prefix > 0)
-        assert not whole and not overflow.any()
+        assert search.tokens == cuda_graphs.NUCLEUS_STATIC and not search.overflow.any()
         finished = torch.zeros(7, dtype=torch.bool)
         finished[1] = len(seen) == 2
         return finished
@@ -84,9 +85,9 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
 def test_the_length_is_a_bucket_only_if_attention_reads_all_of_it(reads_all_slots, expected):
     lengths = []
 
-    def step(inputs, metadata, overflow, whole):
-        lengths.append(metadata.length)
-        return torch.zeros(len(inputs.slots), dtype=torch.bool)
+    def step(sequences, positions, metadata, search):
+        lengths.append(metadata[0].length)
+        return torch.zeros(len(sequences), dtype=torch.bool)
 
     decoder_of(step, 2, reads_all_slots=reads_all_slots).run(rows_of([1], 6), 2)
     assert set(lengths) == {expected}
@@ -96,36 +97,36 @@ def test_a_poll_in_which_a_nucleus_overflows_is_repeated_over_the_whole_vocabula
     """Also for a row that overflows and then finishes; not for an idle one. After two such polls at once."""
     log, overflowing = [], {5}
 
-    def step(inputs, metadata, overflow, whole):
-        log.append((whole, inputs.sequences.tolist(), inputs.positions.tolist()))
-        if not whole:
-            overflow |= torch.tensor([int(sequence) in overflowing for sequence in inputs.sequences])
-        return inputs.sequences == 5
+    def step(sequences, positions, metadata, search):
+        log.append((search.tokens is None, sequences.tolist(), positions.tolist()))
+        if search.tokens is not None:
+            search.overflow.logical_or_(torch.tensor([int(sequence) in overflowing for sequence in sequences]))
+        return sequences == 5
 
     rewound = []
-    decoder = decoder_of(step, 4, poll=2, rewind=rewound.append)
+    decoder = decoder_of(step, 4, poll=2, reset=lambda *rows: rewound.append(rows))
     both = rows_of([4, 5], 3)
     tokens = [([4, 5, 99, 99], [3, 3, 0, 0]), ([4, 99, 99, 99], [4, 0, 0, 0])]
     for _ in range(2):
         log.clear()
         assert decoder.run(both, 4).tolist() == [False, True]
         assert log == [(whole, *parts) for whole in (False, True) for parts in tokens]
-    assert rewound == [both, both]
+    assert rewound == [([4, 5], [2, 2])] * 2  # a prompt of 2 tokens, and 2 tokens that stay
     log.clear()
     decoder.run(both, 4)
     assert [whole for whole, *_ in log] == [True, True] and len(rewound) == 2
     overflowing = {99}  # row 5 is idle once it has finished
-    assert decoder_of(step, 4, rewind=rewound.append).run(rows_of([5], 3), 4).all()
+    assert decoder_of(step, 4, reset=lambda *rows: rewound.append(rows)).run(rows_of([5], 3), 4).all()
     assert len(rewound) == 2
 
 
 def test_graphs_of_a_pool_that_has_grown_are_forgotten():
-    memory = StaticMemory(KVPool(50), 2, 90, torch.device("cpu"))
+    memory = StaticMemory(KVCache(1, 50), 2, 90, torch.device("cpu"))
     memory.graphs["bucket"] = object()
     none = np.array([], dtype=np.int64)
-    memory.pool.repack(none, none, 50)
+    memory.pool.move_slots(none, none, 50)
     assert memory.graphs
-    memory.pool.repack(none, none, 60)
+    memory.pool.move_slots(none, none, 60)
     assert not memory.graphs
 
 
@@ -193,13 +194,13 @@ def test_cached_memory_is_released_only_if_little_is_free(device):
 
 
 def asks_host(monkeypatch) -> None:
-    original = continuous_batching.ContinuousBatching._static_step
+    original = continuous_batching.ContinuousBatching._generate_tokens
 
-    def asking(self, inputs, *others):
-        bool(inputs.positions.max() > 0)
-        return original(self, inputs, *others)
+    def asking(self, sequences, positions, *others):
+        bool(positions.max() > 0)
+        return original(self, sequences, positions, *others)
 
-    monkeypatch.setattr(continuous_batching.ContinuousBatching, "_static_step", asking)
+    monkeypatch.setattr(continuous_batching.ContinuousBatching, "_generate_tokens", asking)
 
 
 def test_steps_that_ask_the_host_are_never_captured(device, monkeypatch, caplog):
@@ -244,14 +245,14 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
 
 
 def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypatch, caplog):
-    expected, graphs, original = run(), RolloutGraphs(), KVPool.write_decode
+    expected, graphs, original = run(), RolloutGraphs(), KVCache.layer
 
-    def failing(self, layer, slot_mapping, *others):
-        if device.stream is not device.main and len(slot_mapping) == 2 * 6:
+    def failing(self, layer, keys, values):
+        if device.stream is not device.main and len(keys) == 6:
             raise OUT_OF_MEMORY
-        return original(self, layer, slot_mapping, *others)
+        return original(self, layer, keys, values)
 
-    monkeypatch.setattr(KVPool, "write_decode", failing)
+    monkeypatch.setattr(KVCache, "layer", failing)
     assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
     assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
     assert len(warnings_of(caplog)) == 1
@@ -299,7 +300,7 @@ def test_other_errors_of_a_step_are_raised(device, monkeypatch):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(KVPool, "write_decode", fail)
+    monkeypatch.setattr(KVCache, "layer", fail)
     with pytest.raises(RuntimeError, match="shape"):
         run(graphs := RolloutGraphs())
     assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
@@ -317,7 +318,7 @@ def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampl
         return original(self, rows, most_rows, everywhere)
 
     monkeypatch.setattr(GraphedDecoder, "_generate", noting)
-    monkeypatch.setattr(continuous_batching, "NUCLEUS_STATIC", 4)
+    monkeypatch.setattr(cuda_graphs, "NUCLEUS_STATIC", 4)
     assert_equal(run(RolloutGraphs() if recorded else None, sampling, tokens=40), expected)
     assert whole[:4] == [False, True, False, True] and len(whole) > 6 and all(whole[4:])
 
@@ -411,7 +412,7 @@ def test_a_larger_cache_is_kept_if_updates_leave_room_for_it(peak, kept, device,
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, total))
     graphs, peaks = RolloutGraphs(), {"train": peak and peak * total}
     monkeypatch.setattr(cuda_graphs, "largest_peak", peaks.get)
-    monkeypatch.setattr(KVPool, "nbytes", int(0.03 * total) - 30_000)  # what else is kept takes less than that
+    monkeypatch.setattr(KVCache, "nbytes", int(0.03 * total) - 30_000)  # what else is kept takes less than that
     rollout(model, graphs, FIRST)
     for _ in range(2):
         before = device.attempts
@@ -426,14 +427,14 @@ def test_a_larger_cache_is_kept_if_updates_leave_room_for_it(peak, kept, device,
 def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device, model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 0))
     for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
-        monkeypatch.setattr(pool_scheduler, name, 4)
-    graphs, expected, growths, original = RolloutGraphs(), rollout(model, None, FIRST), [0], KVPool.repack
+        monkeypatch.setattr(running_pool, name, 4)
+    graphs, expected, growths, original = RolloutGraphs(), rollout(model, None, FIRST), [0], KVCache.move_slots
 
     def noting(self, sources, targets, capacity):
         growths[-1] += capacity > self.capacity
         original(self, sources, targets, capacity)
 
-    monkeypatch.setattr(KVPool, "repack", noting)
+    monkeypatch.setattr(KVCache, "move_slots", noting)
     for _ in range(3):
         captures = graphs.recorder.captures
         assert_equal(rollout(model, graphs, FIRST), expected)
@@ -444,13 +445,13 @@ def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device
 
 
 def test_nothing_is_kept_after_memory_ran_out(device, model, monkeypatch):
-    graphs, original = RolloutGraphs(), KVPool.write_decode
+    graphs, original = RolloutGraphs(), KVCache.layer
 
-    def failing(self, layer, slot_mapping, *others):
-        if len(slot_mapping) == 2 * 5:
+    def failing(self, layer, keys, values):
+        if len(keys) == 5 and keys.shape[2] == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, layer, slot_mapping, *others)
+        return original(self, layer, keys, values)
 
-    monkeypatch.setattr(KVPool, "write_decode", failing)
+    monkeypatch.setattr(KVCache, "layer", failing)
     rollout(model, graphs, FIRST)
     assert graphs.recorder.captures and graphs._kept is None

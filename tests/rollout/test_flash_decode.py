@@ -7,11 +7,11 @@ import torch
 from tiny_models import LENGTHS, model_of, prompts_of
 from torch import Tensor
 
-from dschat_ppo.rollout import continuous_batching, flash_decode, generator
-from dschat_ppo.rollout.attention import decode_attention, decode_mask
+from dschat_ppo.rollout import continuous_batching, flash_decode
+from dschat_ppo.rollout.attention import decode_attention
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, KVPool, PooledMetadata
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
@@ -46,20 +46,20 @@ def decode_batch() -> tuple[DecodeMetadata, Tensor]:
     cache = KVCache(5, 16)
     cache.keys[3], cache.values[3] = (torch.randn(5, 2, 16, 8, generator=generator) for _ in range(2))
     query = torch.randn(3, 4, 1, 8, generator=generator)
-    return DecodeMetadata(0, 3, cache, torch.tensor([0, 11, 5]), 12, None), query
+    return DecodeMetadata(0, cache, torch.tensor([0, 11, 5])), query
 
 
 def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
     """4 rows in a pool of 60 slots: 0 and 2 share 7 tokens in slots 40 to 46; the last one is idle."""
     generator = torch.Generator().manual_seed(0)
-    pool = KVPool(60)
-    pool.keys[3], pool.values[3] = (torch.randn(2, 60, 8, generator=generator) for _ in range(2))
+    pool = KVCache(1, 60)
+    pool.keys[3], pool.values[3] = (torch.randn(1, 2, 60, 8, generator=generator) for _ in range(2))
     query = torch.randn(4, 4, 1, 8, generator=generator)
     places = [[2, 11, 0, 0], [20, 1, 50, 0], [40, 0, 40, 0], [7, 0, 7, 0]]
-    slots, starts, prefix_starts, prefix_lengths = torch.tensor(places)
+    own, starts, prefix_starts, prefix_lengths = torch.tensor(places)
     if not shares:
         prefix_starts, prefix_lengths = torch.zeros_like(starts), torch.zeros_like(starts)
-    return PooledMetadata(pool, slots, starts, prefix_starts, prefix_lengths, 12, shares), query
+    return PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 12, shares), query
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts
     batch, query = decode_batch()
     kernel = LoopingKernel()
     found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
-    expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
+    expected = decode_attention(batch, 3, query, 0.3, window, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert kernel.calls == [(starts, used, 12)]
+    assert kernel.calls == [(starts, used, 16)]
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -84,7 +84,7 @@ def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts
 def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
     batch, query = pooled_batch(shares)
     found = flash_with(kernel := LoopingKernel())(batch, 3, query, query, query, 0.3, window)
-    expected = decode_attention(batch, 3, query, decode_mask(batch, window), 0.3, None)
+    expected = decode_attention(batch, 3, query, 0.3, window, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     ((starts, used, _),) = kernel.calls
     assert len(used) == 4 * 2 * (1 + shares)
@@ -100,9 +100,7 @@ def test_the_lengths_are_those_of_the_step():
     batch, query = decode_batch()
     attention = flash_with(kernel := LoopingKernel())
     attention(batch, 3, query, query, query, 0.3, None)
-    batch.slots.sub_(torch.tensor([0, 1, 2]))
-    attention.begin()
-    attention(batch, 3, query, query, query, 0.3, None)
+    attention(DecodeMetadata(0, batch.cache, batch.slots - torch.tensor([0, 1, 2])), 3, query, query, query, 0.3, None)
     assert [used for _, used, _ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
 
 
@@ -212,7 +210,7 @@ HOW = [{"static": True}, {"static": True, "samples": 3}, {"static": False}, {"st
 @pytest.mark.parametrize(("name", "flash"), [("llama", True), ("mistral-window", True), ("gemma2", False)])
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
-    monkeypatch.setattr(generator, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
     config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(10, eos_ids=(3, 9)), rows=5, **how)
     seeds, kernel = torch.arange(len(LENGTHS) * config.samples), LoopingKernel()
     expected = generate(model_of(name), prompts_of(), seeds, config)

@@ -35,15 +35,16 @@ def random_biases(model):
 @torch.no_grad()
 def prefill_and_step(model) -> list[torch.Tensor]:
     """Logits of three prompts, then of one more token in each row."""
-    attention, cache, rows = RolloutAttention(), KVCache(3, 16), torch.arange(3)
+    attention, cache = RolloutAttention(), KVCache(3, 16)
+    rows, places = torch.arange(3).repeat_interleave(11), torch.arange(11).repeat(3)
     ids = torch.arange(33).view(3, 11) % 29 + 3
     found = []
     with installed(model, attention):
         for metadata, tokens, positions in (
-            (PrefillMetadata(cache, rows, rows), ids, torch.arange(11).expand(3, -1)),
-            ([DecodeMetadata(0, 3, cache, LENGTHS, 16, None)], ids[:, :1], LENGTHS.unsqueeze(1)),
+            (PrefillMetadata(cache, rows, places, rows, places), ids, torch.arange(11).expand(3, -1)),
+            ([DecodeMetadata(0, cache, LENGTHS)], ids[:, :1], LENGTHS.unsqueeze(1)),
         ):
-            attention.begin(metadata)
+            attention.metadata = metadata
             output = model(input_ids=tokens, position_ids=positions, past_key_values=RolloutCache(), use_cache=True)
             found.append(output.logits)
     return found

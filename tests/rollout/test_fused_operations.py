@@ -76,7 +76,7 @@ ROTARY = [name for name in CONTINUOUS if name not in ("gpt2", "opt", "opt-350m",
 def step(model) -> torch.Tensor:
     """Logits of one token in each of three rows, at different positions."""
     attention, rows = RolloutAttention(), torch.arange(3)
-    attention.begin(PrefillMetadata(KVCache(3, 1), rows, rows))
+    attention.metadata = PrefillMetadata(KVCache(3, 1), rows, rows * 0, rows, rows * 0)
     with installed(model, attention), torch.no_grad():
         return model(
             input_ids=torch.tensor([[5], [9], [20]]), position_ids=torch.tensor([[0], [7], [31]]),

@@ -1,105 +1,106 @@
-"""The KV cache against a plain dictionary."""
+"""A KV cache and the free slots of a pool against plain dictionaries and sets."""
 
 import numpy as np
+import pytest
 import torch
-from tagged_keys import HEADS, assert_holds, decode_batch_of, tagged
+from tagged_keys import HEADS, put
 
-from dschat_ppo.rollout.kv_cache import KVCache, copy_shared_prefix, repack
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.running_pool import FreeSlots
 
 
-def test_a_cache_is_a_table_of_rows_heads_and_slots():
-    """Random writes, moves and changes of size, against a plain dictionary."""
+def test_a_cache_is_a_table_of_rows_and_slots():
+    """Random writes, moves of rows and of slots, and changes of the capacity; what nobody wrote is 0."""
     rng = np.random.default_rng(3)
     for _ in range(20):
-        rows, capacity = int(rng.integers(1, 6)), int(rng.integers(3, 9))
-        cache, table = KVCache(rows, capacity), {}
-        new_block(rng, cache, table, np.arange(rows))
+        cache, table = KVCache(int(rng.integers(1, 6)), int(rng.integers(8, 20))), {}
+        write(rng, cache, table)
         for _ in range(25):
-            kind = rng.integers(4)
-            if kind == 0:
-                new_block(rng, cache, table, rng.permutation(cache.rows)[: rng.integers(1, cache.rows + 1)])
-            elif kind == 1:
-                new_token(rng, cache, table)
-            elif kind == 2 and cache.rows > 1:
-                count = int(rng.integers(1, cache.rows // 2 + 1))
-                order = rng.permutation(cache.rows)
-                sources, targets = order[:count].tolist(), order[count : 2 * count].tolist()
-                cache.move_rows(sources, targets)
-                moved = dict(zip(targets, sources, strict=True))
-                table = {(r, h, s): table[moved.get(r, r), h, s] for r, h, s in table}
-            elif kind == 3:
-                keep, wider = int(rng.integers(1, cache.rows + 1)), cache.capacity + int(rng.integers(-1, 3))
-                cache, capacity = repack([(cache, keep)], max(2, wider)), cache.capacity
-                table = {
-                    (r, h, s): table[r, h, s] if s < capacity else 0.0
-                    for r in range(keep)
-                    for h in range(HEADS)
-                    for s in range(cache.capacity)
-                }
-            assert_is_table(cache, table)
+            (write, move_rows, move_slots)[rng.integers(3)](rng, cache, table)
+            expected = torch.zeros(cache.rows, HEADS, cache.capacity, 1, dtype=torch.float64)
+            for (row, slot), tag in table.items():
+                expected[row, :, slot, 0] = tag + torch.arange(HEADS) / 2
+            for layer in (0, 1):
+                assert torch.equal(cache.keys[layer], expected)
+                assert torch.equal(cache.values[layer], -expected.expand(-1, -1, -1, 3))
+            assert cache.nbytes == 2 * cache.rows * HEADS * cache.capacity * (1 + 3) * 8
 
 
-def new_block(rng, cache, table, rows) -> None:
-    length, count = int(rng.integers(1, cache.capacity + 1)), int(rng.integers(1, 4))
-    source = rng.integers(0, count, len(rows))
-    tags = torch.from_numpy(rng.integers(1, 10_000, (count, length)))
-    if not table:
-        cells = [(r, h, s) for r in range(cache.rows) for h in range(HEADS) for s in range(cache.capacity)]
-        table.update(dict.fromkeys(cells, 0.0))
-    for layer in (0, 1):
-        cache.write_prefill(layer, torch.from_numpy(rows), torch.from_numpy(source), *tagged(tags))
-    for row, taken in zip(rows.tolist(), source.tolist(), strict=True):
-        for slot in range(length):
-            for head in range(HEADS):
-                table[row, head, slot] = float(tags[taken, slot]) + head / 2
+def write(rng, cache, table) -> None:
+    row, slots = int(rng.integers(cache.rows)), rng.permutation(cache.capacity)[: rng.integers(1, 6)]
+    tags = rng.integers(1, 10_000, len(slots))
+    put(cache, row, torch.from_numpy(tags), torch.from_numpy(slots))
+    table.update(zip(((row, slot) for slot in slots.tolist()), tags.tolist(), strict=True))
 
 
-def new_token(rng, cache, table) -> None:
-    count = int(rng.integers(1, cache.rows + 1))
-    slots = rng.integers(0, cache.capacity, count)
-    tags = torch.from_numpy(rng.integers(1, 10_000, (count, 1)))
-    for layer in (0, 1):
-        cache.write_decode(layer, cache.slot_mapping(torch.from_numpy(slots), HEADS), *tagged(tags))
-    for row, slot in enumerate(slots.tolist()):
-        for head in range(HEADS):
-            table[row, head, slot] = float(tags[row, 0]) + head / 2
+def move_rows(rng, cache, table) -> None:
+    if cache.rows == 1:
+        return
+    order, count = rng.permutation(cache.rows).tolist(), int(rng.integers(1, cache.rows // 2 + 1))
+    sources, targets = order[:count], order[count : 2 * count]
+    cache.move_rows(sources, targets)
+    source_of = dict(zip(targets, sources, strict=True))
+    for row, slot in [(row, slot) for row in targets for slot in range(cache.capacity)]:
+        table[row, slot] = table.get((source_of[row], slot), 0)
+        if (source_of[row], slot) not in table:
+            del table[row, slot]
 
 
-def assert_is_table(cache, table) -> None:
-    assert len(table) == cache.rows * HEADS * cache.capacity
-    expected = torch.tensor([table[cell] for cell in sorted(table)], dtype=torch.float64)
-    expected = expected.view(cache.rows, HEADS, cache.capacity, 1)
-    for layer in (0, 1):
-        assert torch.equal(cache.keys[layer], expected)
-        assert torch.equal(cache.values[layer], -expected.expand(-1, -1, -1, 3))
+def move_slots(rng, cache, table) -> None:
+    """With the same capacity, the tensors keep their addresses; with another one, only what is moved remains."""
+    capacity = cache.capacity + int(rng.integers(0, 3))
+    count = int(rng.integers(0, cache.capacity))
+    sources, targets = rng.permutation(cache.capacity)[:count], rng.permutation(capacity)[:count]
+    before, changes = cache.keys[0].data_ptr(), capacity != cache.capacity
+    kept = {} if changes else {key: tag for key, tag in table.items() if key[1] not in set(targets.tolist())}
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    moved = {(row, t): table[row, s] for row in range(cache.rows) for s, t in pairs if (row, s) in table}
+    cache.move_slots(sources, targets, capacity)
+    table.clear()
+    table.update(kept | moved)
+    assert cache.capacity == capacity and (cache.keys[0].data_ptr() == before) is not changes
 
 
-def test_repacking_puts_the_rows_of_caches_one_after_another():
-    first, second = decode_batch_of([1, 2, 3], position=4).cache, decode_batch_of([4, 5], position=7, capacity=64).cache
-    both = repack([(first, 2), (second, 2)], 40)
-    assert (both.rows, both.capacity) == (4, 40)
-    for row, (answer, length) in enumerate([(1, 4), (2, 4), (4, 7), (5, 7)]):
-        assert_holds(both, row, [answer * 100 + place for place in range(length)])
-        assert both.keys[0][row, :, length:].eq(0).all()
+def test_a_layer_has_the_heads_and_dtypes_of_what_is_written_first():
+    cache, keys = KVCache(3, 5), torch.ones(2, 2, 1, 4)
+    cache.layer(0, keys, keys[..., :3].bfloat16())
+    assert cache.keys[0].shape == (3, 2, 5, 4) and cache.values[0].shape == (3, 2, 5, 3)
+    assert (cache.keys[0].dtype, cache.values[0].dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_cache_is_zero_except_at_the_slots_that_are_written():
-    cache = KVCache(3, 5)
-    mapping = cache.slot_mapping(torch.tensor([4, 0]), 2)
-    assert mapping.tolist() == [4, 9, 10, 15]  # rows of 2 heads of 5 slots
-    keys = torch.arange(1.0, 17.0).view(2, 2, 1, 4)
-    cache.write_decode(0, mapping, keys, keys.bfloat16())
-    assert cache.keys[0].shape == (3, 2, 5, 4)
-    assert cache.values[0].dtype == torch.bfloat16
-    assert torch.equal(cache.keys[0][0, :, 4], keys[0, :, 0])
-    assert torch.equal(cache.keys[0][1, :, 0], keys[1, :, 0])
-    assert cache.keys[0].sum() == keys.sum(), "other slots are 0"
+def test_free_slots_are_taken_and_given_back():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        capacity = int(rng.integers(1, 40))
+        free, unused, taken = FreeSlots(1, capacity), set(range(1, capacity)), []
+        for _ in range(40):
+            if taken and rng.integers(2):
+                start, size = taken.pop(int(rng.integers(len(taken))))
+                free.give_back(start, size)
+                unused |= set(range(start, start + size))
+                continue
+            sizes = rng.integers(1, 8, int(rng.integers(1, 4))).tolist()
+            starts = free.take(sizes)
+            if starts is None:
+                assert not fits_in_order(unused, sizes)
+                continue
+            for start, size in zip(starts, sizes, strict=True):
+                assert set(range(start, start + size)) <= unused
+                unused -= set(range(start, start + size))
+                taken.append((start, size))
 
 
-def test_copying_a_shared_prefix_puts_it_before_the_tokens_of_each_row():
-    own, prefix = decode_batch_of([5, 6, 7], position=2).cache, decode_batch_of([1, 2], position=9).cache
-    whole = copy_shared_prefix(own, prefix, [1, 0, 1], [9, 4, 3])
-    assert whole.rows == 3
-    for row, (answer, source, length) in enumerate(((5, 2, 9), (6, 1, 4), (7, 2, 3))):
-        expected = [source * 100 + place for place in range(length)] + [answer * 100, answer * 100 + 1]
-        assert_holds(whole, row, expected)
+def fits_in_order(unused: set[int], sizes: list[int]) -> bool:
+    """Whether each size finds consecutive unused slots, the first ones first."""
+    left = set(unused)
+    for size in sizes:
+        start = next((slot for slot in sorted(left) if set(range(slot, slot + size)) <= left), None)
+        if start is None:
+            return False
+        left -= set(range(start, start + size))
+    return True
+
+
+@pytest.mark.parametrize(("first", "capacity", "expected"), [(1, 1, None), (1, 4, [1]), (3, 4, None)])
+def test_the_first_free_slot(first, capacity, expected):
+    assert FreeSlots(first, capacity).take([3]) == expected

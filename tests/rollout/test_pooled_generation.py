@@ -7,11 +7,11 @@ from test_flash_decode import LoopingKernel, flash_with
 from tiny_models import model_of, new_model, prompts_of
 from torch import Tensor
 
-from dschat_ppo.rollout import continuous_batching, flash_decode, generator, pool_scheduler
+from dschat_ppo.rollout import continuous_batching, flash_decode, generator, running_pool
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
-from dschat_ppo.rollout.kv_cache import KVPool
-from dschat_ppo.rollout.pool_scheduler import PoolScheduler
+from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.running_pool import RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 LENGTHS = (1, 9, 30, 5, 17, 12)
@@ -21,13 +21,14 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers, 2 heads of 8
 @pytest.fixture
 def largest(monkeypatch) -> list[int]:
     """Bytes of the pool after each write."""
-    sizes, original = [0], KVPool.write_decode
+    sizes, original = [0], KVCache.layer
 
     def watching(self, *args):
-        original(self, *args)
+        found = original(self, *args)
         sizes.append(self.nbytes)
+        return found
 
-    monkeypatch.setattr(KVPool, "write_decode", watching)
+    monkeypatch.setattr(KVCache, "layer", watching)
     return sizes
 
 
@@ -40,7 +41,9 @@ def test_answers_much_shorter_than_the_longest_possible_one_take_little_memory(l
     rollout = generate(model, prompts, torch.arange(64), config)
     answers = rollout.response_mask.sum(dim=1)
     assert 30 < answers.float().mean() < 70 and answers.max() > 100
-    reserved = 64 * (64 + tokens + generator.POLL + 2) * BYTES_PER_TOKEN  # a row of the longest prompt and answer each
+    reserved = (
+        64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN
+    )  # a row of the longest prompt and answer each
     assert 0 < max(largest) < 0.3 * reserved
 
 
@@ -66,9 +69,9 @@ LITTLE = {"ample": 10**6, "little": 110, "one long row": 0}
 @pytest.fixture
 def small_segments(monkeypatch) -> None:
     """Segments that fill up in the middle of an answer, and shared prompts of 8 tokens."""
-    monkeypatch.setattr(pool_scheduler, "FIRST_TOKENS", 5)
-    monkeypatch.setattr(pool_scheduler, "SEGMENT_STEP", 4)
-    monkeypatch.setattr(generator, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 5)
+    monkeypatch.setattr(running_pool, "SEGMENT_STEP", 4)
+    monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
 
 
 def run(model="llama", samples=1, stopping="eos", static=True, graphs=None, rows=6, sampling=None):
@@ -93,8 +96,8 @@ CASES = [("llama", 1, "eos"), ("llama", 3, "eos"), ("llama", 3, "stop strings"),
 )
 def test_the_answers_do_not_depend_on_the_memory(model, samples, stopping, slots, small_segments, monkeypatch):
     expected = run(model, samples, stopping, static=False)
-    preempted, original = [], PoolScheduler.reserve_slots
-    monkeypatch.setattr(PoolScheduler, "reserve_slots", lambda self: preempted.append(original(self)) or preempted[-1])
+    preempted, original = [], RunningPool.reserve_slots
+    monkeypatch.setattr(RunningPool, "reserve_slots", lambda self: preempted.append(original(self)) or preempted[-1])
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     assert_same(run(model, samples, stopping), expected)
     if slots == "ample":
@@ -123,13 +126,13 @@ def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, ke
         monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel))
         flash_decode._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
-    growths, moves, original = [], [], KVPool.repack
+    growths, moves, original = [], [], KVCache.move_slots
 
     def noting(self, sources, targets, capacity):
         (growths if capacity != self.capacity else moves).append(len(sources))
         original(self, sources, targets, capacity)
 
-    monkeypatch.setattr(KVPool, "repack", noting)
+    monkeypatch.setattr(KVCache, "move_slots", noting)
     device, graphs = FakeDevice(monkeypatch), RolloutGraphs()
     assert_same(run(samples=samples, graphs=graphs), expected)
     assert growths and moves and device.replays
@@ -141,8 +144,8 @@ def test_later_rollouts_find_a_pool_that_is_large_enough(small_segments, monkeyp
     FakeDevice(monkeypatch)
     graphs = RolloutGraphs()
     first, captures = run(graphs=graphs), []
-    capacities, original = [], KVPool.repack
-    monkeypatch.setattr(KVPool, "repack", lambda self, *args: capacities.append(args[2]) or original(self, *args))
+    capacities, original = [], KVCache.move_slots
+    monkeypatch.setattr(KVCache, "move_slots", lambda self, *args: capacities.append(args[2]) or original(self, *args))
     for _ in range(2):
         assert_same(run(graphs=graphs), first)
         captures.append(graphs.recorder.captures)

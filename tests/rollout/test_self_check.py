@@ -18,7 +18,7 @@ from dschat_ppo.rollout.generator import (
     check_engine,
     choose_engine,
 )
-from dschat_ppo.rollout.kv_cache import KVCache
+from dschat_ppo.rollout.kv_cache import DecodeMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
@@ -162,13 +162,16 @@ def no_cap_in_prefill(monkeypatch):
 
 
 def no_mask_in_steps(monkeypatch):
-    original = attention.decode_mask
-    monkeypatch.setattr(attention, "decode_mask", lambda batch, window: torch.zeros_like(original(batch, window)))
+    monkeypatch.setattr(DecodeMetadata, "newest", property(lambda self: torch.full_like(self.slots, self.length)))
 
 
 def no_window_in_steps(monkeypatch):
-    original = attention.decode_mask
-    monkeypatch.setattr(attention, "decode_mask", lambda batch, window: original(batch, None))
+    original = attention.decode_attention
+    monkeypatch.setattr(
+        attention,
+        "decode_attention",
+        lambda batch, layer, query, scale, _, cap: original(batch, layer, query, scale, None, cap),
+    )
 
 
 def no_cap_in_steps(monkeypatch):
@@ -186,10 +189,8 @@ def positions_one_later(monkeypatch):
 
 
 def keys_of_another_row(monkeypatch):
-    original = KVCache.write_decode
-    monkeypatch.setattr(
-        KVCache, "write_decode", lambda self, layer, slots, k, v: original(self, layer, slots, k.roll(1, 0), v)
-    )
+    original = DecodeMetadata.rows.func
+    monkeypatch.setattr(DecodeMetadata, "rows", property(lambda self: original(self).roll(1)))
 
 
 MISTAKES = [

@@ -1,0 +1,381 @@
+"""Continuous batching with a stand-in for the model: every cached number identifies its sequence and position.
+
+The tag of a prompt token is 1000 prompt + position, that of a generated token -(1000 sequence + position).
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tagged_keys import assert_holds, decode_batch_of, tagged
+
+from dschat_ppo.rollout import continuous_batching, running_pool
+from dschat_ppo.rollout.continuous_batching import ContinuousBatching
+from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata, PrefillMetadata
+from dschat_ppo.rollout.running_batches import MAX_BATCHES, SMALL_BATCH, DecodeBatch, RunningBatches, rounded_up
+from dschat_ppo.rollout.running_pool import RunningPool
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.types import PromptBatch
+
+LONGEST, STEP, FIRST = 40, 4, 5  # tokens of an answer; of a poll and a segment; for which a new one has slots
+OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
+    monkeypatch.setattr(continuous_batching, "installed", lambda *_: nullcontext())
+    monkeypatch.setattr(continuous_batching, "POLL", STEP)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", FIRST)
+    monkeypatch.setattr(running_pool, "SEGMENT_STEP", STEP)
+
+
+class World:
+    """Generates `answers[i]` tokens for each sequence, in batches, or in a pool of at most `slots`."""
+
+    def __init__(self, monkeypatch, rng, prompt_lengths, rows, samples=1, share_from=0, slots=None, pool=None,
+                 answers=None):  # fmt: skip
+        monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", share_from)
+        count, longest = len(prompt_lengths), max(prompt_lengths)
+        self.prompt_lengths = np.asarray(prompt_lengths).repeat(samples)
+        self.answers = rng.integers(1, LONGEST + 1, count * samples) if answers is None else np.asarray(answers)
+        place = torch.arange(longest) - (longest - torch.tensor(prompt_lengths).unsqueeze(1))  # left padding
+        prompts = PromptBatch(1000 * torch.arange(count).unsqueeze(1) + place, place >= 0)
+        sampling, stopping = SamplingParameters(top_k=1), StoppingCriteria(LONGEST)
+        limits, seeds = torch.from_numpy(self.answers), torch.zeros(count * samples, dtype=torch.int64)
+        self.buffers = SequenceBuffers(prompts, seeds, samples, sampling, stopping, 4, STEP, limits)
+        memory = None
+        if slots is not None:
+            memory = StaticMemory(pool or KVCache(1, SPARE + 1), rows, slots, torch.device("cpu"))
+        self.engine = ContinuousBatching(None, self.buffers, rows, sampling, memory=memory)
+        self.engine._forward = self.forward
+        self.samples, self.fails_at, self.layouts = samples, None, []
+        self.passes = self.steps = self.shared = self.most_active = self.most_used = self.most_batches = 0
+
+    def run(self) -> None:
+        self.engine.run()
+        assert self.buffers.response_lengths[:-1].tolist() == self.answers.tolist()
+
+    def forward(self, ids, positions) -> torch.Tensor:
+        metadata, running = self.engine.attention.metadata, self.engine.running
+        if isinstance(metadata, PrefillMetadata):
+            self.passes += 1
+            assert len(ids) == 1 or ids.numel() <= continuous_batching.MAX_PREFILL_TOKENS
+            assert len(set(ids[:, 0].tolist())) == len(ids), "each prompt is computed once"
+            tags = ids
+        else:
+            self.steps += 1
+            if self.steps == self.fails_at:
+                raise RuntimeError(OUT_OF_MEMORY)
+            sequences = torch.from_numpy(running.sequences)
+            if isinstance(running, RunningPool):
+                sequences = self.engine.memory.entries[0, : len(positions)]
+                self.check_segments(running)
+            else:
+                self.most_batches = max(self.most_batches, len(running.batches))
+                assert [batch.first for batch in metadata] == np.cumsum([0, *map(len, running.batches)])[:-1].tolist()
+            now = [sequence for sequence in sequences.tolist() if sequence < self.buffers.count]
+            assert len(set(now)) == len(now) <= self.engine.rows
+            self.most_active = max(self.most_active, len(now))
+            for batch in metadata if positions[0, 0] == running.positions[0] else ():  # at the beginning of a poll
+                self.check_rows(batch, sequences[batch.first :].tolist(), positions[batch.first :, 0].tolist())
+            tags = -(1000 * sequences.unsqueeze(1) + positions)
+        keys, values = tagged(tags)
+        for layer in (0, 1):
+            self.engine.attention(SimpleNamespace(layer_idx=layer), keys, keys, values, None, 1.0)
+        return torch.zeros(len(ids), 4)
+
+    def check_rows(self, batch, sequences, positions) -> None:
+        """Each row reads the tokens of its prompt and its answer, in order, before the new one is written."""
+        for row, (sequence, position) in enumerate(zip(sequences[: batch.count], positions, strict=False)):
+            if sequence == self.buffers.count or position == 0:  # an idle row, or the only token of a prompt
+                continue
+            fed = int(self.prompt_lengths[sequence]) - 1
+            tags = [sequence // self.samples * 1000 + place for place in range(fed)]
+            tags += [-(sequence * 1000 + place) for place in range(fed, position)]
+            parts = []  # a cache, its row, the first slot and the number of tokens
+            if isinstance(batch, PooledMetadata):
+                prefix, own = int(batch.prefix_lengths[row]), int(batch.own[row])
+                parts += [(batch.cache, 0, int(batch.prefix_starts[row]), prefix)] if prefix else []
+                parts += [(batch.cache, 0, int(batch.starts[row]), own)] if own else []
+                self.shared += prefix > 0
+            else:
+                if batch.prefix is not None:
+                    cell, grid = int(batch.prefix.cells[row]), batch.prefix.grid
+                    assert grid.flatten()[cell] == row
+                    parts += [(batch.prefix.cache, cell // grid.shape[1], 0, int(batch.prefix.lengths[row]))]
+                    self.shared += 1
+                parts += [(batch.cache, row, 0, int(batch.slots[row]))] if batch.slots[row] else []
+            keys, values = tagged(torch.tensor([tags]))
+            for layer in (0, 1):
+                for name, expected in (("keys", keys), ("values", values)):
+                    found = [getattr(c, name)[layer][place, :, first : first + n] for c, place, first, n in parts]
+                    assert torch.equal(torch.cat(found, dim=1), expected[0])
+
+    def check_segments(self, running: RunningPool) -> None:
+        rows, used = running.rows, [SPARE]
+        for start, size, slots in zip(rows.starts.tolist(), rows.sizes.tolist(), rows.slots.tolist(), strict=True):
+            assert slots <= size
+            used += range(start, start + size)
+        for prompt, start in running._prefixes.items():
+            used += range(start, start + int(self.prompt_lengths[prompt * self.samples]) - 1)
+        assert len(used) == len(set(used)), "segments do not overlap"
+        assert max(used) < running.pool.capacity <= running.most_slots
+        self.most_used = max(self.most_used, len(used))
+        numbers = running.prompts[rows.sequences]
+        assert len(np.flatnonzero(np.diff(numbers))) + 1 == len(set(numbers)), "rows of a prompt are together"
+        places = zip(rows.starts.tolist(), rows.sizes.tolist(), strict=True)
+        self.layouts.append(dict(zip(rows.sequences.tolist(), places, strict=True)))
+
+
+SLOTS = pytest.mark.parametrize("slots", [None, 10**6], ids=["batches", "pool"])
+
+
+@SLOTS
+@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 3), (2, 8), (3, 50), (4, 200)])
+def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows, slots, monkeypatch):
+    rng = np.random.default_rng(seed)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 40), rows, slots=slots)
+    world.run()
+    assert world.most_active == min(rows, 40) and not world.shared
+    assert world.most_batches <= MAX_BATCHES
+
+
+@SLOTS
+@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 3), (2, 4), (3, 9), (4, 33), (5, 200)])
+@pytest.mark.parametrize("share_from", [0, 8])
+def test_sequences_of_one_prompt_share_its_keys(seed, rows, share_from, slots, monkeypatch):
+    rng = np.random.default_rng(seed)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 12), rows, 4, share_from, slots)
+    world.run()
+    assert (world.shared > 0) == (share_from > 0 and (rows > 1 or slots is not None))
+
+
+@SLOTS
+@pytest.mark.parametrize("fails_at", [1, 7, 25])
+def test_sequences_start_again_with_half_the_rows_when_memory_runs_out(fails_at, slots, monkeypatch):
+    rng = np.random.default_rng(fails_at)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 12), 16, 4, 3, slots and 1600)
+    world.fails_at = fails_at
+    world.run()
+    assert world.engine.rows == 8
+    if slots:
+        assert world.engine.running.most_slots == 800
+
+
+@SLOTS
+def test_prefills_have_a_maximum_number_of_tokens(slots, monkeypatch):
+    monkeypatch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", 64)
+    for samples, share_from in ((1, 0), (3, 2)):
+        rng = np.random.default_rng(0)
+        world = World(monkeypatch, rng, rng.integers(1, 91, 20), 20 * samples, samples, share_from, slots)
+        world.run()
+        assert world.passes > 10
+
+
+def test_small_batches_are_merged_into_at_most_a_few(monkeypatch):
+    rng = np.random.default_rng(1)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 200), 100)
+    world.run()
+    assert 1 < world.most_batches <= MAX_BATCHES
+    running = RunningBatches(np.full(60, 4), np.arange(60), 0)
+    parts = ([0, 1], [2, 3, 4], list(range(5, 5 + SMALL_BATCH)))
+    running.batches = [decode_batch_of(sequences) for sequences in parts]
+    running.next_step(torch.device("cpu"))
+    assert sorted(len(batch) for batch in running.batches) == [5, SMALL_BATCH]
+
+
+# Who starts
+
+
+def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
+    world = World(monkeypatch, np.random.default_rng(0), [3, 9, 5], rows=3, samples=2, answers=[9] * 6)
+    assert world.engine.waiting.tolist() == [2, 3, 4, 5, 0, 1]
+    with torch.no_grad():
+        world.engine._step()
+    assert world.engine.running.sequences.tolist() == [2, 3]  # a third row would split a group
+    assert world.engine.running.positions.tolist() == [9, 9] and world.passes == 1
+
+
+def test_free_rows_are_filled_when_enough_are_free(monkeypatch):
+    """An eighth of the rows, at least four."""
+    world = World(monkeypatch, np.random.default_rng(0), [4] * 200, rows=64, answers=[3] * 7 + [4] + [30] * 192)
+    active = []
+    with torch.no_grad():
+        for _ in range(6):
+            world.engine._step()
+            active.append(200 - len(world.engine.waiting))
+    assert active == [64, 64, 64, 64, 72, 72]  # 7 have finished, and then 8
+
+
+def test_prompts_of_very_different_lengths_get_separate_batches():
+    lengths = np.array([100] * 20 + [10] * 20)
+    running = RunningBatches(lengths, np.arange(40), 0)
+    running.start(np.arange(40))
+    assert [batch.sequences.tolist() for batch in running.batches] == [list(range(20)), list(range(20, 40))]
+    assert [batch.cache.capacity for batch in running.batches] == [128, 32]
+    for few in (lengths[12:28], lengths[:25], lengths[15:]):  # fewer than `SMALL_BATCH` on one side
+        running = RunningBatches(few, np.arange(len(few)), 0)
+        running.start(np.arange(len(few)))
+        assert len(running.batches) == 1
+
+
+# Batches
+
+
+@pytest.mark.parametrize("finished", [[0], [3], [0, 1], [2, 3], [0, 3], [1, 2], [0, 1, 2], [0, 2, 3], []])
+def test_the_last_rows_move_into_those_of_finished_sequences(finished):
+    running = RunningBatches(np.full(14, 3), np.arange(14), 0)
+    running.batches = [batch] = [decode_batch_of([10, 11, 12, 13])]
+    batch.positions += np.arange(4)
+    running.advance(np.isin(np.arange(4), finished), 1)
+    left = [10 + row for row in range(4) if row not in finished]
+    assert sorted(running.sequences.tolist()) == left
+    assert running.positions.tolist() == [sequence - 10 + 4 for sequence in running.sequences.tolist()]
+    for row, sequence in enumerate(running.sequences.tolist()):
+        assert_holds(batch.cache, row, [sequence * 100 + place for place in range(3)])
+    stay = [row for row in range(len(left)) if row not in finished]
+    assert running.sequences[stay].tolist() == [10 + row for row in stay]  # unfinished rows before the holes stay
+
+
+@pytest.mark.parametrize(("position", "capacity"), [(31, 32), (32, 64), (33, 64), (63, 64), (64, 96)])
+def test_a_cache_grows_if_the_next_token_does_not_fit(position, capacity):
+    running = RunningBatches(np.array([1]), np.array([0]), 0)
+    running.batches = [batch] = [decode_batch_of([1, 2], position=position, capacity=rounded_up(position))]
+    running.next_step(torch.device("cpu"))
+    assert batch.cache.capacity == capacity
+    for row, sequence in enumerate((1, 2)):
+        assert_holds(batch.cache, row, [sequence * 100 + place for place in range(position)])
+        assert not batch.cache.keys[0][row, :, position:].any()
+
+
+def shared_batch() -> DecodeBatch:
+    """Sequences 10, 11 and 12 with one own token each; 10 and 12 read a prefix of 5 tokens, 11 one of 4."""
+    batch, prefix = decode_batch_of([10, 11, 12], position=1), decode_batch_of([7, 8], position=5).cache
+    batch.prefix, batch.prefix_rows, batch.prefix_lengths = prefix, np.array([1, 0, 1]), np.array([5, 4, 5])
+    batch.positions = np.array([6, 5, 6])
+    return batch
+
+
+def test_the_inputs_of_a_step_are_the_rows_of_all_batches_and_a_prefix_groups_them_by_prompt():
+    running = RunningBatches(np.full(20, 3), np.arange(20), 0)
+    running.batches = [decode_batch_of(list(range(SMALL_BATCH)), position=2), shared_batch()]
+    running.batches[1].unshare = lambda: None
+    sequences, positions, (plain, shared) = running.next_step(torch.device("cpu"))
+    assert sequences.tolist() == [*range(SMALL_BATCH), 10, 11, 12]
+    assert positions.tolist() == [2] * SMALL_BATCH + [6, 5, 6]
+    assert (plain.first, plain.count, plain.prefix) == (0, SMALL_BATCH, None)
+    assert (shared.first, shared.count, shared.length) == (SMALL_BATCH, 3, running.batches[1].cache.capacity)
+    assert plain.slots.tolist() == [2] * SMALL_BATCH and shared.slots.tolist() == [1, 1, 1]
+    assert shared.prefix.lengths.tolist() == [5, 4, 5] and shared.prefix.cells.tolist() == [2, 0, 3]
+    assert shared.prefix.grid[0, 0] == 1 and shared.prefix.grid[1].tolist() == [0, 2]
+
+
+def test_an_unshared_batch_has_whole_rows():
+    batch = shared_batch()
+    batch.unshare()
+    assert batch.prefix is None and not batch.prefix_lengths.any() and not batch.prefix_rows.any()
+    assert batch.slots.tolist() == [6, 5, 6]
+    for row, (sequence, prompt, length) in enumerate(((10, 8, 5), (11, 7, 4), (12, 8, 5))):
+        assert_holds(batch.cache, row, [*(100 * prompt + n for n in range(length)), 100 * sequence])
+
+
+# Pools
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+@pytest.mark.parametrize(("samples", "share_from"), [(1, 0), (4, 8)])
+def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples, share_from, monkeypatch):
+    """From slots for one long sequence to slots for about a third of the rows."""
+    rng, stopped, original = np.random.default_rng(seed), [], RunningPool.reserve_slots
+    monkeypatch.setattr(RunningPool, "reserve_slots", lambda self: stopped.append(original(self)) or stopped[-1])
+    lengths = rng.integers(1, 31, 40 // samples)
+    world = World(monkeypatch, rng, lengths, 20, samples, share_from, slots=71 + 60 * seed)
+    world.run()
+    assert 0 < world.most_used <= world.engine.running.most_slots
+    if seed == 0:
+        assert any(stopped)
+    running = world.engine.running
+    assert running._prefixes == {} and running._free.take([running.pool.capacity - SPARE - 1]) == [SPARE + 1]
+
+
+def test_a_pool_that_is_too_small_for_one_sequence_may_grow_to_it(monkeypatch):
+    world = World(monkeypatch, np.random.default_rng(0), [30, 30], rows=2, slots=0)
+    assert world.engine.running.most_slots == SPARE + 1 + 29 + int(world.answers.max())
+    world.run()
+
+
+@pytest.mark.parametrize(("samples", "share_from", "rows"), [(1, 0, 9), (4, 8, 40)])
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_pool_with_the_capacity_of_an_equal_rollout_does_not_grow(samples, share_from, rows, equal, monkeypatch):
+    """Neither the same pool nor a new one. Segments move together instead, with all slots in use."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 31, 40 // samples)
+    lengths = np.full_like(lengths, 30) if equal else lengths
+    answers, pool, capacities = np.full(40, 40) if equal else rng.integers(1, 40, 40), KVCache(1, SPARE + 1), []
+    original = KVCache.move_slots
+    monkeypatch.setattr(KVCache, "move_slots", lambda self, *args: capacities.append(args[2]) or original(self, *args))
+    for kept in (False, True, False):
+        pool = pool if kept or not capacities else KVCache(1, pool.capacity)
+        before = pool.capacity
+        World(monkeypatch, rng, lengths, rows, samples, share_from, 10**6, pool, answers).run()
+        assert (pool.capacity == before) is (before > SPARE + 1)
+    assert len(set(capacities)) > 1
+    World(monkeypatch, rng, lengths + 60, rows, samples, share_from, 10**6, pool, np.full(40, LONGEST)).run()
+    assert pool.capacity > before, "what needs more slots than there are makes it grow"
+
+
+def test_a_prompt_in_the_pool_is_not_computed_again():
+    running = RunningPool(np.full(4, 20), np.zeros(4, dtype=int), np.full(4, 9), KVCache(1, 1), 999, STEP, 5)
+    (first,) = running.start(np.array([0, 1]))
+    assert first.sequences.tolist() == [0] and first.starts.tolist() == [running._prefixes[0]]
+    running.advance(np.array([True, False]), STEP)
+    (second,) = running.start(np.array([2, 3]))
+    assert not len(second.sequences)
+    assert running.rows.prefix_starts.tolist() == [running._prefixes[0]] * 3
+
+
+def test_the_answers_of_a_short_prompt_get_copies_of_one_computation():
+    for running in (
+        RunningPool(np.full(4, 9), np.arange(4) // 2, np.full(4, 9), KVCache(1, 1), 999, STEP, 0),
+        RunningBatches(np.full(4, 9), np.arange(4) // 2, 0),
+    ):
+        (prefill,) = running.start(np.arange(4))
+        assert prefill.sequences.tolist() == [0, 0, 2, 2]
+
+
+def test_a_segment_doubles_when_it_is_full_and_other_rows_stay_where_they_are(monkeypatch):
+    world = World(monkeypatch, np.random.default_rng(0), [7], 1, slots=10**6, answers=[LONGEST])
+    world.run()
+    assert sorted({size for layout in world.layouts for _, size in layout.values()}) == [12, 24, 46]  # 6 + 5, rounded
+    world = World(monkeypatch, np.random.default_rng(0), [20, 3, 3], 3, slots=10**6, answers=[5, 30, 40])
+    world.run()
+    moved = [
+        [sequence for sequence in after if sequence in before and before[sequence][0] != after[sequence][0]]
+        for before, after in zip(world.layouts, world.layouts[1:], strict=False)
+    ]
+    assert any(len(sequences) == 1 for sequences in moved)
+
+
+def test_a_wave_starts_only_if_all_rows_can_double_once():
+    """10 sequences of 8 slots, which may need 43: 150 slots are enough for 9 to start, if each is to have 16."""
+    running = RunningPool(np.full(10, 4), np.arange(10), np.full(10, 40), KVCache(1, 1), 150, STEP, 0)
+    assert running.room_for(np.arange(10), 4) == 9
+    running.start(np.arange(9))
+    assert running.rows.sizes.tolist() == [8] * 9 and running.pool.capacity == SPARE + 1 + 9 * 8
+    assert running.room_for(np.array([9]), 1) == 0
+    running.advance(np.arange(9) < 1, 1)
+    assert running.room_for(np.array([9]), 1) == 1
+    assert running.room_for(np.array([9]), 2) == 0, "too few to be worth a pass"
+
+
+def test_the_shortest_answer_goes_back_to_the_queue():
+    running = RunningPool(np.full(6, 4), np.arange(6), np.full(6, 40), KVCache(1, 1), 60, STEP, 0)
+    running.start(np.arange(3))
+    running.rows.positions = np.array([25, 13, 20])
+    running.rows.sizes, running.rows.starts = np.array([28, 14, 17]), np.array([1, 29, 43])
+    assert running.reserve_slots() == [1]
+    assert running.sequences.tolist() == [0, 2] and (running.rows.sizes >= [29, 24]).all()
