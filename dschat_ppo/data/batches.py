@@ -6,9 +6,9 @@ exclude the padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ def chunk_rows_of(rows: Dataset | StreamedRows) -> int | None:
     return rows.chunk_rows if isinstance(rows, StreamedRows) else None
 
 
-@lru_cache(maxsize=2)
 def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: int) -> list[int]:
     """A permutation of the row indices of one chunk of a stream, fixed by seed, epoch and number of the chunk."""
     first = chunk * chunk_rows
@@ -49,38 +48,22 @@ def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: in
     return [first + index for index in torch.randperm(count, generator=shared_generator(seed, epoch, chunk)).tolist()]
 
 
-@dataclass(frozen=True)
-class ChunkedOrder:
-    """All row indices of a stream, read by slices: chunk after chunk, each in its `chunk_order`."""
-
-    num_rows: int
-    chunk_rows: int
-    seed: int
-    epoch: int
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, places: slice) -> list[int]:
-        start, stop, _ = places.indices(self.num_rows)
-        chunks = range(start // self.chunk_rows, -(-stop // self.chunk_rows))
-        rows = [row for n in chunks for row in chunk_order(self.num_rows, self.chunk_rows, self.seed, self.epoch, n)]
-        return rows[start - chunks.start * self.chunk_rows :][: max(0, stop - start)]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self[:])
+def chunked_order(num_rows: int, chunk_rows: int, seed: int, epoch: int) -> Iterator[int]:
+    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
+    for chunk in range(-(-num_rows // chunk_rows)):
+        yield from chunk_order(num_rows, chunk_rows, seed, epoch, chunk)
 
 
-def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Sequence[int] | ChunkedOrder:
+def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterable[int]:
     """The order of all row indices in one epoch: a permutation, or for a stream one inside each chunk."""
     chunk_rows = chunk_rows_of(rows)
     if chunk_rows is None:
         return epoch_order(len(rows), seed, epoch)
-    return ChunkedOrder(len(rows), chunk_rows, seed, epoch)
+    return chunked_order(len(rows), chunk_rows, seed, epoch)
 
 
 def optimizer_steps(
-    order: Sequence[int] | ChunkedOrder, micro_batch: int, accumulation: int, world_size: int, rank: int
+    order: Iterable[int], micro_batch: int, accumulation: int, world_size: int, rank: int
 ) -> Iterator[list[list[int]]]:
     """Yield this rank's micro-batches of each optimizer step, once through `order`.
 
@@ -89,8 +72,8 @@ def optimizer_steps(
     but smaller ones, padded with `PADDING_ROW`, so that all ranks run equally many micro-batches of equal size.
     """
     micro_batches = accumulation * world_size  # of all ranks
-    for start in range(0, len(order), micro_batch * micro_batches):
-        step = list(order[start : start + micro_batch * micro_batches])
+    indices = iter(order)
+    while step := list(islice(indices, micro_batch * micro_batches)):
         size = -(-len(step) // micro_batches)
         step += [PADDING_ROW] * (size * micro_batches - len(step))
         mine = step[rank * accumulation * size : (rank + 1) * accumulation * size]

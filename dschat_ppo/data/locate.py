@@ -125,7 +125,7 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
         if streaming:
             revision, streams = hub_stream(name, config, source.flag)
             parts = [
-                HubPart(f"{shown} ({split})", source.flag, rows, f"{shown} {split} {revision}")
+                HubPart(f"{shown} ({split})", source.flag, rows, f"{shown} {split} {revision}", rows.state_dict())
                 for split, rows in streams.items()
             ]
             return OpenSet(source, parts, {split: [number] for number, split in enumerate(streams)})

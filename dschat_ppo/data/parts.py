@@ -137,17 +137,18 @@ class TablePart:
 
 @dataclass(frozen=True)
 class HubPart:
-    """A split on the hub, read row by row. `key` holds its revision."""
+    """A split on the hub, read row by row. `key` holds its revision, `start` the state of `rows` before the first."""
 
     name: str
     flag: str
     rows: IterableDataset
     key: str
+    start: dict[str, Any]
 
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
-        number = place["number"] if place else 0
-        if place:
-            self.rows.load_state_dict(place["state"])  # files before it are not read
+        place = place or {"state": self.start, "number": 0}
+        self.rows.load_state_dict(place["state"])  # files before it are not read; a state loaded before would stay
+        number = place["number"]
         for columns in self.rows.iter(batch_size=BATCH_ROWS):
             rows = _rows_of_columns(columns)
             first, number = number + 1, number + len(rows)

@@ -25,9 +25,10 @@ from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
-from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped
+from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, labelled, parse_sources
-from dschat_ppo.data.stream_sources import OpenedSource, evaluation_of, find_rows, share_of, start
+from dschat_ppo.data.stream_pieces import StreamSource
+from dschat_ppo.data.stream_sources import find_rows, start, stream_of
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
@@ -79,7 +80,7 @@ class Preparation:
     seen: list[TokenisedSet] = field(default_factory=list)
     train: list[Part] = field(default_factory=list)
     eval: list[Part] = field(default_factory=list)
-    streams: list[OpenedSource] = field(default_factory=list)
+    streams: list[StreamSource] = field(default_factory=list)
     forms: dict[str, Form] = field(default_factory=dict)
 
     def sources(self) -> list[DataSource]:
@@ -190,53 +191,34 @@ class Preparation:
 
     def add_stream(self, source: DataSource) -> None:
         """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
-        found, first = find_rows(source, self.flags)
-        form = self.form_of(source, list(dict.fromkeys(name for row in first for name in row)), first)
+        found, flags = find_rows(source, self.flags), self.flags
+        form = self.form_of(source, found.columns, found.first)
         if form.regroup is not None:
             raise UserError(
                 f"{source.spec}: {form.name} rows are joined by their prompts, which needs all rows; use it without "
                 "--streaming"
             )
-        share = share_of(source, PARTS[self.use], self.flags)
-        opened = OpenedSource(source, found, self.settings_of(source, form), share)
-        self.streams.append(opened)
+        self.streams.append(stream_of(found, self.settings_of(source, form), flags))
         self._log_rendering(source, form)
+        names = ", ".join(found.evaluation)
         if self.eval_paths:
             return
-        if not opened.found.evaluation:
-            if self.eval_fraction:
-                logger().info(
-                    f"data: {source.label}: --eval_fraction holds no rows out of a stream; --eval_data_path FILE names "
-                    "rows for evaluation"
-                )
-            return
-        names = ", ".join(opened.found.evaluation)
-        if self.eval_fraction is None:
-            logger().info(
-                f"data: {source.label}: its rows for evaluation ({names}) are not used; name them with --eval_data_path"
-            )
-            return
-        splits = evaluation_of(opened, self.flags)
-        report_unreadable(source.label, splits, self.flags.bad_rows)
-        whole = [(np.arange(len(splits.train)), f" ({names})", False)]
-        self.tokenise(source, splits.train, splits.origins, form, whole)
+        if names and self.eval_fraction is not None:
+            splits = splits_named(found.opened, found.evaluation, flags.data_output_path, flags.bad_rows)
+            report_unreadable(source.label, splits, flags.bad_rows)
+            whole = [(np.arange(len(splits.train)), f" ({names})", False)]
+            self.tokenise(source, splits.train, splits.origins, form, whole)
+        elif names:
+            note = f"its rows for evaluation ({names}) are not used; name them with --eval_data_path"
+            logger().info(f"data: {source.label}: {note}")
+        elif self.eval_fraction:
+            note = "--eval_fraction holds no rows out of a stream; --eval_data_path FILE names rows for evaluation"
+            logger().info(f"data: {source.label}: {note}")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
             logger().info(f"data: {source.label}: answers to chat messages end with {end}")
-
-    def _check_forms(self) -> None:
-        check_flags_used(list(self.forms.values()), self.flags)
-        note = mixed_renderings(self.forms)
-        if note and self.flags.apply_chat_template is None:
-            logger().info(f"data: {note}")
-
-    def streamed(self) -> TokenRows:
-        """As `mixed`, with a stream for training. Collective."""
-        self._check_forms()
-        names = dict.fromkeys(opened.source.name for opened in self.streams)
-        return TokenRows(start(self.streams, self.flags), *self._evaluation(tuple(names)))
 
     def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
         """The fields of `TokenRows` after `train`."""
@@ -245,7 +227,14 @@ class Preparation:
 
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another."""
-        self._check_forms()
+        check_flags_used(list(self.forms.values()), self.flags)
+        note = mixed_renderings(self.forms)
+        if note and self.flags.apply_chat_template is None:
+            logger().info(f"data: {note}")
+        if self.streams:
+            names = tuple(dict.fromkeys(source.name for source in self.streams))
+            stream = start(self.streams, self.use, self.tokenizer, self.limit, self.flags)
+            return TokenRows(stream, *self._evaluation(names))
         names = tuple(dict.fromkeys(part.source.name for part in self.train))
         return TokenRows(joined(mix(self.train), names), *self._evaluation(names))
 
@@ -280,9 +269,7 @@ def prepare(
         )
         for source in preparation.sources():
             preparation.add(source)
-        if not flags.streaming:
-            return preparation.mixed()
-    return preparation.streamed()
+    return preparation.mixed()  # outside of the block: ranks read their first rows of a stream at the same time
 
 
 def prepare_whole(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.messages import ROLES
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 
 MOST_CHARACTERS = 2000  # of a sample in the log
 
@@ -19,9 +19,8 @@ MOST_CHARACTERS = 2000  # of a sample in the log
 def log_samples(
     tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str], count: int = 1
 ) -> None:
-    """Log the first `count` rows of each data set; of a stream only the first chunk is read."""
-    if isinstance(rows, StreamedRows):  # reading row 0 counts as training, which deletes the chunks of a run to resume
-        rows = rows.first_chunk()
+    """Log the first `count` rows of each data set that are at hand."""
+    rows = rows_at_hand(rows)
     numbers = np.concatenate(
         [part["source"] for part in rows.select_columns(["source"]).with_format("numpy").iter(10**6)]
     )

@@ -6,79 +6,48 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from datasets import Features, Value
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.chunks import NOTHING, StreamSource, TokenBatch
+from dschat_ppo.data.examples import PARTS, Use
 from dschat_ppo.data.forms import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart, Part, Row, TablePart
-from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
-from dschat_ppo.data.rows import Splits, splits_named
 from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch, raw_batches
 from dschat_ppo.data.streaming import StreamedRows, start_stream
 from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
 
+NOTHING = "without a sample for this step (as bad answers in SFT)"
 _ENDS = 2**16  # bytes at either end of a file that identify it, with its size
 
 
 @dataclass(frozen=True)
 class StreamedSet:
-    """One data set whose training rows are streamed, before its form is known.
-
-    Attributes:
-        parts: those with training rows, in order.
-        evaluation: names of its splits with evaluation rows.
-        columns: those of its first rows, which all its rows have then.
-    """
+    """A data set whose training rows are streamed: the parts with them in order, its first rows, and the names of its
+    splits with evaluation rows."""
 
     opened: OpenSet
     parts: list[Part]
+    first: list[Row]
     evaluation: list[str]
-    columns: tuple[str, ...]
 
     @property
-    def content(self) -> str:
-        """What identifies the training rows, wherever they are stored."""
-        return "\0".join(content_of(part) for part in self.parts)
+    def columns(self) -> list[str]:
+        """Those of its first rows, which all its rows have then."""
+        return list(dict.fromkeys(name for row in self.first for name in row))
 
 
-@dataclass(frozen=True)
-class OpenedSource:
-    """One data set of a stream before its reader starts."""
-
-    source: DataSource
-    found: StreamedSet
-    settings: TokeniseSettings
-    share: StepShare | None  # None: all its rows
-
-    def stream(self, bad_rows: str) -> StreamSource:
-        """The source of its token rows, with `--bad_rows`."""
-        raw = RawStream(self.found.parts, self.share, bad_rows != "error")
-        tokenise = partial(_token_batch, columns=self.found.columns, settings=self.settings, skips=bad_rows != "error")
-        return StreamSource(self.source.name, self.source.weight or 1.0, raw, tokenise, bad_rows)
-
-
-def share_of(source: DataSource, part: int, flags: DataFlags) -> StepShare | None:
-    """The rows of a data set that `part` of `--data_split` uses; None for all. `UserError` if there are none."""
-    if source.flag != "--data_path":
-        return None
-    share = StepShare(parse_data_split(flags.data_split), part, SPLIT_SEED)
-    if share.bounds[0] == share.bounds[1]:
-        raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
-    return share
-
-
-def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[Row]]:
-    """The parts of a data set, and its first rows. Refuses what needs all rows: a number of them, or a slice."""
+def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
+    """Open a data set and read its first rows. Refuses what needs all rows: a number of them, or a slice."""
     if source.samples is not None:
         raise UserError(
             f"{source.flag} {source.spec}: @ROWS needs all rows, so it does not go with --streaming; use a weight, as "
@@ -90,14 +59,27 @@ def find_rows(source: DataSource, flags: DataFlags) -> tuple[StreamedSet, list[R
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
     parts = [part for _, part in opened.numbered([name])]
     rows, problem = list[Row](), ""
-    raw = RawStream(parts, None, flags.bad_rows != "error")
-    while len(rows) < FIRST_ROWS and (batch := raw.batch()) is not None:
+    for batch in raw_batches(parts, None, flags.bad_rows != "error"):
         rows, problem = rows + batch.rows, problem or batch.problem
+        if len(rows) >= FIRST_ROWS:
+            break
     if not rows:
         reason = f"none of its rows can be read; the first: {problem}" if problem else "the data set is empty"
         raise UserError(f"{source.flag} {source.spec}: {reason}")
-    columns = tuple(dict.fromkeys(name for row in rows[:FIRST_ROWS] for name in row))
-    return StreamedSet(opened, parts, evaluation, columns), rows[:FIRST_ROWS]
+    return StreamedSet(opened, parts, rows[:FIRST_ROWS], evaluation)
+
+
+def stream_of(found: StreamedSet, settings: TokeniseSettings, flags: DataFlags) -> StreamSource:
+    """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
+    source, share = found.opened.source, None
+    if source.flag == "--data_path":
+        share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
+        if share.bounds[0] == share.bounds[1]:
+            raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+    tokenise = partial(_token_batch, columns=found.columns, settings=settings, skips=flags.bad_rows != "error")
+    key = "\0".join(map(str, [source.weight, share, *reading_of(settings, flags), *(part.key for part in found.parts)]))
+    content = "\0".join(map(content_of, found.parts))
+    return StreamSource(source.name, source.weight or 1.0, found.parts, share, tokenise, flags.bad_rows, key, content)
 
 
 def content_of(part: Part) -> str:
@@ -115,34 +97,20 @@ def content_of(part: Part) -> str:
     return digest.hexdigest()
 
 
-def _key_of(opened: list[OpenedSource], flags: DataFlags) -> str:
-    """Key of a stream in the cache: its files, how they are read and mixed, the tokenizer and the code."""
-    parts: list[Any] = []
-    for each in opened:
-        parts += [each.source.weight, each.share, *reading_of(each.settings, flags)]
-    places = "\0".join(part.key for each in opened for part in each.found.parts)
-    return token_key(places, opened[0].settings.tokenizer, *parts)
-
-
-def start(opened: list[OpenedSource], flags: DataFlags) -> StreamedRows:
-    """Start to read the data sets, and wait for the first chunk. Collective."""
-    num_rows, settings = flags.streaming_rows or 0, opened[0].settings
-    if len(opened) > 1:
-        weights = " : ".join(f"{each.source.weight or 1:g} {each.source.name}" for each in opened)
+def start(
+    sources: list[StreamSource], use: Use, tokenizer: PreTrainedTokenizerBase, limit: int, flags: DataFlags
+) -> StreamedRows:
+    """Start to read the data sets, and wait for the first chunk."""
+    if len(sources) > 1:
+        weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
-    sources = [each.stream(flags.bad_rows) for each in opened]
-    content = hashlib.sha256("\0".join(each.found.content for each in opened).encode()).hexdigest()
-    features = Features({**_columns(settings.use), "source": Value("int32")})
-    rows = start_stream(flags.data_output_path, _key_of(opened, flags), sources, num_rows, features, content)
-    counts = rows.counts_of_first_chunk()
-    if set(FITTED_NAMES.values()).intersection(counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
-        raise UserError(f"--data_path: every answer is cut by --max_seq_len {settings.limit}; raise it")
+    key = token_key("\0".join(source.key for source in sources), tokenizer)
+    content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
+    features = Features({**_columns(use), "source": Value("int32")})
+    rows = start_stream(flags.data_output_path, key, sources, flags.streaming_rows or 0, features, content)
+    if set(FITTED_NAMES.values()).intersection(rows.counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
+        raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
     return rows
-
-
-def evaluation_of(opened: OpenedSource, flags: DataFlags) -> Splits:
-    """The rows of the splits for evaluation of a data set, as `train`. The training rows are not read."""
-    return splits_named(opened.found.opened, opened.found.evaluation, flags.data_output_path, flags.bad_rows)
 
 
 def _columns(use: str) -> Features:
@@ -150,7 +118,7 @@ def _columns(use: str) -> Features:
     return Features({name: kind for name, kind in token_features(use).items() if name != "digest"})
 
 
-def _token_batch(batch: RawBatch, columns: tuple[str, ...], settings: TokeniseSettings, skips: bool) -> TokenBatch:
+def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings, skips: bool) -> TokenBatch:
     """The token rows of a batch that are kept; see `StreamSource.tokenise`."""
     raw_rows = [dict.fromkeys(columns) | row for row in batch.rows]
     found = tokenise_batch(raw_rows, batch.origins, settings)

@@ -23,7 +23,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
@@ -290,7 +290,7 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
     check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
-    known = rows.train.first_chunk() if isinstance(rows.train, StreamedRows) else rows.train
+    known = rows_at_hand(rows.train)
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
     return rows
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import datasets
 
-from dschat_ppo.data.chunks import StreamSource, TokenBatch
 from dschat_ppo.data.parts import Batch
-from dschat_ppo.data.raw_stream import RawBatch, RawStream, StepShare
+from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch
 
 FEATURES = datasets.Features(
     {
@@ -53,5 +52,7 @@ def expected(numbers) -> list[int]:
     return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers])).rows]
 
 
-def source_of(*files, weight: float = 1.0, share: StepShare | None = None, name: str = "numbers") -> StreamSource:
-    return StreamSource(name, weight, RawStream(files, share), tokens_of)
+def source_of(
+    *files, weight: float = 1.0, share: StepShare | None = None, name: str = "numbers", make=tokens_of, policy="error"
+) -> StreamSource:
+    return StreamSource(name, weight, files, share, make, policy)

@@ -6,21 +6,12 @@ from pathlib import Path
 import pytest
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
 END = "<|end|>"
-
-
-@pytest.fixture(autouse=True)
-def no_reader_left():
-    """Readers of streams ignore SIGTERM: `multiprocessing` would wait for them when pytest ends."""
-    yield
-    while ChunkReader._running:
-        ChunkReader._running.pop().end()
 
 
 def flags_for(tmp_path: Path, rows: list[dict], **settings) -> DataFlags:

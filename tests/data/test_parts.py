@@ -15,9 +15,9 @@ from dschat_ppo.data import parts
 from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.parts import json_lines as line_batches
-from dschat_ppo.data.raw_stream import RawStream
 from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.stream_pieces import raw_batches
 from dschat_ppo.data.stream_sources import content_of, find_rows
 from dschat_ppo.errors import UserError
 
@@ -57,15 +57,15 @@ def source_for(path: Path, spec: str = ""):
 def found_in(path: Path, tmp_path: Path, spec: str = "", **flags):
     """The streamed set of a file, folder or name."""
     settings = DataFlags(data_path=[str(path)], data_output_path=str(tmp_path / "cache"), bad_rows="error", **flags)
-    return find_rows(source_for(path, spec), settings)[0]
+    return find_rows(source_for(path, spec), settings)
 
 
-def read(stream: RawStream, batches: int = 10**6) -> list:
-    found = []
-    while batches and (batch := stream.batch()) is not None:
-        found += zip(batch.origins, batch.rows, strict=True)
-        batches -= 1
-    return found
+def batches_of(found: list, *position, skip: bool = False) -> list:
+    return list(raw_batches(found, None, skip, *position))
+
+
+def rows_of(batches: list) -> list:
+    return [pair for batch in batches for pair in zip(batch.origins, batch.rows, strict=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_rows_and_their_names_equal_those_without_streaming(tmp_path, name):
     write(tmp_path / name)
     splits = load_splits(source_for(tmp_path / name), str(tmp_path / "cache"))
     plain = [(splits.origins.describe(splits.train.origin(i)), row) for i, row in enumerate(splits.train)]
-    found = read(RawStream([FilePart(tmp_path / name, "--data_path")], None))
+    found = rows_of(batches_of([FilePart(tmp_path / name, "--data_path")]))
     assert found == plain and len(found) == 60
 
 
@@ -90,37 +90,27 @@ def test_rows_and_their_names_equal_those_without_streaming(tmp_path, name):
 def test_reading_continues_after_any_batch(tmp_path, name):
     write(tmp_path / name)
     parts = [FilePart(tmp_path / name, "--data_path")]
-    whole = read(RawStream(parts, None))
-    for batches in (0, 1, 3, 5):
-        before, after = RawStream(parts, None), RawStream(parts, None)
-        first = read(before, batches)
-        after.seek(json.loads(json.dumps(before.position)))
-        assert first + read(after) == whole
-        assert 0 < len(first) < 60 or not batches
+    whole = batches_of(parts)
+    assert len(whole) > 5
+    for number in range(1, len(whole)):
+        position = json.loads(json.dumps(whole[number - 1].after))
+        assert rows_of(batches_of(parts, position)) == rows_of(whole[number:])
 
 
 def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_start(tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         write(tmp_path / name)
     lines = FilePart(tmp_path / "a.jsonl", "--data_path")
-    before = RawStream([lines], None)
-    read(before, 5)
-    place = before.position["place"]
-    content = (tmp_path / "a.jsonl").read_bytes()
+    position = batches_of([lines])[4].after
+    start, content = position["place"][0], (tmp_path / "a.jsonl").read_bytes()
     # the bytes before the place may be anything now
-    (tmp_path / "a.jsonl").write_bytes(b"\0" * place[0] + content[place[0] :])
-    after = RawStream([lines], None)
-    after.seek(before.position)
-    assert [row["n"] for _, row in read(after)] == list(range(read_rows(before), 60))
+    (tmp_path / "a.jsonl").write_bytes(b"\0" * start + content[start:])
+    assert [row["n"] for _, row in rows_of(batches_of([lines], position))] == list(range(position["number"], 60))
 
     table = FilePart(tmp_path / "a.parquet", "--data_path")
     batches = list(table.batches(BadLines(False), 37))
     assert [row["n"] for batch in batches for row in batch.rows] == list(range(37, 60))
     assert [len(batch.rows) for batch in batches[:2]] == [2, 7]  # it is read from row 33 on: its row groups have 16
-
-
-def read_rows(stream: RawStream) -> int:
-    return stream.position["number"]
 
 
 def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
@@ -143,23 +133,21 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError, match=rf"^--data_path {path}: .*{problem}"):
-        read(RawStream([FilePart(path, "--data_path")], None))
-    stream, batches = RawStream([FilePart(path, "--data_path")], None, skip=True), []
-    while (batch := stream.batch()) is not None:
-        batches.append((batch, stream.position))
-    assert [batch.unreadable for batch, _ in batches if batch.unreadable] == [1]
-    assert [batch.problem for batch, _ in batches if batch.problem][0].startswith(f"{path}, {problem}")
-    assert sum(len(batch.rows) for batch, _ in batches) == (77 if name == "last.csv" else 80)
-    for number, (_, position) in enumerate(batches[:-1]):
-        stream.seek(position)
-        assert stream.batch().unreadable == batches[number + 1][0].unreadable
+        batches_of([FilePart(path, "--data_path")])
+    batches = batches_of([FilePart(path, "--data_path")], skip=True)
+    assert [batch.unreadable for batch in batches if batch.unreadable] == [1]
+    assert [batch.problem for batch in batches if batch.problem][0].startswith(f"{path}, {problem}")
+    assert sum(len(batch.rows) for batch in batches) == (77 if name == "last.csv" else 80)
+    for number, batch in enumerate(batches[1:]):
+        again = batches_of([FilePart(path, "--data_path")], batches[number].after, skip=True)
+        assert again[0].unreadable == batch.unreadable
 
 
 def test_the_files_of_a_folder_are_read_in_order_and_those_for_evaluation_left_out(tmp_path):
     for name, start in (("train-00001-of-00002", 100), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 500)):
         json_lines(tmp_path / f"{name}.jsonl", [{"n": start + i} for i in range(5)])
     found = found_in(tmp_path, tmp_path)
-    assert [row["n"] for _, row in read(RawStream(found.parts, None))] == [*range(5), *range(100, 105)]
+    assert [row["n"] for _, row in rows_of(batches_of(found.parts))] == [*range(5), *range(100, 105)]
     assert found.evaluation == ["validation"]
 
 
@@ -211,15 +199,14 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
     monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     found = found_in(tmp_path, tmp_path, "org/name:main")
-    assert found.evaluation == ["test"] and "revision" in found.content
-    whole = read(RawStream(found.parts, None))
-    assert whole[59] == ("org/name:main (train), row 60", {"n": 59}) and len(whole) == 60
-    for batches in (1, 4):
-        before = RawStream(found_in(tmp_path, tmp_path, "org/name:main").parts, None)
-        first = read(before, batches)
-        after = RawStream(found_in(tmp_path, tmp_path, "org/name:main").parts, None)
-        after.seek(json.loads(json.dumps(before.position)))
-        assert first + read(after) == whole and len(first) == 7 * batches
+    assert found.evaluation == ["test"] and "revision" in content_of(found.parts[0])
+    whole = batches_of(found.parts)
+    assert rows_of(whole)[59] == ("org/name:main (train), row 60", {"n": 59}) and len(rows_of(whole)) == 60
+    for number in (1, 4):
+        after = found_in(tmp_path, tmp_path, "org/name:main").parts
+        position = json.loads(json.dumps(whole[number - 1].after))
+        assert rows_of(batches_of(after, position)) == rows_of(whole[number:])
+        assert rows_of(batches_of(after)) == rows_of(whole), "and again from the start"
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):

@@ -6,7 +6,6 @@ from test_turn_end import SHAPES, tokenizer_of
 from tiny_tokenizers import KINDS, encode_answer
 from tiny_tokenizers import tokenizer_of as any_tokenizer
 
-from dschat_ppo.data.chunk_reader import ChunkReader
 from dschat_ppo.data.encode import encode_examples, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import prepare
@@ -49,13 +48,6 @@ MULTI = [{"messages": [ASK, thinking("I saw it.", "In the hall."), AGAIN, thinki
 PAIRS = [
     {"prompt": [ASK], "chosen": [thinking("I saw it.", "In the hall.")], "rejected": [thinking("No idea.", "Find it.")]}
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_reader_left():
-    yield
-    while ChunkReader._running:
-        ChunkReader._running.pop().end()
 
 
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "streaming_rows": 2}])

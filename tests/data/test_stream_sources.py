@@ -10,9 +10,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import streaming
 from dschat_ppo.data.batches import order_of
-from dschat_ppo.data.chunk_reader import ChunkReader
-from dschat_ppo.data.chunks import NOTHING
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.stream_sources import NOTHING
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
@@ -25,9 +24,6 @@ WHOLE = {"sft": "1,0,0", "preference": "0,1,0", "prompt": "0,0,1"}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 16)
-    yield
-    while ChunkReader._running:
-        ChunkReader._running.pop().end()
 
 
 def write(path: Path, rows=ROWS) -> str:
@@ -171,4 +167,4 @@ def test_bad_answers_that_sft_leaves_out_of_a_stream_are_counted(tmp_path):
     turns = [[{"role": "user", "content": f"p {n}"}, {"role": "assistant", "content": "yes"}] for n in range(40)]
     path = write(tmp_path / "d.jsonl", [{"messages": turn, "label": n % 4 != 0} for n, turn in enumerate(turns)])
     rows = train(tmp_path, path, rows=30).train
-    assert rows.counts_of_first_chunk()[NOTHING] == 10
+    assert rows.counts[NOTHING] == 10
