@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 from dschat_ppo.common.paths import shown_path
@@ -58,22 +59,14 @@ class DataSource:
 
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
-    """Parse the data sets of one flag.
-
-    Args:
-        flag: the flag that names them.
-        taken: names of the sources of other flags; the new names differ from them.
-    """
+    """The data sets that `flag` names. Their names differ from those of other flags, `taken`."""
     sources: list[DataSource] = []
     names = set(taken)
     for spec in specs:
         location, config, split, weight, samples = _parse(spec, flag)
-        name = _short_name(location)
-        count = 1
-        while (unique := name if count == 1 else f"{name}_{count}") in names:
-            count += 1
-        names.add(unique)
-        shown = shown_path(spec)
+        name, shown = _short_name(location), shown_path(spec)
+        candidates = chain([name], (f"{name}_{number}" for number in count(2)))
+        names.add(unique := next(word for word in candidates if word not in names))
         sources.append(DataSource(shown, shown, flag, location, config, split, unique, weight, samples))
     _check_weights(sources)
     return labelled(sources)
