@@ -271,7 +271,7 @@ def test_files_that_become_evaluation_rows_by_their_names_are_logged(tmp_path, f
     assert "files for evaluation" not in capsys.readouterr().out
 
 
-def test_a_file_of_two_splits_counts_once_in_each(tmp_path):
+def test_a_file_of_two_splits_counts_once_in_each_and_in_the_whole(tmp_path):
     """The README of a set may name a file for evaluation that its training pattern matches too."""
     folder = tmp_path / "set"
     folder.mkdir()
@@ -283,6 +283,8 @@ def test_a_file_of_two_splits_counts_once_in_each(tmp_path):
     assert column(found.train, "p") == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert column(found.eval, "p") == ["b0", "b1", "b2"]
     assert origins_of(found, found.eval)[0].endswith("b.jsonl, row 1")
+    whole = load_splits(source_of(folder), str(tmp_path / "cache"), whole=True)
+    assert column(whole.train, "p") == column(found.train, "p")
 
 
 def test_a_saved_folder_with_other_rows_of_the_same_fingerprint_is_read_again(tmp_path):
