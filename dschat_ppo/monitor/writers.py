@@ -15,9 +15,9 @@ import yaml
 
 import dschat_ppo
 from dschat_ppo.common.atomic_files import write_file
-from dschat_ppo.common.dist import broadcast_object, is_main
+from dschat_ppo.common.dist import is_main, on_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import StopRequested, StorageError, in_one_line
+from dschat_ppo.errors import StopRequested, in_one_line
 from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
 from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
 
@@ -103,16 +103,12 @@ def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) ->
     """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. `models.json`, the
     table of the models, is written in the same way at the start. NaN and infinity become null. Collective: a
     `StorageError` is raised on every rank."""
-    problem = None
-    if is_main():
-        try:
-            with storage_errors(folder / name):
-                write_file(folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
-        except StorageError as raised:
-            problem = str(raised)
-    problem = broadcast_object(problem)
-    if problem is not None:
-        raise StorageError(problem)
+
+    def write() -> None:
+        with storage_errors(folder / name):
+            write_file(folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
+
+    on_main(write)
 
 
 def write_config(flags: Mapping[str, Any], folder: Path) -> Path:

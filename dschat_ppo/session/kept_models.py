@@ -11,7 +11,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, remove_folder, replace_folder, sync_entries
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor.json_lines import storage_errors
 
 BEST, HF = "best", "hf"
 
@@ -53,10 +53,8 @@ class KeptModels:
     @staticmethod
     def _on_main(folder: Path, change: Callable[[], None]) -> None:
         def attempt() -> None:
-            try:
+            with storage_errors(folder):
                 change()
-            except OSError as failure:
-                raise StorageError(f"{folder}: cannot be written ({failure.strerror})") from failure
 
         dist.on_main(attempt)
 

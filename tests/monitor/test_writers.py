@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
@@ -187,13 +188,13 @@ def test_the_result_is_synced_before_its_rename_and_the_folder_after(tmp_path, m
 def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("old")
     sent = []
-    monkeypatch.setattr(writers, "broadcast_object", lambda value: sent.append(value) or value)
+    monkeypatch.setattr(dist, "broadcast_object", lambda value: sent.append(value) or value)
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
     with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
         write_result(tmp_path, {"steps": 3})
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-    monkeypatch.setattr(writers, "is_main", lambda: False)
-    monkeypatch.setattr(writers, "broadcast_object", lambda value: sent[0])
+    monkeypatch.setattr(dist, "is_main", lambda: False)
+    monkeypatch.setattr(dist, "broadcast_object", lambda value: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})
 
