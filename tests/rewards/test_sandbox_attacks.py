@@ -314,8 +314,10 @@ def test_threads_are_limited(how):
 
 @needs_proc
 def test_the_memory_of_all_processes_together_is_limited():
-    share = "import os, time\nfor n in range(5):\n    if os.fork() == 0:\n        held = bytearray({})\n"
-    share += "        held[::4096] = b'x' * len(held[::4096])\n        time.sleep(60)\ntime.sleep(1.5)"
+    share = "import os, time\nready, tell = os.pipe()\nfor n in range(5):\n    if os.fork() == 0:\n"
+    share += "        held = bytearray({})\n        held[::4096] = b'x' * len(held[::4096])\n"
+    share += "        os.write(tell, b'x')\n        time.sleep(60)\n"
+    share += "for n in range(5): os.read(ready, 1)  # on a busy machine they take a while\ntime.sleep(1.5)"
     limits = Limits(memory_mb=300, wall_seconds=20.0)
     assert passed(share.format(20 * 2**20), limits=limits) == [True]
     assert passed(share.format(150 * 2**20), limits=limits) == [False]
