@@ -7,7 +7,8 @@ from datasets import Dataset
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import Form, detect_form
+from dschat_ppo.data.form_choice import detect_form
+from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 
 

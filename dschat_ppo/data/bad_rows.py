@@ -10,7 +10,6 @@ import numpy as np
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_labels import GROUP_ANSWERS
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.rows import Origins, Rows, Splits
 from dschat_ppo.data.tokenise import TokenTable
@@ -56,19 +55,12 @@ def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> Non
         logger().warning(f"data: skipped: {message}")
 
 
-def report_left_out(name: str, table: TokenTable, raw: Rows, used: np.ndarray, form: str, use: Use) -> None:
+def report_left_out(name: str, table: TokenTable, used: np.ndarray, form: str, use: Use) -> None:
     """Log what gives this step no sample although nothing is wrong with it: answers of KTO that are labelled bad in
     SFT, and rows of other forms without a pair."""
-    bad = table.fitted == Fitted.UNUSABLE
     if form == "kto" and use == "sft":
-        good = np.setdiff1d(used, table.number[bad])
-        is_grouped = GROUP_ANSWERS in raw.columns
-        answers = sum(
-            map(len, (row[GROUP_ANSWERS] for row in raw.select(good.tolist()))) if is_grouped else [len(good)]
-        )
-        if left := answers - int((~bad).sum()):
-            way = "--ignore_columns label trains all of them"
-            logger().info(f"data: {name}: {left} of {answers} answers are labelled bad and not trained; {way}")
+        good, way = int((table.fitted != Fitted.UNUSABLE).sum()), "--ignore_columns label trains all of them"
+        logger().info(f"data: {name}: SFT uses the {good} answers that are labelled good, not the bad ones; {way}")
     elif left := len(used) - len(np.unique(table.number)):
         logger().info(f"data: {name}: {left} of {len(used)} rows have nothing for this step, as without a worse answer")
 

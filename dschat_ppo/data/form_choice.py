@@ -1,30 +1,50 @@
-"""Choice among the forms that fit the columns of a data set, by what they read in its first rows, and of the rendering:
-text or chat."""
+"""The form of a data set, detected once from its columns and first rows: which form fits, and whether its prompts are
+text or chat. When rows can be read in two ways, both are shown with the flags that choose."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.deepspeed_chat_sets import SETS, set_named
+from dschat_ppo.config.own_names import is_own_function
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
-from dschat_ppo.data.form_kinds import KINDS, Kind, kind_named
-from dschat_ppo.data.form_rows import Cells, Reading, Rendering, lines_of, shown
-from dschat_ppo.data.messages import from_json
+from dschat_ppo.data.form_kinds import FORMS, KINDS, set_named
+from dschat_ppo.data.forms import (
+    PICTURES,
+    Form,
+    Kind,
+    Reading,
+    Rendering,
+    is_label,
+    lines_of,
+    read_uses,
+    rows_made,
+    shown,
+)
+from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates, from_json
 from dschat_ppo.errors import UserError
 
+FIRST_ROWS = 20
+_SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
+_CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")  # roles that flags name and forms have
+# Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
+_ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
+_NO_TEXT = ("source", "truth", "task", "scores", "ranks", "better")  # roles
+# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
+# are names that mostly stand for who asked, and which model answered.
+_MAY_BE_CONTENT = {
+    name for kind in KINDS.values() for role, names in kind.roles.items() for name in names.split()
+    if "." not in name and role not in _NO_TEXT
+} - {"answer", "answers", "user", "model", "bot"} | {"context", "tools", *_SYSTEM_COLUMNS}  # fmt: skip
+_OF_REWARDS = {"response", "responses", "completion", "completions", "output", "label", "labels", "steps", *THOUGHTS}
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
-_WITHOUT_ANSWER = ("prompt_response", "messages", "sharegpt", "verl")  # they also hold prompts alone
-_SPECIAL = ("verl", "kto", "ranked", "hh", "stepwise", "prm800k", "math_shepherd")  # no other form has their columns
-_QUESTIONS = (
-    "question",
-    "query",
-    "input",
-    "instruction",
-)  # columns of what a user says, not of text as a model reads it
+_QUESTIONS = ("question", "query", "input", "instruction")  # columns of what a user says, not of text to continue
 
 
 @dataclass(frozen=True)
@@ -32,7 +52,8 @@ class Candidate:
     """A form with its columns (role -> column), and what it reads in the first rows.
 
     Attributes:
-        examples: use -> for each row its examples, or None where it cannot be read.
+        uses: what is read: not each answer alone, nor pairs that need all rows.
+        read: for each row, use -> examples, without the uses for which the row cannot be read.
         is_chat: whether the form finds chat messages, not text.
         fits: whether it reads at least half of the rows.
         problem: with the first row that it cannot read, or "".
@@ -40,60 +61,177 @@ class Candidate:
 
     kind: Kind
     columns: dict[str, str]
-    examples: dict[Use, list[list[Example] | None]]
+    uses: Sequence[Use]
+    read: list[dict[Use, list[Example]]]
     is_chat: bool
     fits: bool
     problem: str
 
+    def first(self, use: Use) -> list[Example]:
+        """The first example of each row for a use."""
+        return [found[use][0] for found in self.read if found.get(use)]
 
-def chosen_form(
-    name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
-) -> tuple[Candidate, list[Candidate]]:
-    """The form of a data set, and the other ones that fit. A flag or the name chooses the form; otherwise it is the one
-    whose columns are there and that reads the rows. `by_flag` are the columns of content that flags name. `UserError`
-    if no form fits."""
-    known = set_named(name) if flags.data_format == "auto" and not by_flag else None
-    if flags.data_format != "auto" or known:
-        kind = kind_named(known or flags.data_format)
-        located = _located(kind, columns, rows, by_flag)
-        _check_forced(name, columns, kind, located, by_flag, by_name=known is not None)
-        return _try(kind, located, rows), []
-    found = []
-    for kind in KINDS:
-        located = _located(kind, columns, rows, by_flag)
-        fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
-        if fits_flags and kind.uses(located) and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}:
-            found.append(_try(kind, located, rows))
-    if not found:
+
+def detect_form(
+    name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
+) -> Form:
+    """The form of a data set. It does not depend on the step.
+
+    `UserError` if no form fits, a flag names no column, or the rows can be read in two ways; the message then shows
+    both and how to choose.
+
+    Args:
+        columns: names of all columns.
+        rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
+        has_template: whether the tokenizer has a chat template.
+        is_only: whether there is no other data set, to which the flags may apply.
+    """
+    rows = rows[:FIRST_ROWS]
+    if is_own_function(flags.data_format):
+        return _own_form(name, rows, has_template, flags, is_only)
+    ignored = tuple(column for column in columns if column in flags.ignore_columns)
+    columns = [column for column in columns if column not in ignored]
+    rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
+    by_flag, note = _columns_by_flag(name, columns, rows, flags, is_only)
+    content = {role: column for role, column in by_flag.items() if role in _CONTENT}
+    chosen, others = _choose(name, columns, rows, flags, content)
+    kind, uses = chosen.kind, chosen.kind.uses(chosen.columns)
+    rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
+    by_name = next((column for column in _SYSTEM_COLUMNS if column in columns), None)
+    system = by_flag.get("system", by_name if flags.system_column is None else None)
+    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
+    reading = Reading(
+        kind.name, chosen.columns, rendering, rendering == "chat" and not chosen.is_chat,
+        flags.input_template if not kind.inside and not chosen.is_chat else None,
+        None if kind.is_known_set else system, None if kind.is_known_set else tools,
+        *_truth(chosen, rows, flags, by_flag, is_only),
+        flags.system_message if rendering == "chat" else None, flags.roles,
+        tuple(column for column in PICTURES if column in flags.ignore_columns),
+    )  # fmt: skip
+    _check_system(name, kind, reading, rows, flags, by_flag)
+    grouped = [path for path in (*chosen.columns.values(), reading.system) if path]
+    used = {path.split(".")[0] for path in (*grouped, reading.truth) if path} | {"tools"} & set(columns)
+    used |= {"margin"} if "rejected" in chosen.columns else set()
+    used |= set(_SYSTEM_COLUMNS) if flags.system_column is not None else set()
+    reading = replace(reading, watched=tuple(sorted(_watched(rows, flags, chosen, others, by_flag) - used)))
+    about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
+    form = Form(kind, reading, uses, about, uses_flags=bool(by_flag), ignored=ignored)
+    if form.regroup and (nested := [path for path in grouped if path not in columns]):
+        raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
+    for number, row in enumerate(rows):
+        if missed := form.left_out(row):
+            other = next((one for one in others if missed[0] in one.columns.values()), None)
+            raise UserError(_two_ways(name, number, chosen, other) if other else f"{name}: its column {missed[1]}")
+
+    # What was understood of the data set, for the log
+    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})"]
+    parts += [about_prompts, *(f"as {one.kind.name} the rows would say the same" for one in others)]
+    parts += [f"system messages from '{reading.system}'"] if reading.system else []
+    parts += [f"tools from '{reading.tools}'"] if reading.tools else []
+    unused = [column for column in columns if column not in used and not column.startswith("_")]
+    if unused and not kind.is_known_set:
+        parts.append(f"columns that training does not use: {_listed(unused)}")
+    if "messages" in chosen.columns and any(alternates(value_at(row, chosen.columns["messages"])) for row in rows[:1]):
+        parts.append("the texts of a row are turns of user and assistant in turn")
+    if any(_is_prose(row.get("tools")) for row in rows):
+        parts.append("the column 'tools' is not used, since it is not JSON")
+    if reading.truth:
+        pattern = f" by '{reading.truth_pattern}'" if reading.truth_pattern else ""
+        parts.append(f"the correct answer from '{reading.truth}'{pattern}")
+    for flag in ("input_template", "system_message"):
+        if getattr(flags, flag) and getattr(reading, flag) is None:
+            parts.append(f"--{flag} does not apply")
+    if {"response", "chosen"} <= set(chosen.columns):
+        parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
+    if chosen.columns.get("response") == "text" and "response" not in content:
+        hint = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out"
+        warning = "; ".join(filter(None, [hint, warning]))
+    return replace(form, description="; ".join(filter(None, [*parts, note])), warning=warning)
+
+
+def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool) -> Form:
+    """The form of the rows that `FILE.py:FUNCTION` makes of the first rows. `UserError` for a form that groups rows
+    before they are read, which is before they are made."""
+    function = flags.data_format
+    own_function("--data_format", function)  # a missing file is no bad row
+    made, problem = list[Row](), f"it returns None for each of the first {len(rows)} rows, by which the form is found"
+    for number, row in enumerate(rows):
+        try:
+            made += rows_made(function, row)
+        except UserError as raised:
+            problem = f"{name}, row {number}: {raised}"
+    if not made:
+        raise UserError(f"--data_format {function}: makes no row: {problem}")
+    columns = list(dict.fromkeys(column for row in made for column in row))
+    known = replace(flags, data_format="auto")
+    form = detect_form(f"{name} through {function}", columns, made, has_template, known, is_only)
+    if form.regroup is not None:
         raise UserError(
-            f"{name}: has the columns {listed(columns)}, which fit no known form; name them with --prompt_column, "
-            f"--response_column, --chosen_column, --rejected_column or --messages_column{rows_inside(rows)}"
+            f"--data_format {function}: makes rows of the form {form.name}, which are grouped by prompt before they "
+            "are read; make pairs, or messages with a label"
         )
-    return _choose(name, found)
+    sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
+    return replace(form, function=function, file_sha=sha, description=f"{function} makes {form.description}")
+
+
+# Columns
+
+
+def _columns_by_flag(
+    name: str, columns: list[str], rows: list[Row], flags: DataFlags, is_only: bool
+) -> tuple[dict[str, str], str]:
+    """(role -> column that a flag names, a note for the log). One of several data sets may lack all of them."""
+    wanted = {role: column for role, column in flags.columns.items() if column}
+    missing = {role: column for role, column in wanted.items() if not _exists(column, columns, rows)}
+    if not missing:
+        return wanted, ""
+    if len(missing) == len(wanted) and not is_only:
+        return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
+    named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
+    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}{_rows_inside(rows)}")
+
+
+def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
+    """Whether rows have a column, or a field inside one."""
+    return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return ", ".join(map(repr, columns))
+
+
+def _rows_inside(rows: list[Row]) -> str:
+    """A hint for a file that is one object with all rows in one of its values; else ""."""
+    lists = [name for name, value in rows[0].items()
+             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+             ] if len(rows) == 1 else []  # fmt: skip
+    if len(lists) != 1:
+        return ""
+    query = f"'.[{json.dumps(lists[0])}][]'"
+    return f"; the rows seem to be in '{lists[0]}': write them as JSON Lines, as with: jq -c {query} FILE > rows.jsonl"
 
 
 def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
     """Role -> column of a form: the one that a flag names, or else the first of its names that exists."""
     found = {}
-    for role in kind.roles:
-        free = [path for path in kind.names(role) if exists(path, columns, rows) and path not in by_flag.values()]
+    for role, names in kind.roles.items():
+        free = [path for path in names.split() if _exists(path, columns, rows) and path not in by_flag.values()]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
     if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
     if kind.name == "prompt_response" and set(found) == {"prompt"} and "text" not in by_flag.values():
-        beside = [row for row in rows if isinstance(row.get("text"), str) and not _repeats(row, found["prompt"])]
-        found |= {"response": "text"} if 2 * len(beside) > len(rows) else {}
+        answered = [row for row in rows if isinstance(row.get("text"), str) and not _repeats(row, found["prompt"])]
+        found |= {"response": "text"} if 2 * len(answered) > len(rows) else {}
     if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
         del found["prompt"]  # of Alpaca's form
-    answers = found.get("response")
-    if kind.name == "alpaca" and answers and any(isinstance(row.get(answers), list) for row in rows):
+    if kind.name == "alpaca" and any(isinstance(row.get(found.get("response", "")), list) for row in rows):
         found["pair"] = found.pop("response")
     # a column whose partner is missing, as chosen without rejected, has no role
-    of_needs = [roles for use in kind.needs for roles in kind.choices(use)]
-    served = set().union(*(roles for roles in of_needs if roles <= set(found)))
-    return {role: column for role, column in found.items() if role in served or role not in set().union(*of_needs)}
+    needed = [roles for _, roles in kind.choices()]
+    served = set().union(*(roles for roles in needed if roles <= set(found)))
+    return {role: column for role, column in found.items() if role in served or role not in set().union(*needed)}
 
 
 def _repeats(row: Row, prompt: str) -> bool:
@@ -101,71 +239,92 @@ def _repeats(row: Row, prompt: str) -> bool:
     return has_value(row, prompt) and all(line in row["text"] for line in lines_of(from_json(value_at(row, prompt))))
 
 
-def _check_forced(
-    name: str, columns: list[str], kind: Kind, located: dict[str, str], by_flag: dict[str, str], by_name: bool
-) -> None:
-    """Refuse a form that the user or the name of the data set chooses, and that does not fit its columns."""
-    unknown = [role for role in by_flag if role not in kind.roles]
-    if unknown:
+# The choice among forms
+
+
+def _choose(
+    name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> tuple[Candidate, list[Candidate]]:
+    """The form of a data set, and the other ones that fit. A flag or the name chooses it, or else columns and rows:
+    chat first, then the form that serves most. `by_flag` are the columns of content that flags name. `UserError` if no
+    form reads the rows."""
+    known = set_named(name) if flags.data_format == "auto" and not by_flag else None
+    if known or flags.data_format != "auto":
+        return _forced(name, FORMS[known or flags.data_format], columns, rows, by_flag, known is not None), []
+    found = []
+    for kind in KINDS.values():
+        located = _located(kind, columns, rows, by_flag)
+        fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
+        if fits_flags and kind.uses(located) and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}:
+            found.append(_try(kind, located, rows))
+    if not found:
+        raise UserError(
+            f"{name}: has the columns {_listed(columns)}, which fit no known form; name them with --prompt_column, "
+            f"--response_column, --chosen_column, --rejected_column or --messages_column{_rows_inside(rows)}"
+        )
+    fitting = [one for one in found if one.fits]
+    shadowed = {
+        other for one in fitting for other in one.kind.shadows.split()
+        if other != "text" or "messages" in one.columns  # pairs of transcripts say nothing of `text`
+    }  # fmt: skip
+    if any(one.kind.name == "prompt_response" and one.columns.get("response") == "text" for one in fitting):
+        shadowed.add("text")  # the answer to a prompt
+    fitting = [one for one in fitting if one.kind.name not in shadowed]
+    if not fitting:
+        likely = min(found, key=lambda one: one.kind.special)
+        if not likely.kind.special:
+            return likely, []  # its reader says what is wrong with each row
+        raise UserError(
+            f"{name}: its columns are those of the form {likely.kind.name}, but its first rows are not: "
+            f"{likely.problem}; name the columns to use (--prompt_column, --response_column, ...) or correct the rows"
+        )
+    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.uses)))
+    pairs = chosen.first("preference")
+    repeated = [
+        pair for pair in pairs if isinstance(pair.prompt, str) and pair.prompt
+        and all(isinstance(answer, str) and answer.startswith(pair.prompt) for answer in pair.answers)
+    ]  # fmt: skip
+    if chosen.kind.name == "preference" and 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
+        raise UserError(
+            f"{name}: its rows can be read in two ways, because chosen and rejected repeat the prompt "
+            f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
+            "implicit_preference, once (--data_format implicit_preference)"
+        )
+    return chosen, [one for one in fitting if one is not chosen]
+
+
+def _forced(
+    name: str, kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str], by_name: bool
+) -> Candidate:
+    """The form that the user or the name of the data set chooses, if it fits the columns."""
+    located = _located(kind, columns, rows, by_flag)
+    if unknown := [role for role in by_flag if role not in kind.roles]:
         raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
     if not kind.uses(located):
-        names = ", ".join("/".join(kind.names(role)) for role in kind.roles)
+        names = ", ".join(names.replace(" ", "/") for names in kind.roles.values())
         hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {kind.name}" if by_name else ""
-        raise UserError(f"{name}: has the columns {listed(columns)}; the form {kind.name} needs some of {names}{hint}")
+        raise UserError(f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}")
+    return _try(kind, located, rows)
 
 
 def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     """Read the first rows in one form."""
     reading = Reading(kind.name, columns, "chat" if kind.rendering in ("chat", "content") else "text")
     uses = [use for use in kind.uses(columns) if use != "unpaired" and (kind.name, use) != ("kto", "preference")]
-    examples: dict[Use, list[list[Example] | None]] = {use: [] for use in uses}
-    problems = []
-    for use, found in examples.items():
-        for row in rows:
-            try:
-                found.append(kind.read(Cells(row, reading), use))
-            except UserError as problem:
-                found.append(None)
-                problems.append(str(problem))
-    is_chat = kind.rendering == "chat" or (
-        kind.rendering == "as given"
-        and any(isinstance(d.prompt, list) for found in examples.values() for some in found for d in some or [])
-    )
-    telling = [use for use in uses if use != "prompt" or kind.name in _WITHOUT_ANSWER]
-    fits = any(2 * sum(some is not None for some in examples[use]) >= len(rows) for use in telling)
-    return Candidate(kind, columns, examples, is_chat, fits, problems[0] if problems else "")
+    tried = [read_uses(kind, reading, uses, row) for row in rows]
+    read = [found for found, _ in tried]
+    prompts = [one.prompt for found in read for examples in found.values() for one in examples]
+    is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and any(isinstance(p, list) for p in prompts))
+    telling = [use for use in uses if use != "prompt" or kind.alone]
+    fits = any(2 * sum(use in found for found in read) >= len(rows) for use in telling)
+    return Candidate(kind, columns, uses, read, is_chat, fits, next((problem for _, problem in tried if problem), ""))
 
 
-def _choose(name: str, found: list[Candidate]) -> tuple[Candidate, list[Candidate]]:
-    """The form of a data set among those that fit its columns: chat first, then the one that serves most. What it
-    leaves out of the columns of the others is judged by `left_out`. `UserError` if no form reads the rows."""
-    fitting = [candidate for candidate in found if candidate.fits]
-    shadowed = {
-        other for candidate in fitting for other in candidate.kind.shadows.split()
-        if other != "text" or "messages" in candidate.columns  # pairs of transcripts say nothing of `text`
-    }  # fmt: skip
-    if any(one.kind.name == "prompt_response" and one.columns.get("response") == "text" for one in fitting):
-        shadowed.add("text")  # the answer to a prompt
-    fitting = [candidate for candidate in fitting if candidate.kind.name not in shadowed]
-    if not fitting:
-        likely = min(found, key=lambda one: one.kind.name in _SPECIAL)
-        if likely.kind.name not in _SPECIAL:
-            return likely, []  # its reader says what is wrong with each row
-        raise UserError(
-            f"{name}: its columns are those of the form {likely.kind.name}, but its first rows are not: "
-            f"{likely.problem}; name the columns to use (--prompt_column, --response_column, ...) or correct the rows"
-        )
-    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.examples)))
-    if chosen.kind.name == "preference":
-        _require_prompt_outside(name, chosen)
-    return chosen, [one for one in fitting if one is not chosen]
-
-
-def two_ways(name: str, number: int, chosen: Candidate, other: Candidate) -> str:
+def _two_ways(name: str, number: int, chosen: Candidate, other: Candidate) -> str:
     """What two forms read in row `number` of the first ones, and how to choose."""
     ways = []
     for one in (chosen, other):
-        read = next((found[number] for found in one.examples.values() if found[number]), None)
+        read = next((found for found in one.read[number].values() if found), None)
         ways.append(f"as {one.kind.name}, {shown(read[0]) if read else 'nothing'}")
     return (
         f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
@@ -174,44 +333,21 @@ def two_ways(name: str, number: int, chosen: Candidate, other: Candidate) -> str
     )
 
 
-def _require_prompt_outside(name: str, chosen: Candidate) -> None:
-    """Refuse text answers that repeat the prompt: either the prompt is read twice, or it belongs to the answers."""
-    pairs = [some[0] for some in chosen.examples.get("preference", []) if some]
-    repeated = [
-        pair for pair in pairs
-        if isinstance(pair.prompt, str) and pair.prompt
-        and all(isinstance(answer, str) and answer.startswith(pair.prompt) for answer in pair.answers)
-    ]  # fmt: skip
-    if 2 * len(repeated) > len(pairs):
-        raise UserError(
-            f"{name}: its rows can be read in two ways, because chosen and rejected repeat the prompt "
-            f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
-            "implicit_preference, once (--data_format implicit_preference)"
-        )
-
-
 # Text or chat
 
 
-class Rendered(NamedTuple):
-    """Rendering, whether text prompts become user messages, words for the log, and a warning or ""."""
-
-    rendering: Rendering
-    wrap: bool
-    about: str
-    warning: str = ""
-
-
-def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> Rendered:
-    """Whether the prompts of a data set are text or chat, in all three steps. `UserError` if a flag does not fit the
-    form, chat messages lack a template, or text prompts and answers are glued together while there is a chat
-    template."""
+def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> tuple[Rendering, str, str]:
+    """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a warning or "".
+    `UserError` if a flag does not fit the form, chat messages lack a template, or text prompts and answers are glued
+    together while there is a chat template."""
     kind, wanted = chosen.kind, flags.apply_chat_template
-    if wanted and (kind.name in SETS or kind.name == "text"):
-        reason = "has the text prompts of DeepSpeed-Chat" if kind.name in SETS else "is plain text without prompts"
+    if wanted and (kind.is_known_set or kind.name == "text"):
+        reason = "has the text prompts of DeepSpeed-Chat" if kind.is_known_set else "is plain text without prompts"
         raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
-    of_a_question = flags.prompt_column is None and kind.name in ("preference", "better_of_two", "prompt_response")
-    asks = kind.rendering == "content" or (of_a_question and chosen.columns.get("prompt") in _QUESTIONS)
+    is_question = chosen.columns.get("prompt") in _QUESTIONS and flags.prompt_column is None
+    asks = kind.rendering == "content" or (
+        is_question and kind.name in ("preference", "better_of_two", "prompt_response")
+    )
     is_content = asks and wanted is None and flags.input_template is None and has_template
     if chosen.is_chat or wanted or is_content:
         if not has_template:
@@ -224,23 +360,21 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
             about = "prompts are chat messages, rendered by the chat template"
         elif kind.name == "hh":
             about = "the turns of the transcripts become messages of the chat template"
-        return Rendered("chat", not chosen.is_chat, about)
+        return "chat", about, ""
     if kind.inside:
-        return Rendered("text", False, "text is used as it is")
+        return "text", "text is used as it is", ""
     if flags.input_template is not None:
-        return Rendered("text", False, f"prompts are text, put into --input_template {flags.input_template!r}")
+        return "text", f"prompts are text, put into --input_template {flags.input_template!r}", ""
     if kind.name == "alpaca":
-        return Rendered("text", False, "prompts are put into Alpaca's text template")
-    about = "prompts are text, used as they are"
-    glued = _glued_row(chosen)
+        return "text", "prompts are put into Alpaca's text template", ""
+    about, glued = "prompts are text, used as they are", _glued_row(chosen)
     if glued is None or wanted is False:
-        without = ", without the chat template" if has_template and wanted is None else ""
-        return Rendered("text", False, about + without)
+        return "text", about + (", without the chat template" if has_template and wanted is None else ""), ""
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or asks or "steps" in chosen.examples:
+    if not has_template or asks or "steps" in chosen.uses:
         chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
         way = f"{chat}--input_template puts text around a prompt"
-        return Rendered("text", False, about, f"nothing separates prompt and answer: {text!r}; {way}")
+        return "text", about, f"nothing separates prompt and answer: {text!r}; {way}"
     raise UserError(
         f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
         f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "
@@ -251,8 +385,7 @@ def rendering_of(name: str, chosen: Candidate, has_template: bool, flags: DataFl
 def _glued_row(chosen: Candidate) -> Example | None:
     """A row in which a word or sentence ends the text prompt, and a word starts the answer, without a space between
     them, if more than half of the first rows are such."""
-    read = chosen.examples.get("sft") or chosen.examples.get("steps") or []
-    first = [some[0] for some in read if some]
+    first = chosen.first("sft") or chosen.first("steps")
     glued = [
         one for one in first
         if one.answers and isinstance(one.prompt, str) and isinstance(one.answers[0], str)
@@ -262,25 +395,74 @@ def _glued_row(chosen: Candidate) -> Example | None:
     return glued[0] if 2 * len(glued) > len(first) else None
 
 
-# Columns
+# What else a row holds
 
 
-def exists(path: str, columns: list[str], rows: list[Row]) -> bool:
-    """Whether rows have a column, or a field inside one."""
-    return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
+def _truth(
+    chosen: Candidate, rows: list[Row], flags: DataFlags, by_flag: dict[str, str], is_only: bool
+) -> tuple[str | None, str | None]:
+    """(column of the correct answer, pattern that finds it there)."""
+
+    def texts(column: str) -> list[Any]:
+        return [value_at(row, column) for row in rows if has_value(row, column)]
+
+    if "answer" in by_flag:
+        return by_flag["answer"], flags.answer_pattern
+    if flags.answer_pattern is not None and "answer" not in flags.columns:
+        column = chosen.columns.get("response") or chosen.columns.get("chosen")
+        if column is not None and any(isinstance(value, str) for value in texts(column)):
+            return column, flags.answer_pattern
+        if is_only:
+            raise UserError("--answer_pattern needs --answer_column, the column in which it finds the correct answer")
+    if chosen.kind.name == "verl":
+        return chosen.columns["truth"], None
+    if chosen.kind.name == "question_answer":
+        column = chosen.columns["response"]
+        has_mark = any("####" in str(value) for value in texts(column))
+        if column == "answer" or has_mark:
+            return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
+    return None, None
 
 
-def listed(columns: Sequence[str]) -> str:
-    return ", ".join(map(repr, columns))
+def _watched(
+    rows: list[Row], flags: DataFlags, chosen: Candidate, others: list[Candidate], by_flag: dict[str, str]
+) -> set[str]:
+    """Names of columns that hold content, wherever they come. If flags choose the reading, what others would read is
+    left out knowingly."""
+    kind = chosen.kind
+    if kind.is_known_set:
+        return set()
+    by_choice = set(by_flag) & set(_CONTENT) or flags.data_format != "auto"
+    known = _ALWAYS_CONTENT if by_choice else _ALWAYS_CONTENT | _MAY_BE_CONTENT
+    known = known - (_OF_REWARDS if tuple(chosen.uses) == ("prompt",) else set())
+    for name in ("label", "labels"):
+        if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
+            known = known - {name}  # a class, which calls no answer good
+    known = known | {column for one in others for role, column in one.columns.items() if role not in _NO_TEXT}
+    known |= {name for role in chosen.columns if role not in by_flag for name in kind.roles.get(role, "").split()}
+    return known - set(flags.ignore_columns)
 
 
-def rows_inside(rows: list[Row]) -> str:
-    """A hint for a file that is one object with all rows in one of its values; else ""."""
-    if len(rows) != 1:
-        return ""
-    lists = [name for name, value in rows[0].items()
-             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]  # fmt: skip
-    if len(lists) != 1:
-        return ""
-    query = f"'.[{json.dumps(lists[0])}][]'"
-    return f"; the rows seem to be in '{lists[0]}': write them as JSON Lines, as with: jq -c {query} FILE > rows.jsonl"
+def _is_prose(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith(("[", "{"))
+
+
+def _check_system(
+    name: str, kind: Kind, reading: Reading, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> None:
+    """Refuse system messages where prompts are text, which has no place for them."""
+    if kind.is_known_set and by_flag.get("system"):
+        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
+    if reading.rendering == "chat":
+        return
+    ways = ["--apply_chat_template True makes chat messages of both"]
+    if kind.is_known_set or kind.name == "text":
+        ways = []
+    if flags.system_message and kind.name != "text":  # plain text has no prompts; other data sets may have some
+        what, ways = "--system_message precedes chat messages", ways or ["omit it"]
+    elif reading.system and any(has_value(row, reading.system) and value_at(row, reading.system) for row in rows):
+        what = f"the column '{reading.system}' holds system messages"
+        ways.append("--system_column '' ignores the column")
+    else:
+        return
+    raise UserError(f"{name}: {what}, but the prompts are text, which has no place for them; {', or '.join(ways)}")

@@ -1,95 +1,52 @@
-"""The forms of data sets: the columns by which each is found, what it serves, and its reader."""
+"""The forms of data sets: the columns by which each is found, what it serves, and its reader; and the data sets that
+DeepSpeed-Chat knows by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-from dschat_ppo.data import form_labels, form_readers
-from dschat_ppo.data.deepspeed_chat_sets import SETS
-from dschat_ppo.data.examples import Use
-from dschat_ppo.data.form_rows import BETTER, RANKS, SCORES, Reader
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One form. Names are separated by spaces.
-
-    Attributes:
-        roles: role -> names of columns that have it; the first one that exists counts.
-        needs: use -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
-        by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
-        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
-            is a chat template).
-        shadows: forms that fit the same columns and say less.
-        not_with: columns that rule the form out.
-        inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
-    """
-
-    name: str
-    roles: dict[str, str]
-    needs: dict[Use, str]
-    read: Reader
-    by_flag: str = ""
-    rendering: str = "as given"
-    shadows: str = ""
-    not_with: str = ""
-    inside: bool = False
-
-    def names(self, role: str) -> list[str]:
-        """The columns that may have a role."""
-        return self.roles[role].split()
-
-    def choices(self, use: Use) -> list[set[str]]:
-        """Sets of roles of which a use needs one."""
-        return [set(choice.split()) for choice in self.needs[use].split("|")]
-
-    def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
-        """The uses that these roles serve."""
-        found = [use for use in self.needs if any(roles <= set(columns) for roles in self.choices(use))]
-        return (*found, *(("unpaired",) if "preference" in found and "unpaired" not in found else ()))
-
+from dschat_ppo.data import form_readers
+from dschat_ppo.data.examples import Example, Row, Use, text_at, value_at
+from dschat_ppo.data.forms import BETTER, RANKS, SCORES, Cells, Kind
+from dschat_ppo.errors import UserError
 
 _ASKED = "prompt instruction conversations question query input"  # columns of a prompt of its own
-
-KINDS = (
+_DETECTED = (
     Kind(
         "verl",
         {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
          "response": "extra_info.answer"},
         {"prompt": "prompt source truth", "sft": "prompt source truth response"},
-        form_readers.read_pair, by_flag="prompt", shadows="prompt_response",
+        form_readers.read_pair, by_flag="prompt", shadows="prompt_response", special=True, alone=True,
     ),
     Kind(
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
-        {"preference": "prompt response label", "sft": "prompt response label | messages label",
-         "prompt": "prompt response label | messages label", "unpaired": "prompt response label | messages label"},
-        form_labels.read_kto, by_flag="prompt response", shadows="prompt_response messages sharegpt",
+        {"preference": "prompt response label", "sft prompt unpaired": "prompt response label | messages label"},
+        form_readers.read_kto, by_flag="prompt response", shadows="prompt_response messages sharegpt", special=True,
     ),
     Kind(
         "stepwise",
         {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        {"steps": "prompt response label", "prompt": "prompt response label"},
-        form_labels.read_stepwise, by_flag="prompt", shadows="ranked prompt_response question_answer",
+        {"steps prompt": "prompt response label"},
+        form_readers.read_stepwise, by_flag="prompt", shadows="ranked prompt_response question_answer", special=True,
     ),
     Kind(
-        "prm800k",
-        {"prompt": "question.problem", "response": "label.steps"},
-        {"steps": "prompt response", "prompt": "prompt response"},
-        form_labels.read_prm800k,
+        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
+        form_readers.read_prm800k, special=True,
     ),
     Kind(
-        "math_shepherd",
-        {"prompt": "input", "label": "label", "task": "task"},
-        {"steps": "prompt label task", "prompt": "prompt label task"},
-        form_labels.read_math_shepherd, rendering="content", not_with="instruction",
+        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
+        form_readers.read_math_shepherd, rendering="content", not_with="instruction", special=True,
     ),
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
          "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        {"sft": "prompt response", "preference": "prompt response", "prompt": "prompt response"},
-        form_labels.read_ranked, by_flag="prompt",
+        {"sft preference prompt": "prompt response"}, form_readers.read_ranked, by_flag="prompt", special=True,
     ),
     Kind(
         "better_of_two",
@@ -97,8 +54,7 @@ KINDS = (
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
          "better": " ".join(BETTER)},
-        {"sft": "prompt first second better", "preference": "prompt first second better",
-         "prompt": "prompt first second better"},
+        {"sft preference prompt": "prompt first second better"},
         form_readers.read_better, by_flag="prompt better", shadows="prompt_response",
     ),
     Kind(
@@ -111,25 +67,24 @@ KINDS = (
         "sharegpt",
         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
         {"sft": "messages", "preference": "messages chosen rejected", "prompt": "messages"},
-        form_readers.read_conversation, rendering="chat", shadows="user_assistant",
+        form_readers.read_conversation, rendering="chat", shadows="user_assistant", alone=True,
     ),
     Kind(
         "messages",
         {"messages": "messages", "rejected": "rejected_messages rejected_response"},
         {"sft": "messages", "preference": "messages rejected", "prompt": "messages"},
-        form_readers.read_conversation, by_flag="messages", rendering="chat", shadows="user_assistant",
+        form_readers.read_conversation, by_flag="messages", rendering="chat", shadows="user_assistant", alone=True,
     ),
     Kind(
         "hh",
         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
         {"sft": "chosen | messages", "preference": "chosen rejected", "prompt": "chosen | messages"},
         form_readers.read_transcript, by_flag="chosen rejected messages", rendering="text",
-        shadows="implicit_preference text", not_with=_ASKED, inside=True,
+        shadows="implicit_preference text", not_with=_ASKED, inside=True, special=True,
     ),
     Kind(
         "implicit_preference",
-        {"chosen": "chosen", "rejected": "rejected"},
-        {"sft": "chosen rejected", "preference": "chosen rejected", "prompt": "chosen rejected"},
+        {"chosen": "chosen", "rejected": "rejected"}, {"sft preference prompt": "chosen rejected"},
         form_readers.read_implicit_preference, by_flag="chosen rejected", not_with=_ASKED, inside=True,
     ),
     Kind(
@@ -142,47 +97,124 @@ KINDS = (
     ),
     Kind(
         "question_answer",
-        {"prompt": "question", "response": "answer response"},
-        {"sft": "prompt response", "prompt": "prompt response"},
+        {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
         form_readers.read_question_answer, rendering="content",
     ),
     Kind(
         "user_assistant",
-        {"prompt": "user human", "response": "assistant gpt bot model"},
-        {"sft": "prompt response", "prompt": "prompt response"},
+        {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
         form_readers.read_question_answer, rendering="content",
     ),
     Kind(
         "prompt_response",
         {"prompt": "prompt query", "response": "response completion", "history": "history"},
         {"sft": "prompt response", "prompt": "prompt"},
-        form_readers.read_pair, by_flag="prompt response", not_with="chosen",
+        form_readers.read_pair, by_flag="prompt response", not_with="chosen", alone=True,
     ),
     Kind("text", {"response": "text"}, {"sft": "response"}, form_readers.read_text, rendering="text", inside=True),
 )  # fmt: skip
-NEEDED = {
-    "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...)",
-    "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...)",
-    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers (prompt/chosen/rejected, ...)",
-    "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
-    "prompt": "a prompt (prompt, messages, ...)",
-}
-NAMED_BY = {  # the flags that name the columns of what is needed, if these have other names
-    "sft": "--prompt_column and --response_column, or --messages_column",
-    "preference": "--prompt_column, --chosen_column and --rejected_column",
-    "unpaired": "--prompt_column, --response_column, --chosen_column and --rejected_column",
-    "prompt": "--prompt_column or --messages_column",
-}
+KINDS = {kind.name: kind for kind in _DETECTED}
 
 
-def kind_named(name: str) -> Kind:
-    """The form that `--data_format` names."""
-    found = next((kind for kind in KINDS if kind.name == name), None)
-    if found is not None:
-        return found
-    known = SETS[name]
-    needs: dict[Use, str] = {"sft": known.columns, "prompt": known.columns}
-    if known.rejected is not None:
-        needs["preference"] = known.columns
-    columns = {column: column for column in known.columns.split()}
-    return Kind(name, columns, needs, known.read, rendering="text", inside=True)
+# The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a hub name, or a path
+# that contains or ends with it, such as `data/Dahoas/rm-static`
+
+Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
+
+
+class KnownSet(NamedTuple):
+    """How one data set is read. `rejected` is None for data sets without a worse answer, which step 2 cannot use."""
+
+    columns: str
+    prompt: Text
+    chosen: Text
+    rejected: Text | None = None
+
+
+def _read_known(name: str, cells: Cells, use: Use) -> list[Example]:
+    known, row = SETS[name], cells.row
+    answers = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected))
+    return [Example(_filled(known.prompt, row), [_filled(text, row) for text in answers if text is not None])]
+
+
+def _filled(text: Text, row: Row) -> str:
+    if callable(text):
+        return text(row)
+    return re.sub(r"\{([^}]+)\}", lambda found: text_at(row, found.group(1)), text)
+
+
+def _last_turn(path: str) -> Callable[[Row], str]:
+    return lambda row: text_at(row, path).split("Assistant:")[-1]
+
+
+def _webgpt(better: bool) -> Callable[[Row], str]:
+    """The better or worse answer by its score, without citations; the first one is better at equal scores."""
+
+    def read(row: Row) -> str:
+        number = 0 if (_number(row, "score_0") >= _number(row, "score_1")) is better else 1
+        text = re.sub(r" [\(\[].*?[\)\]]", "", text_at(row, f"answer_{number}"))
+        return " " + re.sub(r"[\(\[].*?[\)\]]", "", text)
+
+    return read
+
+
+def _shp(better: bool) -> Callable[[Row], str]:
+    return lambda row: " " + text_at(row, f"human_ref_{'A' if (int(_number(row, 'labels')) == 1) is better else 'B'}")
+
+
+def _vicuna(row: Row) -> str:
+    return text_at(row, "prompt").replace("USER", "Human").replace("ASSISTANT", "Assistant")
+
+
+def _number(row: Row, path: str) -> float:
+    value = value_at(row, path)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"'{path}' is {value!r}; expected a number") from None
+
+
+def _human(path: str) -> str:
+    return f" Human: {{{path}}} Assistant:"
+
+
+_COMPARED = "prompt chosen rejected"
+_PAIR = KnownSet(_COMPARED, "{prompt}", "{chosen}", "{rejected}")
+_MIRACL = KnownSet(
+    "query positive_passages negative_passages", _human("query"), " {positive_passages.0.text}",
+    " {negative_passages.0.text}",
+)  # fmt: skip
+_LAST_TURNS = KnownSet(_COMPARED, "{prompt}Assistant:", _last_turn("chosen"), _last_turn("rejected"))
+_WEBGPT = "question answer_0 answer_1 score_0 score_1"
+SETS = {
+    "Dahoas/rm-static": _PAIR,
+    "Dahoas/full-hh-rlhf": _PAIR,
+    "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(_COMPARED, _human("prompt"), " {chosen}", " {rejected}"),
+    "yitingxie/rlhf-reward-datasets": _LAST_TURNS,
+    "openai/webgpt_comparisons": KnownSet(_WEBGPT, _human("question.full_text"), _webgpt(True), _webgpt(False)),
+    "stanfordnlp/SHP": KnownSet("history human_ref_A human_ref_B labels", _human("history"), _shp(True), _shp(False)),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": KnownSet("prompt label", _vicuna, " {label}"),
+    "wangrui6/Zhihu-KOL": KnownSet("INSTRUCTION RESPONSE", _human("INSTRUCTION"), " {RESPONSE}"),
+    "Cohere/miracl-zh-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja-queries-22-12": _MIRACL,
+    "Hello-SimpleAI/HC3-Chinese": KnownSet("question human_answers", _human("question"), " {human_answers.0}"),
+    "mkqa-Chinese": KnownSet("queries answers", _human("queries.zh_cn"), " {answers.zh_cn.0.text}"),
+    "mkqa-Japanese": KnownSet("queries answers", _human("queries.ja"), " {answers.ja.0.text}"),
+    "lmqg/qg_jaquad": KnownSet("question sentence", _human("question"), " {sentence}"),
+    "lmqg/qag_jaquad": KnownSet("questions paragraph", _human("questions.0"), " {paragraph}"),
+    "local/jsonfile": KnownSet(_COMPARED, " {prompt}", " {chosen}", " {rejected}"),
+}
+FORMS = KINDS | {  # what `--data_format` names
+    name: Kind(
+        name, {column: column for column in known.columns.split()},
+        {"sft prompt" if known.rejected is None else "sft prompt preference": known.columns},
+        partial(_read_known, name), rendering="text", inside=True, is_known_set=True,
+    )
+    for name, known in SETS.items()
+}  # fmt: skip
+
+
+def set_named(location: str) -> str | None:
+    """The name of the DeepSpeed-Chat data set that a hub name or path names; None if it names none."""
+    path = f"/{location.strip('/')}/"
+    return next((name for name in SETS if f"/{name}/" in path), None)

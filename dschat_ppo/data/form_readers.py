@@ -1,4 +1,4 @@
-"""Readers of the forms with one answer or one pair per row: from the columns of a row to its prompt and answers.
+"""Readers of the forms: from the columns of a row to its prompt and answers.
 
 Each reader takes `(cells, use)` and returns examples before the rendering. The prompt of a row does not depend on
 `use`. For "prompt" nothing is read that only answers need. Errors do not name the row.
@@ -6,74 +6,159 @@ Each reader takes `(cells, use)` and returns examples before the rendering. The 
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-from dschat_ppo.data.examples import Example, Use
-from dschat_ppo.data.form_rows import Cells
+from dschat_ppo.data.examples import Example, Use, value_at
+from dschat_ppo.data.forms import GROUP_ANSWERS, GROUP_LABELS, LABELS, RANKS, SCORES, Cells
 from dschat_ppo.data.messages import (
+    CONTEXT,
     Message,
     Messages,
+    from_json,
     kind_of,
     looks_like_messages,
     split_answer,
-    up_to_last_target,
     without_context,
 )
 from dschat_ppo.errors import UserError
 
-HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
+_TEXTS = ("text", "answer", "response", "completion", "content")  # keys of a ranked answer that is an object
+_SCORE = ("score", "overall_score", "rating", "reward")
+_STEP_LABELS = {"+": 1.0, "-": 0.0, "true": 1.0, "false": 0.0}
+_RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
+_SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
+
+
+# Prompts and answers that are text or messages
+
+
+def _prompt(cells: Cells) -> str | Messages:
+    """The prompt of a row as text or messages, after its earlier turns if there are any."""
+    value = cells.value("prompt")
+    if isinstance(value, str):
+        return [*_history(cells), {"role": "user", "content": value}] if cells.has("history") else value
+    if isinstance(value, list) and (not value or looks_like_messages(value)):
+        return [*_history(cells), *cells.messages("prompt", value)]
+    raise cells.wrong("prompt", value, "text or a list of role/content messages")
+
+
+def _history(cells: Cells) -> Messages:
+    """The earlier turns of a row: pairs of question and answer, or messages; [] without any."""
+    history = cells.listed("history") if cells.has("history") else None
+    if looks_like_messages(history):
+        return cells.messages("history", history)
+    turns: Messages = []
+    if not isinstance(history or [], list):
+        raise UserError(f"'history' is {kind_of(history)}; expected pairs of question and answer")
+    for pair in history or []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UserError(f"'history' holds {kind_of(pair)}; expected pairs of question and answer")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _answer(cells: Cells, role: str, use: Use) -> tuple[Messages | None, str | Message]:
+    """(messages before the answer, or None if it is text; the answer)."""
+    value = cells.value(role)
+    if isinstance(value, str | bool | int | float):
+        return None, cells.text(role)
+    if not looks_like_messages(value):
+        raise cells.wrong(role, value, "text (or messages that end with the assistant's)")
+    return split_answer(cells.messages(role, value), cells.column(role), use != "prompt")
+
+
+def _same(one: str | Messages, other: str | Messages) -> bool:
+    """Whether prompts are equal, whatever turns of messages are excluded from training."""
+    bare = [prompt if isinstance(prompt, str) else without_context(prompt) for prompt in (one, other)]
+    return bare[0] == bare[1]
+
+
+def _joined(prompt: str | Messages, before: Messages | None, cells: Cells, role: str) -> str | Messages:
+    """The whole prompt of the answer of `role`: `prompt` and the messages before the answer, which may repeat it."""
+    if isinstance(prompt, str):
+        if not before:
+            return prompt if before is None else [{"role": "user", "content": prompt}]
+        if prompt.strip() not in [turn["content"].strip() for turn in before if turn["role"] == "user"]:
+            raise UserError(f"the prompt is not among the messages of '{cells.column(role)}'")
+        return before
+    if not before or before[0]["role"] == "assistant":
+        return prompt + (before or [])
+    if _same(before[: len(prompt)], prompt) or _same(before[-len(prompt) :], prompt):
+        return before
+    raise UserError(f"the messages of '{cells.column(role)}' do not start with those of the prompt")
+
+
+def _of_use(prompt: str | Messages, answers: list[Any], use: Use, column: str = "") -> list[Example]:
+    """[better, worse] answers cut to what a use takes. A prompt of messages leaves the assistant something to answer;
+    `column` is its column."""
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise UserError(f"the prompt in '{column}' ends with the assistant's message: nothing is left to answer")
+    return [Example(prompt, answers[: {"sft": 1, "preference": 2}.get(use, 0)])]
 
 
 def read_pair(cells: Cells, use: Use) -> list[Example]:
     """A prompt and one answer, or a better and a worse one, each text or messages."""
-    return _answered(prompt_value(cells), cells, use)
+    return _answered(_prompt(cells), cells, use)
 
 
 def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Example]:
-    """The answers to a prompt, which messages of the (better) answer may repeat or continue."""
-    trained = "response" if cells.has("response") else "chosen"
+    """The answers to a prompt, which messages of the (better) answer may repeat or continue. SFT learns the response if
+    there is one."""
     better = "chosen" if cells.has("chosen") else "response"
-    prefix: Messages = []
-    answer: str | Message = ""
-    is_chat = False
+    trained = "response" if cells.has("response") else "chosen"
+    before, answer = cast(tuple[Messages | None, str | Message], (None, ""))
     if cells.has_messages(better) or use == "preference" or (use == "sft" and trained == better):
-        prefix, answer, is_chat = _answer(cells, better, use)
-    asked = cells.column("prompt" if cells.has("prompt") else "messages")
-    whole = _closed(_joined(prompt, prefix, is_chat, cells, better), asked)
-    if use == "prompt":
-        return [Example(whole)]
-    if use == "sft":
-        return [Example(whole, [answer if trained == better else _answer(cells, trained, use)[1]])]
-    prefix, worse, is_chat = _answer(cells, "rejected", use)
-    if is_chat and not _same(_joined(prompt, prefix, is_chat, cells, "rejected"), whole):
+        before, answer = _answer(cells, better, use)
+    whole = _joined(prompt, before, cells, better)
+    [example] = _of_use(whole, [answer], use, cells.column("prompt" if cells.has("prompt") else "messages"))
+    if use == "sft" and trained != better:
+        return [Example(whole, [_answer(cells, trained, use)[1]])]
+    if use != "preference":
+        return [example]
+    before, worse = _answer(cells, "rejected", use)
+    if before is not None and not _same(_joined(prompt, before, cells, "rejected"), whole):
         raise UserError("chosen and rejected answer different prompts")
     return [Example(whole, [answer, worse])]
 
 
 def read_conversation(cells: Cells, use: Use) -> list[Example]:
     """Messages whose last one is the answer, perhaps beside a rejected one; or messages up to the answer, which is in
-    the columns chosen and rejected."""
-    column = cells.column("messages")
-    messages = up_to_last_target(cells.messages("messages"), column, use != "prompt")
+    the columns chosen and rejected. If the last turn is excluded from training, the last one that is not is the answer;
+    if all are, the row has a prompt alone."""
+    column, messages = cells.column("messages"), cells.messages("messages")
+    if CONTEXT in messages[-1]:
+        targets = [at for at, turn in enumerate(messages) if turn["role"] == "assistant" and CONTEXT not in turn]
+        if not targets and (use != "prompt" or len(messages) == 1):
+            raise UserError(f"'{column}' excludes every turn of the assistant from training")
+        messages = messages[: targets[-1] + 1] if targets else messages[:-1]
     if cells.has("chosen"):
         return _answered(messages, cells, use)
     if use == "prompt" and messages[-1]["role"] != "assistant":
         return [Example(messages)]
-    prompt, answer = split_answer(messages, column, use != "prompt")
-    if not prompt:
-        raise UserError(f"'{column}' has nothing before the assistant's answer")
+    prompt, answer = _asked(messages, column, use != "prompt")
     answers = [answer]
     if use == "preference":
-        prefix, rejected, _ = _answer(cells, "rejected", use)
-        if prefix and not _same(prefix, prompt):
+        before, rejected = _answer(cells, "rejected", use)
+        if before and not _same(before, prompt):
             raise UserError(f"'{cells.column('rejected')}' answers another prompt than '{column}'")
         answers.append(rejected)
-    return [_of_use(_closed(prompt, column), answers, use)]
+    return _of_use(prompt, answers, use, column)
+
+
+def _asked(messages: Messages, column: str, is_trained: bool) -> tuple[Messages, str | Message]:
+    """(messages before the answer, at least one; the answer)."""
+    prompt, answer = split_answer(messages, column, is_trained)
+    if not prompt:
+        raise UserError(f"'{column}' has nothing before the assistant's answer")
+    return prompt, answer
 
 
 def read_implicit_preference(cells: Cells, use: Use) -> list[Example]:
@@ -82,56 +167,48 @@ def read_implicit_preference(cells: Cells, use: Use) -> list[Example]:
         whole, other = cells.messages("chosen"), cells.messages("rejected")
         if whole == other:
             raise UserError("chosen and rejected are equal")
-        prompt, answer = split_answer(whole, cells.column("chosen"), use != "prompt")
+        column = cells.column("chosen")
+        prompt, answer = _asked(whole, column, use != "prompt")
         beside, worse = split_answer(other, cells.column("rejected"), use == "preference")
         if not _same(prompt, beside):
             raise UserError("chosen and rejected answer different prompts: they differ before the last message")
-        if not prompt:
-            raise UserError(f"'{cells.column('chosen')}' has nothing before the assistant's answer")
-        return [_of_use(_closed(prompt, cells.column("chosen")), [answer, worse], use)]
-    texts = [cells.text(role) for role in ("chosen", "rejected")]
-    if texts[0] == texts[1]:
+        return _of_use(prompt, [answer, worse], use, column)
+    one, two = (cells.text(role) for role in ("chosen", "rejected"))
+    if one == two:
         raise UserError("chosen and rejected are equal")
-    shorter = min(map(len, texts))
-    cut = next((at for at in range(shorter) if texts[0][at] != texts[1][at]), None)
+    shorter = min(len(one), len(two))
+    cut = next((at for at in range(shorter) if one[at] != two[at]), None)
     if cut is None:  # one text starts with the other: its last character is the answer, as in TRL
         cut = max(0, shorter - 1)
-    elif cut > 0 and texts[0][cut - 1] == " ":
+    elif cut > 0 and one[cut - 1] == " ":
         cut -= 1
     if cut == 0:
         raise UserError("chosen and rejected do not start with the same prompt")
-    return [_of_use(texts[0][:cut], [text[cut:] for text in texts], use)]
+    return _of_use(one[:cut], [one[cut:], two[cut:]], use)
 
 
 def read_transcript(cells: Cells, use: Use) -> list[Example]:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
-    role = "messages" if cells.has("messages") else "chosen"
-    prompt, answer = _split_transcript(cells, role)
-    answers = [answer]
-    if use == "preference":
-        other, worse = _split_transcript(cells, "rejected")
-        answers.append(worse)
-        if other != prompt:
-            raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
+    prompts, answers = [], []
+    for role in ("messages" if cells.has("messages") else "chosen", *(["rejected"] if use == "preference" else [])):
+        before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
+        if not marker:
+            raise UserError(f"'{cells.column(role)}' has no turn that starts with {_ASSISTANT!r}")
+        if _HUMAN in answer:
+            raise UserError(f"'{cells.column(role)}' ends with a turn of the human; expected the assistant's")
+        prompts.append(before + marker)
+        answers.append(answer)
+    if prompts[-1] != prompts[0]:
+        raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
     if cells.reading.rendering == "text":
-        return [_of_use(prompt, answers, use)]
-    first, *parts = re.split(r"\n\n(Human|Assistant):", prompt)
+        return _of_use(prompts[0], answers, use)
+    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
     turns = [{"role": "system", "content": first.strip()}] if first.strip() else []
     names = {"Human": "user", "Assistant": "assistant"}
     turns += [{"role": names[parts[at]], "content": parts[at + 1].strip()} for at in range(0, len(parts) - 2, 2)]
     if not turns:
         raise UserError("the transcript has no turn before the answer")
-    return [_of_use(turns, [answer.strip() for answer in answers], use)]
-
-
-def _split_transcript(cells: Cells, role: str) -> tuple[str, str]:
-    """(everything up to and including the last `Assistant:`, the rest)."""
-    before, marker, answer = cells.text(role).rpartition(ASSISTANT)
-    if not marker:
-        raise UserError(f"'{cells.column(role)}' has no turn that starts with {ASSISTANT!r}")
-    if HUMAN in answer:
-        raise UserError(f"'{cells.column(role)}' ends with a turn of the human; expected the assistant's")
-    return before + marker, answer
+    return [Example(turns, _of_use("", [answer.strip() for answer in answers], use)[0].answers)]
 
 
 def read_alpaca(cells: Cells, use: Use) -> list[Example]:
@@ -140,7 +217,7 @@ def read_alpaca(cells: Cells, use: Use) -> list[Example]:
     extra = cells.value("input") if cells.has("input") else None
     history = _history(cells)
     if extra is not None and not isinstance(extra, str):
-        raise UserError(f"'{cells.column('input')}' is {kind_of(extra)}; expected text")
+        raise cells.wrong("input", extra, "text")
     if not question:
         question, extra = extra or "", None
     if not question:
@@ -148,8 +225,7 @@ def read_alpaca(cells: Cells, use: Use) -> list[Example]:
     whole = f"{question}\n\n{extra}" if extra else question
     prompt: str | Messages = whole
     if reading.rendering == "chat":
-        if reading.input_template is not None:
-            whole = reading.input_template.replace("{}", whole)
+        whole = whole if reading.input_template is None else reading.input_template.replace("{}", whole)
         prompt = [*history, {"role": "user", "content": whole}]
     elif history:
         raise UserError("'history' holds earlier turns, which need the chat template; --apply_chat_template True")
@@ -159,8 +235,8 @@ def read_alpaca(cells: Cells, use: Use) -> list[Example]:
     if cells.has("pair"):
         answers = cells.value("pair")
         if not (isinstance(answers, list) and len(answers) == 2 and all(isinstance(text, str) for text in answers)):
-            raise UserError(f"'{cells.column('pair')}' is {kind_of(answers)}; expected a better and a worse answer")
-        return [_of_use(prompt, answers, use)]
+            raise cells.wrong("pair", answers, "a better and a worse answer")
+        return _of_use(prompt, answers, use)
     roles = ["chosen", "rejected"] if use == "preference" else ["response" if cells.has("response") else "chosen"]
     return [Example(prompt, [] if use == "prompt" else [cells.text(role) for role in roles])]
 
@@ -176,7 +252,7 @@ def read_better(cells: Cells, use: Use) -> list[Example]:
         expected = f"expected one of {', '.join(known)} (places count from 0)"
         raise UserError(f"'{cells.column('better')}' is {given!r}; {expected}")
     better = known[given]
-    return [_of_use(_closed(prompt_value(cells), cells.column("prompt")), [texts[better], texts[1 - better]], use)]
+    return _of_use(_prompt(cells), [texts[better], texts[1 - better]], use, cells.column("prompt"))
 
 
 def read_question_answer(cells: Cells, use: Use) -> list[Example]:
@@ -189,72 +265,215 @@ def read_text(cells: Cells, use: Use) -> list[Example]:
     return [Example("", [cells.text("response")])]
 
 
-def prompt_value(cells: Cells) -> str | Messages:
-    """The prompt of a row as text or messages, after its earlier turns if there are any."""
-    value = cells.value("prompt")
+# Answers with ranks or labels
+
+
+def read_ranked(cells: Cells, use: Use) -> list[Example]:
+    """A list of answers with scores or ranks: the best one, every pair of different rank, or the best answer as a
+    desirable and the worst one as an undesirable answer (of equal ones the first; nothing if all are equal)."""
+    prompt = _prompt(cells)
+    if use == "prompt":
+        return [Example(prompt)]
+    column, values = cells.column("response"), cells.listed("response")
+    if not isinstance(values, list) or not values:
+        raise cells.wrong("response", values, "a list of answers")
+    texts = []
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, dict):
+            value = next((value[key] for key in _TEXTS if value.get(key) is not None), value)
+        if not isinstance(value, str):
+            expected = f"expected text, or an object with {', '.join(_TEXTS[:3])}"
+            raise UserError(f"answer {number} of '{column}' is {kind_of(value)}; {expected}")
+        if not value.strip():
+            raise UserError(f"answer {number} of '{column}' is empty")
+        texts.append(value)
+    worths = _worths(cells, values)
+    best, lowest = worths.index(max(worths)), worths.index(min(worths))
+    if use == "sft":
+        return [Example(prompt, [texts[best]])]
+    if use == "unpaired":
+        ends = ((best, 1.0), (lowest, 0.0)) if worths[best] > worths[lowest] else ()
+        return [Example(prompt, [texts[at]], suffix=f", answer {at + 1}", labels=(label,)) for at, label in ends]
+    return _pairs(prompt, texts, worths, column)
+
+
+def _pairs(prompt: str | Messages, answers: Sequence[str | Message], worths: list[float], column: str) -> list[Example]:
+    """Every pair of a better and a worse answer of a column, the best ones first."""
+    order = sorted(range(len(answers)), key=lambda at: -worths[at])  # stable: equal ones in the order of the row
+    pairs = [(a, b) for at, a in enumerate(order) for b in order[at + 1 :] if worths[a] > worths[b]]
+    for a, b in pairs:
+        if answers[a] == answers[b]:
+            raise UserError(f"answers {a + 1} and {b + 1} of '{column}' are equal, but one is called the better one")
+    return [Example(prompt, [answers[a], answers[b]], suffix=f", answers {a + 1} and {b + 1}") for a, b in pairs]
+
+
+def _worths(cells: Cells, values: list[Any]) -> list[float]:
+    """How good each answer is: its score, or minus its rank, of a column or of the answers themselves."""
+    if role := next((role for role in ("ranks", "scores") if cells.has(role)), ""):
+        numbers, sign, name = cells.listed(role), -1 if role == "ranks" else 1, f"'{cells.column(role)}'"
+        if not isinstance(numbers, list) or len(numbers) != len(values):
+            raise cells.wrong(role, numbers, f"a list of {len(values)} numbers, one per answer")
+    else:
+        column, known = cells.column("response"), [value if isinstance(value, dict) else {} for value in values]
+        keys = [(key, sign) for names, sign in ((RANKS, -1), (_SCORE, 1)) for key in names]
+        key, sign = next(((key, sign) for key, sign in keys if all(key in value for value in known)), ("", 1))
+        if not key:
+            missing = f"have no score or rank, and no column {', '.join(SCORES)} is there"
+            raise UserError(f"the answers of '{column}' {missing}")
+        numbers, name = [value[key] for value in known], f"'{key}' in '{column}'"
+    worths = []
+    for number in numbers:
+        try:
+            worths.append(sign * float(number))
+        except (TypeError, ValueError):
+            raise UserError(f"{name} holds {kind_of(number)}; expected a number") from None
+        if not math.isfinite(worths[-1]):
+            raise UserError(f"{name} holds {number}; expected a finite number")
+    return worths
+
+
+def read_kto(cells: Cells, use: Use) -> list[Example]:
+    """An answer and whether it is good; or all answers to one prompt, if the rows are joined by prompt. SFT takes the
+    good answers, a preference is every good answer with every bad one. KTO takes each answer alone."""
+    row, prompt = cells.row, cast(str | Messages, [])
+    answers: list[Any]
+    is_group = {GROUP_ANSWERS, GROUP_LABELS} <= set(row) and not cells.has("messages")
+    if cells.has("messages"):
+        prompt, said = _asked(cells.messages("messages"), cells.column("messages"), use != "prompt")
+        answers = [said]
+    else:
+        prompt, answers = _prompt(cells), row[GROUP_ANSWERS] if is_group else [row.get(cells.column("response"))]
+        if isinstance(prompt, str) and looks_like_messages(answers[0]):
+            prompt = [{"role": "user", "content": prompt}]
+        if use != "prompt":
+            answers = [_completion(value, cells) for value in answers]
+    if use == "prompt":
+        return [Example(prompt)]
+    worths = [float(_is_good(label)) for label in (row[GROUP_LABELS] if is_group else [row.get(cells.column("label"))])]
+    if use == "preference":
+        if not is_group:
+            raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
+        return _pairs(prompt, answers, worths, cells.column("response"))
+    named = is_group and (use == "unpaired" or len(answers) > 1)
+    return [
+        Example(prompt, [answer], suffix=f", answer {number}" if named else "",
+                labels=(worth,) if use == "unpaired" else ())
+        for number, (answer, worth) in enumerate(zip(answers, worths, strict=True), start=1)
+        if worth or use == "unpaired"
+    ]  # fmt: skip
+
+
+def _completion(value: Any, cells: Cells) -> str | Message:
+    value = from_json(value)
     if isinstance(value, str):
-        return [*_history(cells), {"role": "user", "content": value}] if cells.has("history") else value
-    if isinstance(value, list) and (not value or looks_like_messages(value)):
-        return [*_history(cells), *cells.messages("prompt", value)]
-    raise UserError(f"'{cells.column('prompt')}' is {kind_of(value)}; expected text or a list of role/content messages")
-
-
-def _history(cells: Cells) -> Messages:
-    """The earlier turns of a row: pairs of question and answer, or messages; [] without any."""
-    history = cells.listed("history") if cells.has("history") else None
-    if looks_like_messages(history):
-        return cells.messages("history", history)
-    if not isinstance(history or [], list):
-        raise UserError(f"'history' is {kind_of(history)}; expected pairs of question and answer")
-    turns: Messages = []
-    for pair in history or []:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise UserError(f"'history' holds {kind_of(pair)}; expected pairs of question and answer")
-        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return turns
-
-
-def _answer(cells: Cells, role: str, use: Use) -> tuple[Messages, str | Message, bool]:
-    """(messages before the answer, the answer, whether it is given as messages)."""
-    value = cells.value(role)
-    if isinstance(value, str | bool | int | float):
-        return [], cells.text(role), False
+        return value
     if looks_like_messages(value):
-        return *split_answer(cells.messages(role, value), cells.column(role), use != "prompt"), True
-    expected = "expected text (or messages that end with the assistant's)"
-    raise UserError(f"'{cells.column(role)}' is {kind_of(value)}; {expected}")
+        before, answer = split_answer(cells.messages("response", value), cells.column("response"))
+        if not before:
+            return answer
+    raise cells.wrong("response", value, "text or one message of the assistant")
 
 
-def _same(one: str | Messages, other: str | Messages) -> bool:
-    """Whether prompts are equal, whatever turns of messages are excluded from training."""
-    bare = [prompt if isinstance(prompt, str) else without_context(prompt) for prompt in (one, other)]
-    return bare[0] == bare[1]
+def _is_good(label: Any) -> bool:
+    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for it."""
+    text = str(label).strip().lower()
+    if text not in LABELS:
+        raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
+    return LABELS[text]
 
 
-def _joined(prompt: str | Messages, prefix: Messages, is_chat: bool, cells: Cells, role: str) -> str | Messages:
-    """The whole prompt of the answer of `role`: `prompt` and the messages before the answer, which may repeat it."""
-    if isinstance(prompt, str):
-        if not is_chat:
-            return prompt
-        if not prefix:
-            return [{"role": "user", "content": prompt}]
-        if prompt.strip() not in [turn["content"].strip() for turn in prefix if turn["role"] == "user"]:
-            raise UserError(f"the prompt is not among the messages of '{cells.column(role)}'")
-        return prefix
-    if not prefix or prefix[0]["role"] == "assistant":
-        return prompt + prefix
-    if _same(prefix[: len(prompt)], prompt) or _same(prefix[-len(prompt) :], prompt):
-        return prefix
-    raise UserError(f"the messages of '{cells.column(role)}' do not start with those of the prompt")
+# A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong one, or a number
+# between them (an estimated probability); NaN stands for a step without a label
 
 
-def _closed(prompt: str | Messages, column: str) -> str | Messages:
-    """A prompt that the assistant can answer: its last message is not the assistant's."""
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        raise UserError(f"the prompt in '{column}' ends with the assistant's message: nothing is left to answer")
-    return prompt
+def read_stepwise(cells: Cells, use: Use) -> list[Example]:
+    """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision)."""
+    prompt = _prompt(cells)
+    if use == "prompt":
+        return [Example(prompt)]
+    steps, values = cells.listed("response"), cells.listed("label")
+    for role, found in (("response", steps), ("label", values)):
+        if not isinstance(found, list):
+            raise cells.wrong(role, found, "a list with an entry for each step")
+    name, column = cells.column("response"), cells.column("label")
+    if len(steps) != len(values):
+        raise UserError(f"'{name}' has {len(steps)} steps, but '{column}' {len(values)}")
+    labels = []
+    for number, (step, value) in enumerate(zip(steps, values, strict=True), start=1):
+        if not isinstance(step, str):
+            raise UserError(f"step {number} of '{name}' is {kind_of(step)}; expected text")
+        text = str(value).lower()
+        try:
+            label = math.nan if value is None else _STEP_LABELS[text] if text in _STEP_LABELS else float(text)
+        except ValueError:
+            label = -1.0
+        if value is not None and not 0 <= label <= 1:
+            raise UserError(f"'{column}' holds {str(value)[:20]!r}; expected true, false, or a number from 0 to 1")
+        labels.append(label)
+    return [Example(prompt, steps, labels=tuple(labels))]
 
 
-def _of_use(prompt: str | Messages, answers: list[Any], use: Use) -> Example:
-    """[better, worse] answers cut to what a use takes."""
-    return Example(prompt, answers[: {"sft": 1, "preference": 2, "prompt": 0}[use]])
+def read_prm800k(cells: Cells, use: Use) -> list[Example]:
+    """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The chosen continuations
+    make one answer. Each other rated continuation makes an answer that ends with it, in which only that last step has a
+    label. A neutral step counts as right, as in the paper's scores."""
+    prompt = _prompt(cells)
+    if use == "prompt":
+        return [Example(prompt)]
+    column, steps = cells.column("response"), value_at(cells.row, cells.column("response"))
+    if not isinstance(steps, list):
+        raise cells.wrong("response", steps, "a list of steps")
+    path: list[str] = []
+    labels: list[float] = []
+    others = []
+    for number, step in enumerate(steps, start=1):
+        where = f"step {number} of '{column}'"
+        if not isinstance(step, dict):
+            raise UserError(f"{where} is {kind_of(step)}; expected an object with 'completions'")
+        options = step.get("completions") or []
+        chosen, human = step.get("chosen_completion"), step.get("human_completion")
+        for place, option in enumerate(options):
+            if not isinstance(option, dict) or not isinstance(option.get("text"), str):
+                raise UserError(f"{where} has a completion without 'text'")
+            if option.get("rating") not in tuple(_RATINGS):
+                raise UserError(f"{where} has the rating {option['rating']!r}; expected -1, 0 or 1")
+            label = _RATINGS[option.get("rating")]
+            if place != chosen and not math.isnan(label):
+                only_last = (*[math.nan] * len(path), label)
+                suffix = f", step {number}, completion {place + 1}"
+                others.append(Example(prompt, [*path, option["text"]], suffix=suffix, labels=only_last))
+        if chosen is not None and chosen not in range(len(options)):
+            raise UserError(f"{where} has {len(options)} completions, but 'chosen_completion' is {chosen!r}")
+        if human and (not isinstance(human, dict) or not isinstance(human.get("text"), str)):
+            raise UserError(f"{where} has a 'human_completion' without 'text'")
+        taken = options[chosen] if chosen is not None else human and {**human, "rating": 1}
+        if not taken:
+            break
+        path.append(taken["text"])
+        labels.append(_RATINGS[taken.get("rating")])
+    rated = any(not math.isnan(label) for label in labels)
+    return [Example(prompt, list(path), labels=tuple(labels)), *others] if rated else others
+
+
+def read_math_shepherd(cells: Cells, use: Use) -> list[Example]:
+    """A problem and its steps in one text, each step with a tag at its end; a second text has the labels in place of
+    the tags, `+` or `-` (Wang et al. 2024)."""
+    asked, text, marked = cells.column("prompt"), cells.text("prompt"), cells.text("label")
+    prompt, found, rest = text.partition("Step 1:")
+    if not found:
+        raise UserError(f"'{asked}' has no 'Step 1:'")
+    prompt = prompt.rstrip() + ("\n" if cells.reading.rendering == "text" else "")
+    if use == "prompt":
+        return [Example(prompt)]
+    *steps, after = [step.strip() for step in (found + rest).split(_SHEPHERD_TAG)]
+    if not steps or after:
+        raise UserError(f"'{asked}' does not end each step with {_SHEPHERD_TAG!r}")
+    signs, place = [], max(0, marked.find("Step 1:"))
+    for number, step in enumerate(steps, start=1):
+        place = marked.find(step, place)
+        sign = marked[place + len(step) :].lstrip()[:1]
+        if place < 0 or sign not in ("+", "-"):
+            raise UserError(f"'{cells.column('label')}' has no + or - after step {number} of '{asked}'")
+        place += len(step)
+        signs.append(_STEP_LABELS[sign])
+    return [Example(prompt, steps, labels=tuple(signs))]

@@ -1,133 +1,353 @@
-"""Forms of data sets: which columns a row has, and how it becomes examples.
+"""A form: how the rows of one data set become examples, in all three steps. `form_choice.py` finds it.
 
-A data set has one form and one rendering in all three steps. `detect_form` finds them from columns and first rows. When
-rows can be read in two ways, it stops and shows both.
+An example comes from what the reader of the form finds in a row, with the system message, tools, margin, correct answer
+and the last checks.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from dschat_ppo.common.own_functions import cause_of, file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.own_names import is_own_function
-from dschat_ppo.data.deepspeed_chat_sets import SETS
-from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
-from dschat_ppo.data.form_choice import (
-    Candidate,
-    Rendered,
-    chosen_form,
-    exists,
-    listed,
-    rendering_of,
-    rows_inside,
-    two_ways,
+from dschat_ppo.data.examples import Example, Row, Use, check_answers, has_value, margin_of, text_at, truth_of, value_at
+from dschat_ppo.data.messages import (
+    CONTEXT,
+    THOUGHTS,
+    WEIGHTS,
+    Messages,
+    from_json,
+    kind_of,
+    leaves_out,
+    looks_like_messages,
+    parse_json,
+    read_messages,
+    read_tools,
+    tools_beside,
+    without_context,
+    without_pictures,
 )
-from dschat_ppo.data.form_kinds import KINDS, NAMED_BY, NEEDED, kind_named
-from dschat_ppo.data.form_labels import group_by_prompt
-from dschat_ppo.data.form_rows import PICTURES, Reading, Rendering, is_label, left_out, read_row
-from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates
+from dschat_ppo.data.rows import Rows
 from dschat_ppo.errors import UserError
 
-FIRST_ROWS = 20
-SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
-_FLAG = "--data_format"
-_CONTENT = ("prompt", "response", "chosen", "rejected", "messages", "better")  # roles that flags name and forms have
-# Columns that no flag can name, and that say what the model sees or what is trained, wherever they are.
-_ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
-_NO_TEXT = ("source", "truth", "task", "scores", "ranks", "better")  # roles
-# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
-# are names that mostly stand for who asked, and which model answered.
-_MAY_BE_CONTENT = {
-    name for kind in KINDS for role in kind.roles for name in kind.names(role)
-    if "." not in name and role not in _NO_TEXT
-} - {"answer", "answers", "user", "model", "bot"} | {"context", "tools", *SYSTEM_COLUMNS}  # fmt: skip
-_OF_REWARDS = {"response", "responses", "completion", "completions", "output", "label", "labels", "steps", *THOUGHTS}
+Rendering = Literal["chat", "text"]
+SCORES = ("scores", "ratings", "rewards")  # columns with a number for each answer: more is better
+RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
+BETTER = ("better_response_id", "better_answer_id", "better", "preferred", "preference", "winner")
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+# Columns whose values stand in texts by chance: a weight of 0 in "10".
+_NO_COPIES = (*PICTURES, *WEIGHTS, "functions", *SCORES, *RANKS, *BETTER)
+LABELS = {  # of single answers, in lower case
+    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
+    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
+}
+GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns of KTO's rows that are joined by prompt
+_LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
+_SYSTEM = ("system", "developer")  # roles of a system message
+_NEEDED = {
+    "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...)",
+    "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...)",
+    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers (prompt/chosen/rejected, ...)",
+    "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
+    "prompt": "a prompt (prompt, messages, ...)",
+}
+_NAMED_BY = {  # the flags that name the columns of what is needed, if these have other names
+    "sft": "--prompt_column and --response_column, or --messages_column",
+    "preference": "--prompt_column, --chosen_column and --rejected_column",
+    "unpaired": "--prompt_column, --response_column, --chosen_column and --rejected_column",
+    "prompt": "--prompt_column or --messages_column",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of one data set are read. Its `repr` identifies it.
+
+    Attributes:
+        columns: role -> column, such as "prompt": "question".
+        wrap: a prompt that is text becomes the user's message.
+        input_template: text around a prompt that is text; `{}` stands for the prompt.
+        system, tools, truth: columns, or None.
+        truth_pattern: finds the correct answer in that column; None takes the whole value.
+        role_names: further names of roles in messages -> roles.
+        pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
+            parts of messages.
+        watched: names of columns that hold content and that the reading does not use, see `left_out`.
+    """
+
+    form: str
+    columns: dict[str, str]
+    rendering: Rendering = "text"
+    wrap: bool = False
+    input_template: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    truth: str | None = None
+    truth_pattern: str | None = None
+    system_message: str | None = None
+    role_names: dict[str, str] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The values of one row by the roles that its form gives to columns. Errors name the column and not the row."""
+
+    row: Row
+    reading: Reading
+
+    def has(self, role: str) -> bool:
+        """Whether the form has a column of this role."""
+        return role in self.reading.columns
+
+    def column(self, role: str) -> str:
+        return self.reading.columns[role]
+
+    def value(self, role: str) -> Any:
+        """The value; messages that are stored as JSON text are parsed."""
+        return from_json(value_at(self.row, self.column(role)))
+
+    def text(self, role: str) -> str:
+        return text_at(self.row, self.column(role))
+
+    def listed(self, role: str) -> Any:
+        """The value; a list that is stored as JSON text, as in CSV files, is parsed."""
+        value = value_at(self.row, self.column(role))
+        is_json = isinstance(value, str) and value.lstrip()[:1] == "["
+        return parse_json(value, f"'{self.column(role)}'") if is_json else value
+
+    def messages(self, role: str, value: Any = None) -> Messages:
+        """The normalised messages of a role, or of another value that stands in its column."""
+        value = self.value(role) if value is None else from_json(value)
+        if self.reading.pictures and isinstance(value, list):
+            value = [without_pictures(message) for message in value]
+        return read_messages(value, self.column(role), self.reading.role_names)
+
+    def has_messages(self, role: str) -> bool:
+        """Whether a role has a column, and this holds messages here."""
+        return self.has(role) and has_value(self.row, self.column(role)) and looks_like_messages(self.value(role))
+
+    def wrong(self, role: str, value: Any, expected: str) -> UserError:
+        """The error of a value that the column of a role must not hold."""
+        return UserError(f"'{self.column(role)}' is {kind_of(value)}; expected {expected}")
+
+
+Reader = Callable[[Cells, Use], list[Example]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form. Names are separated by spaces.
+
+    Attributes:
+        roles: role -> names of columns that have it; the first one that exists counts.
+        needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
+        by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
+        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
+            is a chat template).
+        shadows: forms that fit the same columns and say less.
+        not_with: columns that rule the form out.
+        inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
+        special: whether no other form has its columns, so that rows which it cannot read are refused.
+        alone: whether it also holds prompts alone.
+        is_known_set: whether it is a data set of DeepSpeed-Chat.
+    """
+
+    name: str
+    roles: dict[str, str]
+    needs: dict[str, str]
+    read: Reader
+    by_flag: str = ""
+    rendering: str = "as given"
+    shadows: str = ""
+    not_with: str = ""
+    inside: bool = False
+    special: bool = False
+    alone: bool = False
+    is_known_set: bool = False
+
+    def choices(self) -> list[tuple[Use, set[str]]]:
+        """Each use with a set of roles by which it is served."""
+        return [
+            (cast(Use, use), set(roles.split()))
+            for uses, choices in self.needs.items() for use in uses.split() for roles in choices.split("|")
+        ]  # fmt: skip
+
+    def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
+        """The uses that these roles serve."""
+        found = dict.fromkeys(use for use, roles in self.choices() if roles <= set(columns))
+        return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of one data set are read.
+    """How the rows of one data set are read. It can be pickled.
 
     Attributes:
-        rendering: "chat" if the chat template renders prompts, "text" if they are used as they are.
-        read: `(row, use, where)` -> the examples of one row, none or more; raises `UserError` for a bad row, and for a
-            use that the form does not serve. It can be pickled.
-        description: what was understood, one line for the log.
         uses: what the form serves: some of the values of `Use`.
         about: the data set, its columns and the form, for messages.
-        identity: text that differs between forms that read rows differently, for keys of caches.
+        description: what was understood, one line for the log.
+        warning: what may be wrong with this reading, one line for the log; "" if nothing is.
         uses_flags: whether the column flags name columns of this data set.
         ignored: those of its columns that `--ignore_columns` names.
-        regroup: None, or a function of the whole `datasets.Dataset` that must run before its rows are split or read.
-        warning: what may be wrong with this reading, one line for the log; "" if nothing is.
+        function: None, or the `FILE.py:FUNCTION` that makes rows of this form of each row of the data set,
+            and a hash of its file.
     """
 
-    name: str
-    rendering: Rendering
-    read: Callable[[Row, Use, str], list[Example]]
-    description: str
+    kind: Kind
+    reading: Reading
     uses: tuple[Use, ...]
-    about: str
-    identity: str
-    uses_flags: bool
-    ignored: tuple[str, ...] = ()
-    regroup: Callable[[Any], Any] | None = None
+    about: str = ""
+    description: str = ""
     warning: str = ""
+    uses_flags: bool = False
+    ignored: tuple[str, ...] = ()
+    function: str | None = None
+    file_sha: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @property
+    def rendering(self) -> Rendering:
+        """ "chat" if the chat template renders prompts, "text" if they are used as they are."""
+        return self.reading.rendering
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between forms that read rows differently, for keys of caches."""
+        return " ".join([self.function or "", self.file_sha, repr(self.reading)])
+
+    @property
+    def regroup(self) -> Callable[[Rows], Iterator[tuple[Row, int]]] | None:
+        """None, or what joins the rows of a prompt, for KTO. It runs on all rows before they are split or read."""
+        is_grouped = self.name == "kto" and "messages" not in self.reading.columns
+        return partial(_by_prompt, self.reading) if is_grouped else None
 
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
-        _require(self.uses, self.about, use)
+        if use not in self.uses:
+            flags = f"; name its columns with {_NAMED_BY[use]}" if use in _NAMED_BY else ""
+            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}{flags}")
+
+    def read(self, row: Row, use: Use, where: str) -> list[Example]:
+        """The examples of one row, none or more. `UserError` for a bad row, which it calls `where`, and for a use that
+        the form does not serve."""
+        self.require(use)
+        try:
+            rows = [row] if self.function is None else rows_made(self.function, row)
+            return [example for each in rows for example in self._read(each, use)]
+        except UserError as problem:
+            raise UserError(f"{where}: {problem}") from None
+
+    def _read(self, row: Row, use: Use) -> list[Example]:
+        reading, examples = self.reading, list[Example]()
+        splits = use == "unpaired" and self.name not in _LABELLED
+        has_pictures = any(row.get(column) not in (None, "", [], {}) for column in reading.pictures)
+        found = self.kind.read(Cells(row, reading), "preference" if splits else use)
+        if has_pictures:
+            found = [
+                replace(one, prompt=_without_marks(one.prompt), answers=_without_marks(one.answers)) for one in found
+            ]
+        for one in found if use != "steps" else ():  # whose steps may be equal
+            check_answers(one.answers)
+        margin = margin_of(row) if "rejected" in reading.columns else 0.0
+        truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
+        tools = _tools_of(row, reading)
+        for one in found:
+            prompt, context = self._rendered(one.prompt, row), tuple[int, ...]()
+            if isinstance(prompt, list):
+                context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+                prompt = without_context(prompt)
+            one = Example(prompt, one.answers, margin, truth, tools, one.suffix, one.labels, context)
+            examples += [one] if not splits else [
+                replace(one, answers=[answer], suffix=f"{one.suffix}, {name} answer", labels=(label,))
+                for answer, name, label in zip(one.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
+            ]  # fmt: skip
+        if missed := self.left_out(row):
+            raise UserError(missed[1])
+        return examples
+
+    def _rendered(self, prompt: str | Messages, row: Row) -> str | Messages:
+        """The prompt as text or messages, as the rendering says, with the system message before it."""
+        reading = self.reading
+        if isinstance(prompt, list) and reading.rendering == "text":
+            raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
+        if isinstance(prompt, str):
+            if not prompt and self.name != "text":
+                raise UserError("the prompt is empty")
+            if reading.input_template is not None:
+                prompt = reading.input_template.replace("{}", prompt)
+            if reading.rendering == "chat":
+                if not reading.wrap:
+                    raise UserError("the prompt is text, but those of the first rows are chat messages")
+                prompt = [{"role": "user", "content": prompt}]
+        is_led = isinstance(prompt, list) and prompt[0]["role"] in _SYSTEM
+        system = value_at(row, reading.system) if reading.system else None
+        if system in (None, ""):
+            if is_led or not reading.system_message:
+                return prompt
+            system = reading.system_message
+        if not isinstance(system, str):
+            raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
+        if isinstance(prompt, str):
+            raise UserError(
+                f"'{reading.system}' holds a system message, which needs the chat template; {_choose_chat(reading)}, "
+                "--system_column '' ignores the column"
+            )
+        if is_led and prompt[0]["content"] != system:
+            raise UserError(f"'{reading.system}' and the first message are two different system messages")
+        return prompt if is_led else [{"role": "system", "content": system}, *prompt]
+
+    def left_out(self, row: Row) -> tuple[str, str] | None:
+        """(a watched column of a row that holds content, what is wrong), or None: no other form would tell. What a
+        column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
+        holds all that is read (the same as one text). First rows and later ones, with columns that the first lack, are
+        judged alike."""
+        watched = [name for name in row if name in self.reading.watched and has_value(row, name)]
+        held = [name for name in watched if _is_content(name, row[name])]
+        by_use = read_uses(self.kind, self.reading, self.uses, row)[0] if held else {}
+        answered = [examples for use, examples in by_use.items() if examples and use != "prompt"]
+        found = answered or [examples for examples in by_use.values() if examples]
+        read = [list(lines_of([[one.prompt, *one.answers] for one in examples])) for examples in found]
+        everything = "\n".join(line for lines in read for line in lines)
+        for column in held if found else ():
+            value = from_json(row[column])
+            lines = list(lines_of(value))
+            is_read = bool(lines) and all(line in everything for line in lines)
+            holds_all = any(all(line in "\n".join(lines) for line in some) for some in read)
+            if column not in _NO_COPIES and (is_read or holds_all):
+                continue
+            way = f"--ignore_columns {column} leaves it out"
+            if column in PICTURES:
+                way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
+            return column, (
+                f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; it reads "
+                f"{shown(found[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose "
+                "another reading"
+            )
+        return None
 
 
-def detect_form(
-    name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
-) -> Form:
-    """The form of a data set. It does not depend on the step.
-
-    `UserError` if no form fits, a flag names no column, or the rows can be read in two ways; the message then shows
-    both and how to choose.
-
-    Args:
-        columns: names of all columns.
-        rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
-        has_template: whether the tokenizer has a chat template.
-        is_only: whether there is no other data set, to which the flags may apply.
-    """
-    rows = rows[:FIRST_ROWS]
-    if is_own_function(flags.data_format):
-        return _own_form(name, rows, has_template, flags, is_only)
-    ignored = tuple(column for column in columns if column in flags.ignore_columns)
-    columns = [column for column in columns if column not in ignored]
-    rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
-    by_flag, note = _columns_by_flag(name, columns, rows, flags, is_only)
-    content = {role: column for role, column in by_flag.items() if role in _CONTENT}
-    chosen, others = chosen_form(name, columns, rows, flags, content)
-    kind, uses = chosen.kind, chosen.kind.uses(chosen.columns)
-    rendered = rendering_of(name, chosen, has_template, flags)
-    truth = _truth(chosen, rows, flags, by_flag, is_only)
-    reading = _reading(columns, rows, flags, chosen, others, by_flag, rendered, truth)
-    _check_system(name, reading, rows, flags, by_flag)
-    for number, row in enumerate(rows):
-        if missed := left_out(kind.read, reading, uses, row):
-            other = next((one for one in others if missed[0] in one.columns.values()), None)
-            raise UserError(two_ways(name, number, chosen, other) if other else f"{name}: its column {missed[1]}")
-    about = f"{name}: has the columns {listed(columns)}, read as form {kind.name}"
-    warning = rendered.warning
-    if chosen.columns.get("response") == "text" and "response" not in content:
-        hint = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out"
-        warning = "; ".join(filter(None, [hint, warning]))
-    return Form(
-        kind.name, rendered.rendering, partial(_read, reading, uses, about),
-        _description(columns, rows, flags, chosen, others, reading, rendered.about, note), uses, about, repr(reading),
-        bool(by_flag), ignored, _regrouping(name, columns, reading), warning,
-    )  # fmt: skip
+def read_uses(kind: Kind, reading: Reading, uses: Sequence[Use], row: Row) -> tuple[dict[Use, list[Example]], str]:
+    """What a form reads in a row for each use of which it can, and the first problem or ""."""
+    found: dict[Use, list[Example]] = {}
+    problem = ""
+    for use in uses:
+        if use != "unpaired" or kind.name in _LABELLED:
+            try:
+                found[use] = kind.read(Cells(row, reading), use)
+            except UserError as raised:
+                problem = problem or str(raised)
+    return found, problem
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
@@ -148,222 +368,111 @@ def mixed_renderings(forms: dict[str, Form]) -> str:
     if not chat or not text:
         return ""
     note = f"the chat template renders {', '.join(chat)}, but the prompts of {', '.join(text)} are text"
-    if any(forms[spec].name in SETS for spec in text):  # the flag does not apply to them
-        return note
-    return f"{note}; --apply_chat_template True makes chat messages of them all"
+    is_fixed = any(forms[spec].kind.is_known_set for spec in text)  # the flag does not apply to them
+    return note if is_fixed else f"{note}; --apply_chat_template True makes chat messages of them all"
 
 
-def _read(reading: Reading, uses: tuple[Use, ...], about: str, row: Row, use: Use, where: str) -> list[Example]:
-    _require(uses, about, use)
-    try:
-        return read_row(kind_named(reading.form).read, reading, uses, row, use)
-    except UserError as problem:
-        raise UserError(f"{where}: {problem}") from None
+# Parts of a row
 
 
-def _require(uses: tuple[Use, ...], about: str, use: Use) -> None:
-    if use not in uses:
-        flags = f"; name its columns with {NAMED_BY[use]}" if use in NAMED_BY else ""
-        raise UserError(f"{about}; this step needs {NEEDED[use]}{flags}")
+def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
+    """The tools of a row: of their column, or those beside the messages in one object. Both must be equal."""
+    tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
+    for column in reading.columns.values():
+        inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
+        if inside and tools and inside != tools:
+            raise UserError(f"'{column}' describes other tools than the rest of the row")
+        tools = tools or inside
+    if tools and reading.rendering == "text":
+        name = reading.tools or "tools"
+        raise UserError(f"'{name}' describes tools, which need the chat template; {_choose_chat(reading)}")
+    return tools
 
 
-def _columns_by_flag(
-    name: str, columns: list[str], rows: list[Row], flags: DataFlags, is_only: bool
-) -> tuple[dict[str, str], str]:
-    """(role -> column that a flag names, a note for the log). One of several data sets may lack all of them."""
-    wanted = {role: column for role, column in flags.columns.items() if column}
-    missing = {role: column for role, column in wanted.items() if not exists(column, columns, rows)}
-    if not missing:
-        return wanted, ""
-    named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
-    if len(missing) == len(wanted) and not is_only:
-        return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
-    raise UserError(f"{named}: {name} has no such column; it has {listed(columns)}{rows_inside(rows)}")
+def _choose_chat(reading: Reading) -> str:
+    """The way to the chat template; plain text has none."""
+    return "plain text has none" if reading.form == "text" else "--apply_chat_template True renders the prompts with it"
 
 
-def _truth(
-    chosen: Candidate, rows: list[Row], flags: DataFlags, by_flag: dict[str, str], is_only: bool
-) -> tuple[str | None, str | None]:
-    """(column of the correct answer, pattern that finds it there)."""
-
-    def texts(column: str) -> list[Any]:
-        return [value_at(row, column) for row in rows if has_value(row, column)]
-
-    if "answer" in by_flag:
-        return by_flag["answer"], flags.answer_pattern
-    if flags.answer_pattern is not None and "answer" not in flags.columns:
-        column = chosen.columns.get("response") or chosen.columns.get("chosen")
-        if column is not None and any(isinstance(value, str) for value in texts(column)):
-            return column, flags.answer_pattern
-        if is_only:
-            raise UserError("--answer_pattern needs --answer_column, the column in which it finds the correct answer")
-    if chosen.kind.name == "verl":
-        return chosen.columns["truth"], None
-    if chosen.kind.name == "question_answer":
-        column = chosen.columns["response"]
-        has_mark = any("####" in str(value) for value in texts(column))
-        if column == "answer" or has_mark:
-            return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
-    return None, None
+def _without_marks(part: Any) -> Any:
+    """A text, a message, or a list of them without the placeholders of pictures."""
+    if isinstance(part, list):
+        return [_without_marks(one) for one in part]
+    if isinstance(part, dict):
+        return {**part, "content": _without_marks(part["content"])}
+    return re.sub(r"<(image|video|audio)>\n?", "", part)
 
 
-def _reading(
-    columns: list[str], rows: list[Row], flags: DataFlags, chosen: Candidate, others: list[Candidate],
-    by_flag: dict[str, str], rendered: Rendered, truth: tuple[str | None, str | None],
-) -> Reading:  # fmt: skip
-    """How rows are read in the chosen form."""
-    kind, is_named = chosen.kind, chosen.kind.name in SETS
-    by_name = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    system = by_flag.get("system", by_name if flags.system_column is None else None)
-    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
-    reading = Reading(
-        kind.name, chosen.columns, rendered.rendering, rendered.wrap,
-        flags.input_template if not kind.inside and not chosen.is_chat else None,
-        None if is_named else system, None if is_named else tools, *truth,
-        flags.system_message if rendered.rendering == "chat" else None, flags.roles,
-        tuple(column for column in PICTURES if column in flags.ignore_columns),
-    )  # fmt: skip
-    if is_named:
-        return reading
-    # if flags choose the reading, what others would read is left out knowingly
-    by_choice = set(by_flag) & set(_CONTENT) or flags.data_format != "auto"
-    known = _ALWAYS_CONTENT if by_choice else _ALWAYS_CONTENT | _MAY_BE_CONTENT
-    known = known - (_OF_REWARDS if set(chosen.examples) == {"prompt"} else set())
-    for name in ("label", "labels"):
-        if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
-            known = known - {name}  # a class, which calls no answer good
-    known = known | {column for one in others for role, column in one.columns.items() if role not in _NO_TEXT}
-    known |= {name for role in chosen.columns if role not in by_flag for name in kind.roles.get(role, "").split()}
-    used = _used(columns, reading, flags)
-    return replace(reading, watched=tuple(sorted(known - used - set(flags.ignore_columns))))
+def _is_content(column: str, value: Any) -> bool:
+    """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
+    thoughts (`reasoning: "on"`), measured losses, names of splits (`training: "train"`), and labels of classes."""
+    if value in ("", [], {}):
+        return False
+    if column in ("label", "labels"):
+        return is_label(value)
+    if column in ("train", "training", "loss") and not isinstance(value, list):
+        return str(value).strip().lower() in ("0", "0.0", "false")
+    if column in THOUGHTS and not isinstance(value, list | dict):
+        return str(value).strip().lower() not in ("", "on", "off", "yes", "no", "true", "false")
+    return leaves_out(value) if column in WEIGHTS else True
 
 
-def _used(columns: list[str], reading: Reading, flags: DataFlags) -> set[str]:
-    """The columns that a reading uses, with those of which flags or the log say that they are left out."""
-    paths = [*reading.columns.values(), reading.system, reading.truth]
-    used = {path.split(".")[0] for path in paths if path} | {"tools"} & set(columns)
-    used |= {"margin"} if "rejected" in reading.columns else set()
-    return used | (set(SYSTEM_COLUMNS) if flags.system_column is not None else set())
+def is_label(value: Any) -> bool:
+    """Whether a value may call an answer, or each of its steps, good or bad."""
+    return isinstance(value, list) or str(value).strip().lower() in LABELS
 
 
-def _is_prose(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith(("[", "{"))
+def lines_of(value: Any) -> Iterator[str]:
+    """The lines of all texts inside a value, without the white space around them; of a message its content alone."""
+    if isinstance(value, dict) and looks_like_messages(value):
+        value = value.get("content", value.get("value"))
+    if isinstance(value, str):
+        yield from (line.strip() for line in value.splitlines() if line.strip())
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from lines_of(inner)
+    elif value is not None:
+        yield json.dumps(value, default=str)
 
 
-def _check_system(name: str, reading: Reading, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> None:
-    """Refuse system messages where prompts are text, which has no place for them."""
-    is_named = reading.form in SETS
-    if is_named and by_flag.get("system"):
-        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
-    if reading.rendering == "chat":
-        return
-    can_be_chat = not is_named and reading.form != "text"
-    if flags.system_message and reading.form != "text":  # plain text has no prompts; other data sets may have some
-        way = "--apply_chat_template True makes chat messages of them" if can_be_chat else "omit it"
-        raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
-    if any(has_value(row, reading.system) and value_at(row, reading.system) for row in rows if reading.system):
-        way = "choose: --apply_chat_template True makes chat messages of both, " if can_be_chat else ""
-        raise UserError(
-            f"{name}: the column '{reading.system}' holds system messages, but the prompts are text, which has no "
-            f"place for them; {way}--system_column '' ignores the column"
-        )
+def shown(example: Example, as_chat: bool = False) -> str:
+    """An example for a message: the end of its prompt, and the start of its answers."""
+
+    def end(text: str) -> str:
+        return repr(text if len(text) <= 40 else f"...{text[-40:]}")
+
+    if isinstance(example.prompt, list):
+        text = "; ".join(f"{turn['role']}: {end(turn['content'])}" for turn in example.prompt[-2:])
+    elif example.prompt:
+        text = f"{'user:' if as_chat else 'prompt'} {end(example.prompt)}"
+    else:
+        text = "text without a prompt"
+    answers = [answer if isinstance(answer, str) else answer["content"] for answer in example.answers]
+    return text + "".join(f", answer {answer[:40]!r}" for answer in answers)
 
 
-def _description(
-    columns: list[str],
-    rows: list[Row],
-    flags: DataFlags,
-    chosen: Candidate,
-    others: list[Candidate],
-    reading: Reading,
-    about: str,
-    note: str,
-) -> str:
-    """What was understood of a data set, for the log."""
-    used = _used(columns, reading, flags)
-    unused = [column for column in columns if column not in used and not column.startswith("_")]
-    texts = chosen.columns.get("messages")
-    parts = [
-        f"form {reading.form} ({', '.join(f'{role}: {column}' for role, column in reading.columns.items())})",
-        about,
-    ]
-    parts += [f"as {one.kind.name} the rows would say the same" for one in others]
-    parts += [f"system messages from '{reading.system}'"] if reading.system else []
-    parts += [f"tools from '{reading.tools}'"] if reading.tools else []
-    if unused and reading.form not in SETS:
-        parts.append(f"columns that training does not use: {listed(unused)}")
-    if texts and any(alternates(value_at(row, texts)) for row in rows[:1]):
-        parts.append("the texts of a row are turns of user and assistant in turn")
-    if any(_is_prose(row.get("tools")) for row in rows):
-        parts.append("the column 'tools' is not used, since it is not JSON")
-    if reading.truth:
-        pattern = f" by '{reading.truth_pattern}'" if reading.truth_pattern else ""
-        parts.append(f"the correct answer from '{reading.truth}'{pattern}")
-    if flags.input_template is not None and reading.input_template is None:
-        parts.append("--input_template does not apply")
-    if flags.system_message and reading.system_message is None:
-        parts.append("--system_message does not apply")
-    if {"response", "chosen"} <= set(chosen.columns):
-        parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
-    return "; ".join([*parts, *([note] if note else [])])
-
-
-def _regrouping(name: str, columns: list[str], reading: Reading) -> Callable[[Any], Any] | None:
-    """What joins the rows of a prompt, for KTO; None for other forms."""
-    roles = reading.columns
-    if reading.form != "kto" or "messages" in roles:
-        return None
-    context = tuple(column for column in (reading.system, reading.tools) if column)
-    nested = [column for column in (*roles.values(), *context) if column not in columns]
-    if nested:
-        raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
-    return partial(group_by_prompt, prompt=roles["prompt"], label=roles["label"], answer=roles["response"],
-                   context=context)  # fmt: skip
-
-
-# A form of one's own: a function that makes rows of a known form of each row
-
-
-def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool) -> Form:
-    """The form of the rows that `FILE.py:FUNCTION` makes of the first rows. `UserError` for a form that groups rows
-    before they are read, which is before they are made."""
-    function = flags.data_format
-    own_function(_FLAG, function)  # a missing file is no bad row
-    made, problem = list[Row](), f"it returns None for each of the first {len(rows)} rows, by which the form is found"
+def _by_prompt(reading: Reading, rows: Rows) -> Iterator[tuple[Row, int]]:
+    """One row for each prompt of a whole data set of KTO rows, with its origin. It is the first row of the prompt, in
+    the order of the rows, with all answers to the prompt and their labels. System message and tools are part of what is
+    asked."""
+    groups: dict[str, tuple[int, list[Any], list[Any]]] = {}
+    asked = [column for column in (reading.columns["prompt"], reading.system, reading.tools) if column]
     for number, row in enumerate(rows):
-        try:
-            made += _made_by(function, row, f"{name}, row {number}")
-        except UserError as raised:
-            problem = str(raised)
-    if not made:
-        raise UserError(f"{_FLAG} {function}: makes no row: {problem}")
-    columns = list(dict.fromkeys(column for row in made for column in row))
-    known = replace(flags, data_format="auto")
-    form = detect_form(f"{name} through {function}", columns, made, has_template, known, is_only)
-    if form.regroup is not None:
-        raise UserError(
-            f"{_FLAG} {function}: makes rows of the form {form.name}, which are grouped by prompt before they are read;"
-            " make pairs, or messages with a label"
-        )
-    sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
-    return replace(
-        form, read=partial(_read_made, function, form.read), description=f"{function} makes {form.description}",
-        identity=f"{function} {sha} {form.identity}",
-    )  # fmt: skip
+        key = json.dumps([row.get(name) for name in asked])
+        _, answers, labels = groups.setdefault(key, (number, [], []))
+        answers.append(row.get(reading.columns["response"]))
+        labels.append(row.get(reading.columns["label"]))
+    for number, answers, labels in groups.values():
+        yield rows[number] | {GROUP_ANSWERS: answers, GROUP_LABELS: labels}, rows.origin(number)
 
 
-def _read_made(
-    function: str, read: Callable[[Row, Use, str], list[Example]], row: Row, use: Use, where: str
-) -> list[Example]:
-    return [example for made in _made_by(function, row, where) for example in read(made, use, where)]
-
-
-def _made_by(function: str, row: Row, where: str) -> list[Row]:
+def rows_made(function: str, row: Row) -> list[Row]:
+    """The rows that a function of one's own makes of a row."""
     try:
-        made = own_function(_FLAG, function)(deepcopy(row))  # rewards get the row as it is
+        made = own_function("--data_format", function)(deepcopy(row))  # rewards get the row as it is
     except Exception as problem:  # noqa: BLE001  the function may raise anything; this row is then bad
-        raise UserError(f"{where}: {function} raised {cause_of(problem, file_named(function))}") from None
+        raise UserError(f"{function} raised {cause_of(problem, file_named(function))}") from None
     rows = [] if made is None else made if isinstance(made, list) else [made]
     if not all(isinstance(one, dict) for one in rows):
-        raise UserError(f"{where}: {function} must return a dict, a list of dicts or None, not {type(made).__name__}")
+        raise UserError(f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}")
     return rows

@@ -21,11 +21,16 @@ from huggingface_hub import constants
 
 from dschat_ppo.common.atomic_files import sync_folder
 from dschat_ppo.common.logging import logger
-from dschat_ppo.data.deepspeed_chat_sets import hub_name
 from dschat_ppo.data.parts import FilePart, HubPart, Part, TablePart
 from dschat_ppo.data.sources import SUPPORTED, DataSource, is_hub_name, kind_of
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 
+# data set of DeepSpeed-Chat -> (hub name, configuration), where the hub has another name or needs a configuration
+HUB_NAMES: dict[str, tuple[str, str | None]] = {
+    "mkqa-Chinese": ("mkqa", None),
+    "mkqa-Japanese": ("mkqa", None),
+    "Hello-SimpleAI/HC3-Chinese": ("Hello-SimpleAI/HC3-Chinese", "all"),
+}
 TRAIN = "train"
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
 _SYNONYMS = {
@@ -120,7 +125,8 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
             raise UserError(f"--data_output_path {cache_dir}: cannot be written ({problem.strerror})") from None
     path, config = Path(source.location), source.config
     if is_hub_name(source.location):
-        name, config = hub_name(source.location, source.config)
+        name, usual = HUB_NAMES.get(source.location, (source.location, None))
+        config = source.config or usual
         shown = source.location + (f":{source.config}" if source.config else "")
         if streaming:
             revision, streams = hub_stream(name, config, source.flag)

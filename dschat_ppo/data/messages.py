@@ -7,7 +7,9 @@ every key of a column to every message.
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from dschat_ppo.errors import UserError
@@ -32,14 +34,42 @@ _PICTURES = ("image", "image_url", "video", "audio", "input_audio")  # types of 
 CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
 
 
+# Values that are JSON text
+
+
+def kind_of(value: Any) -> str:
+    """A value in a message: its type and its first characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict) and list(value) == ["bytes"]:  # of a Parquet or Arrow file
+        return f"{value['bytes']} bytes"
+    kind = {"dict": "an object", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+    return f"{kind} ({str(value)[:40]!r})"
+
+
+def parse_json(text: Any, name: str) -> Any:
+    """The value of a JSON text."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(f"{name} is not JSON: {str(text)[:60]!r}") from None
+
+
+def _from_text(value: Any, first: str) -> Any:
+    """The value of a JSON text that starts with one of these characters; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in tuple(first):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def from_json(value: Any) -> Any:
     """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
     such as an answer that is JSON with a `role` of its own."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
+    found = _from_text(value, "[{")
+    if not isinstance(value, str) or found is value:
         return value
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
         found = found["messages"]
@@ -52,30 +82,14 @@ def from_json(value: Any) -> Any:
     return found if parts and sum(signs) >= 2 else value
 
 
-def tools_beside(value: Any) -> Any:
-    """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
-    if isinstance(value, str) and value.lstrip()[:1] == "{":
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    is_object = isinstance(value, dict) and isinstance(value.get("messages"), list)
-    return value.get("tools") if is_object else None
+def without_nulls(value: Any) -> Any:
+    """A nested value without the keys that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def leaves_out(weight: Any) -> bool:
-    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
-    if isinstance(weight, list):
-        return any(map(leaves_out, weight))
-    return weight not in (None, "") and not _NUMBERS.get(str(weight).strip().lower(), False)
-
-
-def without_pictures(message: Any) -> Any:
-    """A message without the parts of its content that are pictures or sounds."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    kept = [part for part in message["content"] if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
-    return {**message, "content": kept}
+# Messages
 
 
 def looks_like_messages(value: Any) -> bool:
@@ -85,6 +99,22 @@ def looks_like_messages(value: Any) -> bool:
     if not isinstance(value, list) or any(isinstance(part, list) for part in value):
         return False
     return any(map(looks_like_messages, value))
+
+
+def alternates(value: Any) -> bool:
+    """Whether a list holds texts and no messages: turns of user and assistant."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(text, str) and not looks_like_messages(from_json(text)) for text in value)
+    )
+
+
+def leaves_out(weight: Any) -> bool:
+    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
+    if isinstance(weight, list):
+        return any(map(leaves_out, weight))
+    return weight not in (None, "") and not _NUMBERS.get(str(weight).strip().lower(), False)
 
 
 def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
@@ -99,72 +129,43 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
         value = parse_json(value, f"'{column}'")
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]
-    if not isinstance(value, list):
-        raise UserError(f"'{column}' is {kind_of(value)}; expected a list of role/content messages")
-    if not value:
-        raise UserError(f"'{column}' is an empty list; expected role/content messages")
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else kind_of(value)
+        raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
     if alternates(value):
         value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
-    roles = ROLES | (role_names or {})
-    return [_read_message(one, f"message {number} of '{column}'", roles) for number, one in enumerate(value, start=1)]
+    roles, read = ROLES | (role_names or {}), Messages()
+    for number, message in enumerate(value, start=1):
+        name = f"message {number} of '{column}'"
+        if not isinstance(message, dict):
+            raise UserError(f"{name} is {kind_of(message)}; expected an object with role and content")
+        rest = {key: inner for key, inner in message.items() if inner is not None}
+        is_sharegpt = "role" not in rest and "from" in rest
+        given, content = (rest.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
+        role = roles.get(given.strip().lower()) if isinstance(given, str) else None
+        if not isinstance(given, str) or role is None:
+            raise UserError(f"{name} has {'no role' if given is None else f'role {given!r}'}; expected {_EXPECTED}")
+        calls = without_nulls(rest.pop("tool_calls", None))
+        if given.strip().lower() in _CALLS:
+            calls, content = _calls_of(content, name), ""
+        if calls:
+            rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
+        elif content is None:
+            raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
+        if _excluded({key: rest.pop(key) for key in WEIGHTS if key in rest}, role, name):
+            rest[CONTEXT] = True
+        read.append({"role": role, "content": _text_of("" if content is None else content, name), **rest})
+    return read
 
 
-def alternates(value: Any) -> bool:
-    """Whether a list holds texts and no messages: turns of user and assistant."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(text, str) and not looks_like_messages(from_json(text)) for text in value)
-    )
-
-
-def _read_message(message: Any, name: str, roles: dict[str, str]) -> Message:
-    if not isinstance(message, dict):
-        raise UserError(f"{name} is {kind_of(message)}; expected an object with role and content")
-    given = {key: value for key, value in message.items() if value is not None}
-    is_sharegpt = "role" not in given and "from" in given
-    role, content = (given.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
-    known = roles.get(role.strip().lower()) if isinstance(role, str) else None
-    if known is None:
-        raise UserError(f"{name} has {f'role {role!r}' if role is not None else 'no role'}; expected {_EXPECTED}")
-    calls = without_nulls(given.pop("tool_calls", None))
-    if role.strip().lower() in _CALLS:
-        calls, content = _calls_of(content, name), ""
-    if content is None and calls:
-        content = ""
-    if content is None:
-        raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
-    if calls:
-        given["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
-    weights = {key: given.pop(key) for key in WEIGHTS if key in given}
+def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
+    """Whether the weights of a turn of the assistant leave it out of the training."""
     for key, weight in weights.items():
         if str(weight).lower() not in _NUMBERS:
             raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected 0 or 1, which leave it out or train it")
-        if known == "assistant" and leaves_out(weight):
-            if key == "mask":  # some data sets mark by 1 what is trained, others what is not
-                raise UserError(
-                    f"'mask' of {name} has two meanings; rename it to 'loss_mask', with 1 for what is trained"
-                )
-            given[CONTEXT] = True
-    return {"role": known, "content": _text_of(content, name), **given}
-
-
-def without_context(messages: Messages) -> Messages:
-    """Messages without the marks of those that are excluded from training."""
-    return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
-
-
-def up_to_last_target(messages: Messages, column: str, is_trained: bool) -> Messages:
-    """The messages up to the last turn of the assistant that is trained, if the last one is excluded; else all. If
-    every turn is excluded, a row that `is_trained` is refused; otherwise what precedes the last turn is a prompt."""
-    if CONTEXT not in messages[-1]:
-        return messages
-    targets = [n for n, message in enumerate(messages) if message["role"] == "assistant" and CONTEXT not in message]
-    if not targets and not is_trained and len(messages) > 1:
-        return messages[:-1]
-    if not targets:
-        raise UserError(f"'{column}' excludes every turn of the assistant from training")
-    return messages[: targets[-1] + 1]
+        if key == "mask" and role == "assistant" and leaves_out(weight):  # 1 marks what is trained, or what is not
+            raise UserError(f"'mask' of {name} has two meanings; rename it to 'loss_mask', with 1 for what is trained")
+    return role == "assistant" and any(map(leaves_out, weights.values()))
 
 
 def _text_of(content: Any, name: str) -> str:
@@ -180,6 +181,51 @@ def _text_of(content: Any, name: str) -> str:
             raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
         texts.append(part["text"])
     return "".join(texts)
+
+
+def without_pictures(message: Any) -> Any:
+    """A message without the parts of its content that are pictures or sounds."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    kept = [part for part in message["content"] if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
+    return {**message, "content": kept}
+
+
+def without_context(messages: Messages) -> Messages:
+    """Messages without the marks of those that are excluded from training."""
+    return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
+
+
+def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
+    """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
+    tool calls). `UserError` if it is not the assistant's, or if it is excluded from training and the row
+    `is_trained`."""
+    answer = messages[-1]
+    if answer["role"] != "assistant":
+        raise UserError(f"'{column}' ends with a message of role '{answer['role']}'; expected the assistant's")
+    if CONTEXT in answer and is_trained:
+        raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
+    return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer
+
+
+# Tools and their calls
+
+
+def read_tools(value: Any, column: str) -> list[Any] | None:
+    """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
+    if isinstance(value, str):  # whose nulls are meant
+        value = parse_json(value, f"'{column}'") if value.strip() else None
+    else:
+        value = without_nulls(value)
+    if value is not None and not isinstance(value, list):
+        raise UserError(f"'{column}' is {kind_of(value)}; expected a list of tool descriptions or its JSON")
+    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in value or []] or None
+
+
+def tools_beside(value: Any) -> Any:
+    """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
+    value = _from_text(value, "{")
+    return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
 
 
 def _calls_of(text: Any, name: str) -> list[Any]:
@@ -202,48 +248,52 @@ def _with_parsed_arguments(call: Any, name: str) -> Any:
     return {**call, "function": inner} if "function" in call else inner
 
 
-def read_tools(value: Any, column: str) -> list[Any] | None:
-    """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
-    is_text = isinstance(value, str)
-    if is_text:
-        value = parse_json(value, f"'{column}'") if value.strip() else None
-    if value is not None and not isinstance(value, list):
-        raise UserError(f"'{column}' is {kind_of(value)}; expected a list of tool descriptions or its JSON")
-    if not is_text:  # nulls of a JSON text are meant
-        value = without_nulls(value)
-    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in value or []] or None
+def _functions(messages: Messages) -> Iterator[dict[str, Any]]:
+    """The dictionaries that hold `name` and `arguments`: of OpenAI's form, inside `function`, or the calls alone."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                yield function
 
 
-def parse_json(text: Any, name: str) -> Any:
-    """The value of a JSON text."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        raise UserError(f"{name} is not JSON: {str(text)[:60]!r}") from None
+def has_calls(messages: Messages) -> bool:
+    """Whether a message has tool calls."""
+    return any(message.get("tool_calls") for message in messages)
 
 
-def without_nulls(value: Any) -> Any:
-    """A nested value without the keys that are null."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def with_arguments_as_text(messages: Messages) -> Messages:
+    """Messages whose tool calls have their arguments as JSON text, as OpenAI's API has them. Most chat templates expect
+    dictionaries and write JSON, but some write the arguments as they are."""
+    copied = copy.deepcopy(messages)
+    for function in _functions(copied):
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return copied
 
 
-def kind_of(value: Any) -> str:
-    """A value in a message: its type and its first characters."""
-    if value is None:
-        return "null"
-    kind = {"dict": "an object", "list": "a list"}.get(type(value).__name__, type(value).__name__)
-    return f"{kind} ({str(value)[:40]!r})"
+def shows_python(text: str, messages: Messages) -> bool:
+    """Whether a rendering holds arguments in Python's notation: its template expects JSON text, not dictionaries."""
+    arguments = [function.get("arguments") for function in _functions(messages)]
+    return any(isinstance(found, dict) and bool(found) and str(found) in text for found in arguments)
 
 
-def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
-    """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
-    tool calls). `UserError` if it is not the assistant's, or if it is excluded from training and the row
-    `is_trained`."""
-    if messages[-1]["role"] != "assistant":
-        raise UserError(f"'{column}' ends with a message of role '{messages[-1]['role']}'; expected the assistant's")
-    answer = messages[-1]
-    if CONTEXT in answer and is_trained:
-        raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
-    return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer
+def check_rendered(text: str, messages: Messages, tools: list[Any] | None) -> None:
+    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
+    templates drop their thinking."""
+    needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
+    needed += [("the tool call", str(function.get("name", ""))) for function in _functions(messages)]
+    described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
+    needed += [("the tool", str(tool.get("name", ""))) for tool in described if isinstance(tool, dict)]
+    for what, words in needed:
+        words = words.strip()
+        if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+            raise UserError(
+                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders it "
+                "(--chat_template), or remove it from the data"
+            )
+    if shows_python(text, messages):
+        raise UserError(
+            "the chat template writes the arguments of a tool call in Python's notation, not in JSON; take another "
+            "template (--chat_template), or give the arguments as JSON text"
+        )

@@ -22,7 +22,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_left_out, report_unreadable
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
-from dschat_ppo.data.forms import FIRST_ROWS, Form, check_flags_used, detect_form, mixed_renderings
+from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
+from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
@@ -165,7 +166,7 @@ class Preparation:
         table = tokenise_rows(raw, used, origins, self.settings_of(source, form), self.flags)
         self.seen.append(TokenisedSet(raw, origins, table, parts[0][0]))
         report_bad_rows(name, table, len(used), policy)
-        report_left_out(name, table, raw, used, form.name, self.use)
+        report_left_out(name, table, used, form.name, self.use)
         repeats = report_duplicates(name, table, raw, origins, policy == "skip")
         usable = table.usable & ~repeats
         for numbers, suffix, for_training in parts:

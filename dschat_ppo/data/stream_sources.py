@@ -15,7 +15,7 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import PARTS, Use
-from dschat_ppo.data.forms import FIRST_ROWS
+from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED

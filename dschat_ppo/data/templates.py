@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.messages import THOUGHTS
-from dschat_ppo.data.tool_calls import check_rendered, has_calls, shows_python, with_arguments_as_text
+from dschat_ppo.data.messages import THOUGHTS, check_rendered, has_calls, shows_python, with_arguments_as_text
 from dschat_ppo.errors import UserError, reading
 
 Message = dict[str, Any]

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dschat_ppo.data.messages import check_rendered
 from dschat_ppo.data.templates import Messages, Tools, TurnEnd, render, turn_end
-from dschat_ppo.data.tool_calls import check_rendered
 from dschat_ppo.errors import UserError, reading
 
 Span = tuple[int, int]

@@ -6,9 +6,9 @@ import pytest
 from form_fixtures import form_of, read, user
 
 from dschat_ppo.config.data_flags import DATA_FORMATS
-from dschat_ppo.data.deepspeed_chat_sets import HUB_NAMES, SETS, set_named
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.form_kinds import KINDS
+from dschat_ppo.data.form_kinds import FORMS, SETS, set_named
+from dschat_ppo.data.locate import HUB_NAMES
 from dschat_ppo.errors import UserError
 
 HH = "\n\nHuman: What is a lamp?\n\nAssistant:"
@@ -72,7 +72,7 @@ EXPECTED = {
 
 def test_all_sixteen_are_known_and_can_be_named_as_a_format():
     assert len(SETS) == 16 and set(SETS) == set(EXPECTED)
-    assert set(get_args(DATA_FORMATS)) == {"auto", *SETS, *(kind.name for kind in KINDS)}
+    assert set(get_args(DATA_FORMATS)) == {"auto", *FORMS}
     assert set(HUB_NAMES) <= set(SETS)
 
 

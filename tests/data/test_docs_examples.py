@@ -13,8 +13,8 @@ from real_shapes import write_lines
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DATA_FORMATS, DataFlags
-from dschat_ppo.data.deepspeed_chat_sets import SETS
-from dschat_ppo.data.forms import detect_form
+from dschat_ppo.data.form_choice import detect_form
+from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 

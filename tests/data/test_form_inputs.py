@@ -126,7 +126,7 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
     assert example.prompt[0]["content"] == "Be long.", "a row's own message counts"
     with pytest.raises(UserError, match="--system_message.*--apply_chat_template True"):
         form_of([{"prompt": "Q: ", "response": "a"}], system_message="Be brief.")
-    with pytest.raises(UserError, match="--system_message precedes chat messages, but the prompts are text; omit it"):
+    with pytest.raises(UserError, match="--system_message precedes chat messages, .*; omit it"):
         form_of([{"prompt": "P", "chosen": "c", "rejected": "r"}], name="Dahoas/rm-static", system_message="Be brief.")
     plain = form_of([{"text": "Once."}], system_message="Be brief.")  # in a mixture with chats
     assert "--system_message does not apply" in plain.description

@@ -20,7 +20,6 @@ from form_fixtures import (  # fmt: skip
 )
 
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.form_labels import group_by_prompt
 from dschat_ppo.errors import UserError
 
 
@@ -80,11 +79,17 @@ def test_kto_rows_are_grouped_by_prompt_before_anything_else():
 
 
 def test_rows_are_grouped_by_their_prompts_in_order():
-    rows = stored({"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40))
-    found = list(group_by_prompt(rows, "prompt", "completion", "label"))
+    rows = [{"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)]
+    found = list(form_of(rows).regroup(stored(rows)))
     assert [origin for _, origin in found] == list(range(7)) and [row["prompt"] for row, _ in found][3] == "3:"
     assert found[3][0]["_answers"] == [str(n) for n in range(40) if n % 7 == 3]
     assert found[3][0]["_labels"] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
+
+
+def test_a_column_of_the_rows_may_have_the_name_of_the_joined_answers():
+    rows = [row | {"_answers": "mine"} for row in KTO[:3]]
+    assert read(rows, "sft") == read(KTO[:3], "sft")
+    assert [row["_answers"] for row in grouped(rows)[1]] == [[" good", " bad"], [" fine"]]
 
 
 def test_kto_rows_alone_give_good_answers_but_no_pairs():

@@ -8,7 +8,8 @@ from form_fixtures import ALPACA, ASK, GSM, HALL, HH, KTO, TOOL, assistant, form
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import check_flags_used, detect_form, mixed_renderings
+from dschat_ppo.data.form_choice import detect_form
+from dschat_ppo.data.forms import check_flags_used, mixed_renderings
 from dschat_ppo.errors import UserError
 
 QUESTION = {"question": "How many clips?", "answer": GSM}

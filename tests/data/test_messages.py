@@ -53,6 +53,7 @@ def test_arguments_of_tool_calls_become_objects():
         ("[1", "'m' is not JSON"),
         ([], "'m' is an empty list"),
         ([3], "message 1 of 'm' is int"),
+        ([{"role": "user", "content": {"bytes": 9}}], "the content of message 1 of 'm' is 9 bytes"),
         ([{"content": "a"}], "message 1 of 'm' has no role; expected system, user"),
         ([{"role": ["user"], "content": "a"}], r"message 1 of 'm' has role \['user'\]"),
         ([{"from": "human"}], "message 1 of 'm' has no value"),

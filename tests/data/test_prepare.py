@@ -403,7 +403,7 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])
-def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path, said, form):
+def test_answers_that_sft_leaves_out_because_of_their_label_are_named(tmp_path, said, form):
     rows = [{"prompt": f"p {n // 3}", "completion": f"yes {n}", "label": n % 3 != 0} for n in range(9)]
     if form == "messages":
         turns = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
@@ -411,8 +411,8 @@ def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path
         rows = [{"messages": turn, "label": int(row["label"])} for turn, row in zip(turns, rows, strict=True)]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train) == 6
-    words = "data: d.jsonl: 3 of 9 answers are labelled bad and not trained; --ignore_columns label trains all of them"
-    assert [line for line in said if "labelled bad" in line] == [words]
+    words = "d.jsonl: SFT uses the 6 answers that are labelled good, not the bad ones; --ignore_columns label"
+    assert [words in line for line in said if "labelled" in line] == [True]
     bad = [{**row, "label": False} for row in rows]
     with pytest.raises(UserError, match="no row .*all answers are labelled bad: --ignore_columns label"):
         prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "bad.jsonl", bad)), 64)
@@ -464,7 +464,7 @@ def test_duplicates_are_counted_and_dropped_only_with_skip(tmp_path, capsys, bad
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
-    path, read, read_row = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.read_row
+    path, read, read_row = write_jsonl(tmp_path / "d.jsonl", ROWS), [], forms.Form.read
 
     def reading_three(*words):
         read.append(words)
@@ -472,7 +472,7 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
             stop_requests.set_flag()
         return read_row(*words)
 
-    monkeypatch.setattr(forms, "read_row", reading_three)
+    monkeypatch.setattr(forms.Form, "read", reading_three)
     stop_requests.install()
     try:
         for rows in (3, 3):  # the second call stops before its first row

@@ -32,7 +32,8 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.batches import epoch_order
 from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.examples import PARTS
-from dschat_ppo.data.forms import check_flags_used, detect_form
+from dschat_ppo.data.form_choice import detect_form
+from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, rows_of_step
 from dschat_ppo.data.prepare import prepare

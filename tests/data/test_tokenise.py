@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import Form
+from dschat_ppo.data.forms import Form, Kind, Reading
 from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows
 from dschat_ppo.data.tokenise import TokeniseSettings, row_text, tokenise_batch, tokenise_rows
@@ -20,19 +20,18 @@ from dschat_ppo.tools.toy import make_tokenizer
 TOKENIZER = make_tokenizer(["a b c d"])
 
 
-def read(row, use, where):
-    """One example for each answer of a row; a null and an empty prompt are bad rows."""
-    if not row["prompt"]:
-        raise UserError(f"{where}: the prompt is empty")
+def read(cells, use):
+    """One example for each answer of a row; a null is a bad row."""
+    row = cells.row
     if row["answers"] is None:
-        raise UserError(f"{where}: 'answers' is null")
+        raise UserError("'answers' is null")
     return [
-        Example(row["prompt"], [answer] if use == "sft" else [], truth=row.get("truth"), suffix=f", answer {number}")
+        Example(row["prompt"], [answer] if use == "sft" else [], suffix=f", answer {number}")
         for number, answer in enumerate(row["answers"], start=1)
     ]
 
 
-FORM = Form("several", "text", read, "several answers", ("sft", "prompt"), "f", "several", False)
+FORM = Form(Kind("several", {}, {}, read), Reading("several", {}), ("sft", "prompt"), "f", "several answers")
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
@@ -88,7 +87,7 @@ def test_rows_that_the_limit_drops_are_marked():
 
 
 def test_the_first_token_of_plain_text_is_its_prompt():
-    form = replace(FORM, read=lambda row, use, where: [Example("", [row["text"]])])
+    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
@@ -104,11 +103,12 @@ def test_keys_tell_whole_rows_apart_and_digests_their_final_content():
 
 
 def test_equal_prompts_with_other_correct_answers_and_equal_blocks_are_no_duplicates():
-    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", None)]
-    keys = [row["key"] for row in batch(rows, use="prompt")]
+    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
+    form = replace(FORM, reading=Reading("several", {}, truth="truth"))
+    keys = [row["key"] for row in batch(rows, use="prompt", form=form)]
     assert keys[0] == keys[2] and len({*keys}) == 3
-    assert len({row["key"] for row in batch(rows)}) == 1
-    form = replace(FORM, read=lambda row, use, where: [Example("", [row["text"]])])
+    assert len({row["key"] for row in batch(rows, form=form)}) == 1
+    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
     blocks = batch([{"text": "a" * 40}] * 2, form=form, limit=4)
     keys = [row["key"] for row in blocks]
     assert len(keys) > 20 and keys[: len(keys) // 2] == keys[len(keys) // 2 :]

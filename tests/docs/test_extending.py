@@ -14,7 +14,7 @@ from dschat_ppo.checkpoint.identity import HARMLESS
 from dschat_ppo.common.own_functions import named, own_function
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.forms import detect_form
+from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
