@@ -164,13 +164,13 @@ def checkpoint_export(rng: random.Random, material: Path, own: Path) -> int:
     path = rng.choice([path for path in sorted(checkpoint.rglob("*")) if path.is_file()])
     note(mutate_file(rng, path))
     if rng.random() < 0.7:
-        _seal(rng, checkpoint)
+        _seal(checkpoint)
     given = rng.choice((checkpoint, run))
     return main([str(given), str(own / "trained"), "--model", str(material / "model")])
 
 
-def _seal(rng: random.Random, checkpoint: Path) -> None:
-    """Make the manifest describe the files as they are, with a changed value of its own at times."""
+def _seal(checkpoint: Path) -> None:
+    """Make the manifest describe the files as they are."""
     from dschat_ppo.checkpoint import store
 
     if not (checkpoint / store.MANIFEST).is_file():  # a pipe or a device
@@ -181,9 +181,6 @@ def _seal(rng: random.Random, checkpoint: Path) -> None:
         for name in content["files"]:
             if (checkpoint / name).is_file():
                 content["files"][name] = store.describe_file(checkpoint / name)
-        if rng.random() < 0.3:
-            content, done = mutate_json(rng, content)
-            note(f"manifest: {done}")
         (checkpoint / store.MANIFEST).write_bytes(json_bytes({**content, "sha256": store._seal(content)}))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
         note("manifest: cannot be sealed")
@@ -198,7 +195,7 @@ def checkpoint_resume(rng: random.Random, material: Path, own: Path) -> int:
     path = rng.choice([path for path in files if rng.random() < 0.5 or path.suffix != ".pt"])
     note(mutate_file(rng, path))
     if rng.random() < 0.3:
-        _seal(rng, newest)
+        _seal(newest)
     words = step_words(material, "sft", run)
     words += rng.choice(([], ["--resume", str(newest)], ["--overwrite_output_dir"], ["--resume_force"]))
     return run_step_until_models("sft", [*words, "--save_steps", "1"])

@@ -30,6 +30,7 @@ from dschat_ppo.session.output_folder import (
     lock_folder,
     prepare_output_folder,
     refuse_model_folders,
+    refuse_pipes,
 )
 from dschat_ppo.session.start_and_end import VALIDATION
 
@@ -58,6 +59,7 @@ def begin_run(
     """
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
+    refuse_pipes(Path(run.folder))
     quiet_libraries()
     if run.dry_run:
         check_sequence_parallel_size(config.memory, dist.world_size())

@@ -1,6 +1,7 @@
 """An output folder with the outputs of an earlier run: accepted, refused, kept or removed."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     prepare_output_folder,
     refuse_model_folders,
+    refuse_pipes,
 )
 
 
@@ -352,3 +354,13 @@ def test_an_output_folder_with_an_input_model_is_rejected(tmp_path, model):
     config = config_of(tmp_path / "out", "--overwrite_output_dir")
     with pytest.raises(UserError, match="written over a model"):
         begin_run("sft", config, config.run, [str(tmp_path / model)])
+
+
+def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
+    refuse_pipes(tmp_path / "new")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    refuse_pipes(tmp_path)
+    os.mkfifo(tmp_path / "logs" / "rank_0.log")
+    with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
+        refuse_pipes(tmp_path)
