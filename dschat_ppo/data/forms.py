@@ -224,7 +224,7 @@ class Form:
     @property
     def identity(self) -> str:
         """Text that differs between forms that read rows differently, for keys of caches."""
-        return " ".join([self.function or "", self.file_sha, repr(self.reading)])
+        return " ".join(filter(None, [self.function, self.file_sha, repr(self.reading)]))
 
     @property
     def regroup(self) -> Callable[[Rows], Iterator[tuple[Row, int]]] | None:
