@@ -132,7 +132,7 @@ class RunInputs:
 def identify_run(
     kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
-    """The identity of a run. `derived`: derived batch sizes, see `config_diff.PRODUCTS`. Only rank 0, and the first
+    """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0, and the first
     rank of each machine, reads the inputs: other ranks have no fingerprints."""
     settings = flatten(config) | dict(derived)
     if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
