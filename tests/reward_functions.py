@@ -129,6 +129,9 @@ def forge(reply):
 
 FAULTS = {
     "garbage": lambda: forge(b"no JSON\n"),
+    "a number": lambda: forge(b'{"value": 7}\n'),
+    "a list": lambda: forge(b'{"value": [[[1], {}]]}\n'),
+    "no name": lambda: forge(b'{"value": [[1.0, 2.0]]}\n'),
     "endless": lambda: forge(b"0" * 2**16) or FAULTS["endless"](),
     "raise": lambda: 1 / 0,
     "unprintable": lambda: fail(UnprintableError()),

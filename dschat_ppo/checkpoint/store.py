@@ -1,7 +1,7 @@
 """The checkpoints of a run: `OUTPUT/checkpoints/step_000012/`, each described by its `manifest.json`.
 
-A checkpoint is written in a folder `*.partial` and gets its name when all its files are on the disk. Only rank 0 of the
-run that holds the lock of the output folder writes here.
+Every rank writes its files of a checkpoint into a folder `*.partial`, which gets its name when all are on the disk.
+Only rank 0, which holds the lock of the output folder, makes, names and removes folders.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _seal(content: dict[str, Any]) -> str:
 
 def _read_manifest(folder: Path) -> Manifest | str:
     """The manifest of a checkpoint folder, or its fault."""
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
     try:
+        if not (folder / MANIFEST).is_file():
+            return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] > FORMAT:
             return (
@@ -115,17 +115,18 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
-    for name, entry in manifest.files.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if (size := (folder / name).stat().st_size) != entry["bytes"]:
-            return f"{name} has {size} bytes instead of {entry['bytes']}"
-    for name, entry in manifest.files.items() if checksums else ():
-        try:
+    name = ""
+    try:
+        for name, entry in manifest.files.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (size := (folder / name).stat().st_size) != entry["bytes"]:
+                return f"{name} has {size} bytes instead of {entry['bytes']}"
+        for name, entry in manifest.files.items() if checksums else ():
             if checksum(folder / name) != entry["sha256"]:
                 return f"{name}: checksum differs: the file changed on disk"
-        except OSError as problem:
-            return f"{name} cannot be read ({problem.strerror})"
+    except OSError as problem:
+        return f"{name} cannot be read ({problem.strerror})"
     return None
 
 
@@ -180,9 +181,13 @@ class CheckpointFolder:
         write_text(self.root / LATEST, name)  # for people and scripts
 
     def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
-        """(name of the newest intact checkpoint or None, a line for each damaged one after it). (None, []): none was
-        ever saved here. Without `checksums` it checks only manifests and sizes."""
+        """(name of the newest intact checkpoint or None, a line for each fault after it). (None, []): none was ever
+        saved here. Without `checksums` it checks only manifests and sizes."""
         complaints: list[str] = []
+        left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
+        if not self.names() and (left or (self.root / LATEST).exists()):
+            kept = f" (set aside: {', '.join(left)}; name one by --resume)" if left else ""
+            complaints.append(f"{self.root}: the checkpoints that were saved there are gone{kept}")
         for name in reversed(self.names()):
             fault = damage(self.root / name, checksums)
             if fault is None:

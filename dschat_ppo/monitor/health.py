@@ -39,7 +39,7 @@ class Event:
 
 
 class CanStop(Protocol):
-    """A `Checkpointer`, which a layer above defines."""
+    """A `CheckpointManager`, which a layer above defines."""
 
     def stop_if(self, reason: str | None) -> None:
         """Save a checkpoint and end the run if rank 0 has a reason."""

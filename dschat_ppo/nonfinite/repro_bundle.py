@@ -31,8 +31,7 @@ from dschat_ppo.monitor.writers import CONFIG, write_config
 from dschat_ppo.types import Engine, Experience, RewardedRollout, ScoredRollout, record_of, tensors_of
 
 _KINDS: tuple[Any, ...] = (
-    SFTBatch, PairBatch, PairBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout,
-    ScoredRollout,
+    SFTBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout, ScoredRollout,
 )  # fmt: skip
 RECORDS = {kind.__name__: kind for kind in _KINDS}
 MODEL, BUNDLE = "model", "bundle.pt"
@@ -146,4 +145,6 @@ def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
         if not (folder / name).is_file():  # reading a pipe would wait forever
             raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file)")
     what = load_state(folder / BUNDLE)
+    if unknown := [name for name, _ in what["records"] if name not in RECORDS]:
+        raise UserError(f"{folder}: was written by another version of this package, which has {unknown[0]}")
     return what, [record_of(RECORDS[name], held) for name, held in what["records"]]

@@ -185,7 +185,7 @@ def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Itera
     """Keyword arguments of a call for some answers: lists for a batch function, single values for a per-row function.
 
     Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
-    argument without a default and without a column is None. `columns`: of all rows of the rollout, also of others.
+    argument without a default and without a column is None. `columns`: of all answers that the function scores.
     """
     form, count = signature.call, len(answers)
     wanted = [name for name in columns if (name in signature.needs if form.only_needed else signature.wants(name))]

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
@@ -22,7 +23,7 @@ from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, hint_of_text, missing_columns
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
-from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
+from dschat_ppo.rewards.worker_pool import INVALID_REPLY, CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -204,15 +205,16 @@ class FunctionReward:
     def _results(self, answers: list[Answer], columns: list[str], step: int) -> list[Returned]:
         """The result for each response: of one call for all, or else of one call for each."""
         if not self.signature.call.per_row and len(answers) > 1:
-            [reply] = self.pool.map([arguments_of(self.signature, answers, columns, step)])
+            [reply] = map(_returned, self.pool.map([arguments_of(self.signature, answers, columns, step)]))
             if not isinstance(reply, CallError) and len(reply) == len(answers):
-                return [_checked(score, numbers) for score, numbers in reply]
+                return reply
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
             self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
         results = []
-        for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
+        calls = [arguments_of(self.signature, [answer], columns, step) for answer in answers]
+        for reply in map(_returned, self.pool.map(calls)):
             if not isinstance(reply, CallError) and len(reply) == 1:
-                results.append(_checked(*reply[0]))
+                results += reply
                 continue
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
             results.append(Returned(str(cause), {}))
@@ -250,11 +252,22 @@ def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
 
 
-def _checked(score: float | str | None, numbers: dict[str, float]) -> Returned:
-    """The result, with a reason in place of a score that is not a finite fp32 number."""
-    if isinstance(score, float) and not abs(score) <= LARGEST:
-        return Returned(f"returned {score}, which is not a finite fp32 number", {})
-    return Returned(score, numbers)
+def _returned(reply: Any) -> list[Returned] | CallError:
+    """The results in a reply, with a reason in place of a score that is not a finite fp32 number. A function may have
+    written the reply itself: any JSON."""
+    if isinstance(reply, CallError):
+        return reply
+    found = []
+    try:
+        for score, numbers in reply:
+            if isinstance(score, float) and not abs(score) <= LARGEST:
+                score, numbers = f"returned {score}, which is not a finite fp32 number", {}
+            if not isinstance(score, float | str | None):
+                raise TypeError
+            found.append(Returned(score, {name: float(number) for name, number in numbers.items()}))
+    except (TypeError, ValueError, AttributeError):
+        return CallError(INVALID_REPLY)
+    return found
 
 
 def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:

@@ -37,7 +37,8 @@ def returned_rows(result: Any, per_row: bool) -> list[Returned]:
 def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
     """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row. A
     log with another number of values is of no row."""
-    columns = {**(result.get("extra_logs") or {}), "scores": result.get("scores"), "score": result["rewards"]}
+    scores = {"scores": result["scores"]} if "scores" in result else {}
+    columns = {**(result.get("extra_logs") or {}), **scores, "score": result["rewards"]}
     has_rows = {name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
                 for name, column in columns.items()}  # fmt: skip
     if not has_rows["score"]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
 
+INVALID_REPLY = "its process sent an invalid reply"
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _MOST_BYTES = 2**28  # of a reply
@@ -134,7 +135,7 @@ class Worker:
         except BrokenPipeError:
             raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
         except (ValueError, AttributeError):
-            raise CallError("its process sent an invalid reply") from None
+            raise CallError(INVALID_REPLY) from None
         return kind, value
 
 

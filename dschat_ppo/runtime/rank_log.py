@@ -66,14 +66,23 @@ def open_log(folder: Path) -> None:
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     root = logging.getLogger()
-    if not root.handlers and logging.lastResort is not None:
-        root.addHandler(logging.lastResort)  # to stderr: Python stops using it when the root logger has a handler
+    if not root.handlers:  # as `logging.lastResort`, which Python does not use once the root logger has a handler
+        shown = logging.StreamHandler()
+        shown.setLevel(logging.WARNING)
+        shown.addFilter(lambda record: not _is_shown(logging.getLogger(record.name)))
+        root.addHandler(shown)
     for log in _loggers():
         if log is root or not log.propagate:
             log.addHandler(handler)
     logging.captureWarnings(True)
     faulthandler.enable(handler.descriptor)
     _OPEN.append(handler)
+
+
+def _is_shown(log: logging.Logger) -> bool:
+    """Whether this logger or one above it, except the root, prints its records."""
+    prints = any(isinstance(handler, logging.StreamHandler) for handler in log.handlers)
+    return log.parent is not None and (prints or _is_shown(log.parent))
 
 
 def _loggers() -> tuple[logging.Logger, ...]:

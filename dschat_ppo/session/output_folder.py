@@ -3,6 +3,7 @@ checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On ran
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -83,12 +84,14 @@ def lock_folder(folder: Path) -> None:
         holder = os.read(number, 1000).decode(errors="replace").strip()
         os.close(number)
         raise UserError(
-            f"--output_dir {folder} is being written by another run ({holder}); wait for it, stop it, or name another "
-            "folder"
+            f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
+            "stop it, or name another folder"
         ) from None
     except OSError as problem:
         os.close(number)
-        logger().warning(f"--output_dir {folder}: cannot be locked ({problem.strerror}): a second run is not kept out")
+        if problem.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
         return
     _LOCKS[folder.resolve()] = number
     since = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -115,7 +118,7 @@ def check_shared_folder(folder: Path) -> None:
     name = dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # a new name: no machine has looked for it before
     is_written = False
     if dist.is_main():
-        with suppress(OSError):  # the lock, which is taken next, reports what is wrong with the folder
+        with suppress(OSError):  # another machine then reports that it does not see the file
             make_folder(folder)
             (folder / name).touch()
             is_written = True

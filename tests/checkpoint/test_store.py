@@ -217,6 +217,34 @@ def test_damaged_checkpoints_are_skipped_and_reported(folder):
     assert newest is None and len(complaints) == 4
 
 
+def test_checkpoints_that_were_set_aside_or_moved_away_are_not_as_if_none_was_saved(folder):
+    assert folder.newest_intact() == (None, [])
+    save(folder, 4)
+    (folder.root / "step_000004").rename(folder.root / "step_000004.set_aside")
+    newest, [complaint] = folder.newest_intact()
+    assert newest is None and "are gone (set aside: step_000004.set_aside; name one by --resume)" in complaint
+    (folder.root / "step_000004.set_aside").rename(folder.root.parent / "elsewhere")
+    assert folder.newest_intact()[1][0].endswith("the checkpoints that were saved there are gone")
+    save(folder, 4)
+    folder.remove_all()
+    assert folder.newest_intact() == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("is_file", "manifest.json"), ("is_file", "rank_1.pt"), ("stat", "rank_1.pt")]
+)
+def test_a_file_that_the_disk_does_not_give_is_damage(saved, monkeypatch, call, name):
+    own = getattr(Path, call)
+
+    def broken(path: Path, **options):
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return own(path, **options)
+
+    monkeypatch.setattr(Path, call, broken)
+    assert damage(saved) == f"{name} cannot be read (Input/output error)"
+
+
 def test_pruning_keeps_the_newest_and_the_best(folder):
     for step in (1, 2, 3, 4, 5, 6):
         save(folder, step, best=step < 3)

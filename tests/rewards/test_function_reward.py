@@ -88,7 +88,8 @@ CAUSES = {
     "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
     "text": "not a number", "complex": "not a number", "garbage": "sent an invalid reply",
-    "endless": "sent an invalid reply",
+    "endless": "sent an invalid reply", "a number": "sent an invalid reply", "a list": "sent an invalid reply",
+    "no name": "sent an invalid reply",
 }  # fmt: skip
 
 

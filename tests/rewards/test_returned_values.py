@@ -63,3 +63,10 @@ def test_a_log_adds_numbers_to_the_rows_of_a_call():
         Returned(1.0, {"loss": 1.5, "n": 1.0, "own": 7.0}), Returned(None, {"loss": 1.5, "own": 6.0})
     ]  # fmt: skip
     assert CallLog().added_to(rows) == rows
+
+
+def test_a_log_named_scores_is_kept_unless_the_reply_has_scores_of_its_own():
+    reply = {"rewards": [1.0, 2.0], "extra_logs": {"scores": [3.0, 4.0]}}
+    assert [row.numbers for row in returned_rows(reply, per_row=False)] == [{"scores": 3.0}, {"scores": 4.0}]
+    own = returned_rows({**reply, "scores": [5.0, 6.0]}, per_row=False)
+    assert [row.numbers for row in own] == [{"scores": 5.0}, {"scores": 6.0}]

@@ -135,6 +135,18 @@ def test_a_message_that_does_not_fit_its_arguments_does_not_end_the_run(tmp_path
     assert lines_of(tmp_path)[-1].endswith("afterwards")
 
 
+def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    library = logging.getLogger("some_library")
+    monkeypatch.setattr(library, "handlers", [logging.StreamHandler()])
+    open_log(tmp_path)
+    logging.getLogger("some_library.part").warning("retrying")
+    logging.getLogger("another_library").warning("odd")
+    logging.getLogger("another_library").info("chatter")
+    assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
+    assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]
+
+
 SEGFAULT = """
 import ctypes, sys
 from pathlib import Path
