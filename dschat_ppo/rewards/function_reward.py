@@ -23,7 +23,7 @@ from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, hint_of_text, missing_columns
 from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
-from dschat_ppo.rewards.worker_pool import INVALID_REPLY, CallError, Target, WorkerPool
+from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -137,7 +137,7 @@ class FunctionReward:
         self.names: set[str] = set()  # names of the numbers returned so far, at most `MOST_NUMBERS`
         self.too_many_names = False
         try:
-            self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout)
+            self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout, _returned)
         except CallError as problem:
             raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
         self.signature = Signature(**self.pool.ready)
@@ -205,14 +205,13 @@ class FunctionReward:
     def _results(self, answers: list[Answer], columns: list[str], step: int) -> list[Returned]:
         """The result for each response: of one call for all, or else of one call for each."""
         if not self.signature.call.per_row and len(answers) > 1:
-            [reply] = map(_returned, self.pool.map([arguments_of(self.signature, answers, columns, step)]))
+            [reply] = self.pool.map([arguments_of(self.signature, answers, columns, step)])
             if not isinstance(reply, CallError) and len(reply) == len(answers):
                 return reply
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
             self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
         results = []
-        calls = [arguments_of(self.signature, [answer], columns, step) for answer in answers]
-        for reply in map(_returned, self.pool.map(calls)):
+        for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
             if not isinstance(reply, CallError) and len(reply) == 1:
                 results += reply
                 continue
@@ -252,21 +251,16 @@ def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
 
 
-def _returned(reply: Any) -> list[Returned] | CallError:
+def _returned(reply: Any) -> list[Returned]:
     """The results in a reply, with a reason in place of a score that is not a finite fp32 number. A function may have
-    written the reply itself: any JSON."""
-    if isinstance(reply, CallError):
-        return reply
+    written the reply itself: any JSON. `TypeError` or `ValueError` if it is no list of results."""
     found = []
-    try:
-        for score, numbers in reply:
-            if isinstance(score, float) and not abs(score) <= LARGEST:
-                score, numbers = f"returned {score}, which is not a finite fp32 number", {}
-            if not isinstance(score, float | str | None):
-                raise TypeError
-            found.append(Returned(score, {name: float(number) for name, number in numbers.items()}))
-    except (TypeError, ValueError, AttributeError):
-        return CallError(INVALID_REPLY)
+    for score, numbers in reply:
+        if not isinstance(score, float | str | None) or not isinstance(numbers, dict):
+            raise TypeError
+        if isinstance(score, float) and not abs(score) <= LARGEST:
+            score, numbers = f"returned {score}, which is not a finite fp32 number", {}
+        found.append(Returned(score, {name: float(number) for name, number in numbers.items()}))
     return found
 
 

@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import Any
 
 from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
 
-INVALID_REPLY = "its process sent an invalid reply"
+_INVALID_REPLY = "its process sent an invalid reply"
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _MOST_BYTES = 2**28  # of a reply
@@ -47,11 +47,13 @@ class Target:
 
 class Worker:
     """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
-    what the function keeps between calls is lost with it. `seconds`: for each call."""
+    what the function keeps between calls is lost with it. `seconds`: for each call. `read`: what a reply means;
+    `TypeError` or `ValueError` for one that the function forged."""
 
-    def __init__(self, target: Target, seconds: float):
+    def __init__(self, target: Target, seconds: float, read: Callable[[Any], Any]):
         self.target = target
         self.seconds = seconds
+        self.read = read
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Any:
@@ -71,7 +73,7 @@ class Worker:
             raise
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        """Call the function with keyword arguments; its reply (JSON), or `CallError`."""
+        """Call the function with keyword arguments; its reply, or `CallError`."""
         try:
             request = dumps(arguments)
         except (PicklingError, TypeError, AttributeError) as problem:
@@ -79,7 +81,12 @@ class Worker:
         if self.process is None:
             self.start()
         late = f"took longer than {self.seconds:g} s (--reward_timeout) and was killed"
-        return self._exchange(request, self.seconds, late)
+        reply = self._exchange(request, self.seconds, late)
+        try:
+            return self.read(reply)
+        except (TypeError, ValueError):
+            self.stop()  # its true reply may follow, and would be taken for that to the next call
+            raise CallError(_INVALID_REPLY) from None
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -135,16 +142,16 @@ class Worker:
         except BrokenPipeError:
             raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
         except (ValueError, AttributeError):
-            raise CallError(INVALID_REPLY) from None
+            raise CallError(_INVALID_REPLY) from None
         return kind, value
 
 
 class WorkerPool:
-    """`size` worker processes of one function, with a time limit of `seconds` for each call. `ready`: what the first
-    says about the function."""
+    """`size` worker processes of one function, with a time limit of `seconds` for each call, whose replies `read`
+    reads. `ready`: what the first says about the function."""
 
-    def __init__(self, target: Target, size: int, seconds: float):
-        self.workers = [Worker(target, seconds) for _ in range(size)]
+    def __init__(self, target: Target, size: int, seconds: float, read: Callable[[Any], Any]):
+        self.workers = [Worker(target, seconds, read) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:

@@ -34,13 +34,13 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
             monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
-            WorkerPool(Target(str(tmp_path / "bad.py"), "f"), 1, 1.0)
+            WorkerPool(Target(str(tmp_path / "bad.py"), "f"), 1, 1.0, list)
 
 
 def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_path):
     file = tmp_path / "mended.py"
     file.write_text("1 / 0")
-    worker = Worker(Target(str(file), "f"), 5.0)
+    worker = Worker(Target(str(file), "f"), 5.0, list)
     with pytest.raises(CallError, match="ZeroDivisionError"):
         worker.call({})
     file.write_text("def f():\n    return [4]\n")
@@ -140,7 +140,7 @@ SLOW = """
 from threading import Thread
 from dschat_ppo.rewards.sandbox import Limits, run_tests
 from dschat_ppo.rewards.worker_pool import Target, WorkerPool
-pool = WorkerPool(Target({file!r}, "slow"), 1, 4.0)
+pool = WorkerPool(Target({file!r}, "slow"), 1, 4.0, list)
 call = Thread(target=lambda: print(pool.map([dict(response="")])))
 program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0))))
 print("ready", flush=True)
