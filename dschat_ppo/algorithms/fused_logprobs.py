@@ -57,7 +57,8 @@ def fused_token_scores(
         tokens: (N,) int64, the token sampled at each position, at `temperature`.
         head: transform of the product into logits.
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
-        block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time. None: by device.
+        block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time, or in the
+            backward pass of a soft cap five. None: by device.
         forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the distribution is over the
             other tokens there.
 
@@ -93,7 +94,7 @@ class _FusedTokenScores(torch.autograd.Function):
                 chosen.clone(),
             )
             for start in range(0, weight.shape[0], columns):
-                logits, _ = _block_logits(x, weight, bias, slice(start, start + columns), temperature, head)
+                logits = _block_logits(x, weight, bias, slice(start, start + columns), temperature, head)[0]
                 forbid_(logits, _of_rows(forbidden, piece), start)
                 column, inside = _in_block(tokens[piece], start, logits.shape[1])  # (rows, 1) each
                 chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
@@ -107,6 +108,8 @@ class _FusedTokenScores(torch.autograd.Function):
                         logits.clamp_(min=LOWEST)
                     powers = torch.exp(logits)
                     of_block, sum_of_block = powers.sum(dim=1), torch.linalg.vecdot(powers, logits)
+                    del powers
+                del logits  # before the next block is made
                 shrink = torch.exp(before - largest)
                 weighted = (weighted + (before - largest) * total) * shrink + sum_of_block
                 total = total * shrink + of_block
@@ -142,6 +145,7 @@ class _FusedTokenScores(torch.autograd.Function):
                     product = (grad.t() @ hidden[piece]).to(grad_logprobs.dtype)
                     of_weight = product if of_weight is None else of_weight.add_(product)
                 grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
+                del grad  # before the next block is made
             if grad_weight is not None and of_weight is not None:
                 grad_weight[block] = of_weight
             if grad_bias is not None:

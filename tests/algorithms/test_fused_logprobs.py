@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dschat_ppo.algorithms import fused_logprobs
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
@@ -329,6 +330,49 @@ def test_a_temperature_of_1_takes_no_pass_over_the_logits(backward, of_1, of_oth
 def test_sums_by_softmax_take_fewer_passes():
     """On a GPU 4 bytes less again, because the product is in fp32."""
     assert bytes_per_logit(1.0, backward=False) == 36
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_softmax", [False, True])
+@pytest.mark.parametrize(
+    ("softcap", "entropy_grad", "most"), [(None, False, 1.5), (None, True, 3), (3.0, False, 4), (3.0, True, 5)]
+)
+def test_few_blocks_exist_at_a_time(softcap, entropy_grad, most, by_softmax, dtype, monkeypatch):
+    """Three in a forward pass, one of them inside a sum of products, and `most` in a backward pass. None of them is
+    left when the next block is made."""
+    monkeypatch.setattr(fused_logprobs, "has_fused_softmax", lambda device: by_softmax)
+    made, peak, left, block_logits = [], [0], [], fused_logprobs._block_logits
+
+    def noting(*given):
+        left.append(sum(not other.expired() for other, _ in made))
+        return block_logits(*given)
+
+    monkeypatch.setattr(fused_logprobs, "_block_logits", noting)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(found):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() == 512 * 256:
+                    storage = tensor.untyped_storage()
+                    if all(storage._cdata != other.cdata for other, _ in made):
+                        made.append((StorageWeakRef(storage), storage.nbytes() / (4 * 512 * 256)))
+            made[:] = [(other, size) for other, size in made if not other.expired()]
+            peak[0] = max(peak[0], sum(size for _, size in made))
+            return found
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype).requires_grad_() for n in (512, 1024))
+    tokens = torch.randint(0, 1024, (512,), generator=generator)
+    with Watch():
+        scores = fused_token_scores(
+            hidden, weight, None, tokens, 0.7, Head(softcap=softcap), entropy_grad, 4 * 512 * 256
+        )
+        assert peak == [3]
+        peak[0] = 0
+        (scores[0].sum() + (scores[1].sum() if entropy_grad else 0)).backward()
+    assert most - 0.5 <= peak[0] <= most
+    assert left == [0] * 8
 
 
 def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
