@@ -168,10 +168,13 @@ def stream_tokens(
 ) -> Iterator[int]:  # fmt: skip
     """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it. The
     forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
-    architecture is supported. To stop early, abandon the iterator."""
+    architecture is supported. To stop early, abandon the iterator. `ends` may hold ids that the model cannot draw, as
+    the generation configs of some models do."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    prompts, stopping = PromptBatch(ids, torch.ones_like(ids).bool()), StoppingCriteria(max_new_tokens, tuple(ends))
-    buffers = SequenceBuffers(prompts, torch.tensor([seed]), 1, sampling, stopping, vocabulary_size(model), 1)
+    vocabulary = vocabulary_size(model)
+    stopping = StoppingCriteria(max_new_tokens, tuple(end for end in ends if end < vocabulary))
+    prompts = PromptBatch(ids, torch.ones_like(ids).bool())
+    buffers = SequenceBuffers(prompts, torch.tensor([seed]), 1, sampling, stopping, vocabulary, 1)
     for token in PaddedBatches(model, buffers, sampling, 1).tokens(torch.zeros_like(ids[0, :1])):
         yield int(token)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import LENGTHS, NEW_TOKENS, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
+from tiny_models import LENGTHS, NEW_TOKENS, VOCABULARY, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
 from tiny_tokenizers import KINDS, tokenizer_of
 
 from dschat_ppo.rollout.generator import GenerationConfig, generate
@@ -53,6 +53,13 @@ def test_it_ends_with_the_end_token():
     end = eos_of(greedy)
     found = [list(stream_tokens(model_of("llama"), row, 0, GREEDY, {end}, NEW_TOKENS)) for row in ROWS]
     assert found == cut_at(greedy, {end}) != greedy
+
+
+def test_end_tokens_that_the_model_cannot_draw_are_ignored():
+    """As in the generation config of another model with a larger vocabulary."""
+    ends = {eos_of(shared_greedy("llama")), VOCABULARY, 10**6}
+    found = [list(stream_tokens(model_of("llama"), row, 0, GREEDY, ends, NEW_TOKENS)) for row in ROWS]
+    assert found == cut_at(shared_greedy("llama"), ends)
 
 
 def test_an_abandoned_stream_computes_no_more():
