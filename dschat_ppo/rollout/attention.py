@@ -177,9 +177,8 @@ class RolloutAttention:
             if self._kernel is not None and self._kernel.supports(query, key, value, softcap):
                 self._kernel_layers.add(layer)
             step = self.metadata
-            keys, values = step.cache.layer(layer, key, value)
-            keys[step.rows, :, step.slots] = key[step.source, :, step.columns]
-            values[step.rows, :, step.slots] = value[step.source, :, step.columns]
+            for cached, new in zip(step.cache.layer(layer, key, value), (key, value), strict=True):
+                _write(step, cached, new[step.source, :, step.columns])
             return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
         outputs = []
         for batch in self.metadata:
@@ -188,14 +187,24 @@ class RolloutAttention:
             if kernel is not None and not kernel.can_run(batch):
                 kernel = None
             if kernel is None or not kernel.writes_cache:
-                keys, values = batch.cache.layer(layer, key, value)
-                keys[batch.rows, :, batch.slots] = key[rows, :, 0]
-                values[batch.rows, :, batch.slots] = value[rows, :, 0]
+                for cached, new in zip(batch.cache.layer(layer, key, value), (key, value), strict=True):
+                    _write(batch, cached, new[rows, :, 0])
             if kernel is not None:
                 outputs.append(kernel(batch, layer, query[rows], key[rows], value[rows], scale, sliding_window))
             else:
                 outputs.append(decode_attention(batch, layer, query[rows], scale, sliding_window, softcap))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
+
+
+def _write(step: PrefillMetadata | DecodeMetadata | PooledMetadata, cached: Tensor, new: Tensor) -> None:
+    """Put the keys or values `new` (m, kv_heads, d) of m tokens to slots `step.slots` of rows `step.rows` of a layer,
+    (rows, kv_heads, capacity, d). Indices of two dimensions that are not the first ones would make the deterministic
+    kernel of a GPU copy the whole layer."""
+    _, heads, capacity, width = cached.shape
+    if ("written", heads) not in step.kept:  # (m * kv_heads,): lines of the layer as a matrix of d columns
+        planes = step.rows.unsqueeze(1) * heads + torch.arange(heads, device=cached.device)
+        step.kept["written", heads] = (planes * capacity + step.slots.unsqueeze(1)).flatten()
+    cached.view(-1, width).index_copy_(0, step.kept["written", heads], new.reshape(-1, width))
 
 
 def causal_attention(

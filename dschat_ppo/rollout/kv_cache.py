@@ -51,15 +51,29 @@ class KVCache:
     def move_slots(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
         """Copy slots `sources` of all rows to `targets`, both (T,) int64, and change the capacity. All sources are read
         before a target is written. With the same capacity all tensors stay where they are; with another one, slots that
-        are not targets are 0. At most one layer is in memory twice."""
+        are not targets are 0. At most one layer is in memory twice. After an error the contents are lost."""
         for cached in (self.keys, self.values):
-            for layer, old in list(cached.items()):
-                read, written = (torch.from_numpy(slots).to(old.device) for slots in (sources, targets))
-                moved = old[:, :, read]
+            for layer in list(cached):
+                held = cached.pop(layer)
+                read, written = (torch.from_numpy(slots).to(held.device) for slots in (sources, targets))
+                moved = held[:, :, read]
                 if capacity != self.capacity:
-                    cached[layer] = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-                cached[layer].index_copy_(2, written, moved)
+                    del held
+                    held = moved.new_zeros(*moved.shape[:2], capacity, moved.shape[3])
+                cached[layer] = held.index_copy_(2, written, moved)
+                del held, moved  # the next layer needs the memory
         self.capacity = capacity
+
+    def grow(self, rows: int, capacity: int) -> None:
+        """Keep only the first `rows` rows, and give them `capacity` slots. At most one layer is in memory twice. After
+        an error the contents are lost."""
+        self.rows, self.capacity = rows, capacity
+        for cached in (self.keys, self.values):
+            for layer in list(cached):
+                old = cached.pop(layer)
+                cached[layer] = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+                cached[layer][:, :, : old.shape[2]] = old[:rows]
+                del old  # the next layer needs the memory
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class PrefillMetadata:
     slots: Tensor
     source: Tensor
     columns: Tensor
+    kept: dict[Any, Any] = field(default_factory=dict, init=False)  # what the layers of a step share
 
 
 @dataclass

@@ -162,14 +162,9 @@ class RunningBatches:
             self.batches = [batch for batch in self.batches if batch not in plain[:2]] + [new]
             plain = sorted([*plain[2:], new], key=len)
         for batch in self.batches:
-            cache, needed = batch.cache, int(batch.slots.max()) + 1
-            if needed > cache.capacity:
-                cache.rows, cache.capacity = len(batch), rounded_up(needed)
-                for cached in (cache.keys, cache.values):
-                    for layer, old in list(cached.items()):
-                        grown = old.new_zeros(cache.rows, old.shape[1], cache.capacity, old.shape[3])
-                        grown[:, :, : old.shape[2]] = old[: cache.rows]
-                        cached[layer] = grown
+            needed = int(batch.slots.max()) + 1
+            if needed > batch.cache.capacity:
+                batch.cache.grow(len(batch), rounded_up(needed))
         arrays = np.stack([self.sequences, self.positions, np.concatenate([batch.slots for batch in self.batches])])
         sequences, positions, slots = torch.from_numpy(arrays).to(device)
         metadata, first = list[DecodeMetadata](), 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import new_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat_ppo.models.probes import UnsupportedAttentionError
 from dschat_ppo.rollout.attention import NAME, RolloutAttention, causal_attention, installed
@@ -87,6 +88,42 @@ def test_a_decode_step_attends_to_the_tokens_of_each_row(window, softcap, shared
         keys, values = (torch.cat([part[kind] for part in parts], dim=1) for kind in (0, 1))
         expected = plain_attention(query[row, :, 0], keys, values, window, softcap)
         torch.testing.assert_close(found[row, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+class Writes(TorchDispatchMode):
+    """Notes the operations that write to a cache: their names and arguments."""
+
+    def __init__(self, cache: KVCache):
+        super().__init__()
+        self.storages = {part.untyped_storage().data_ptr() for part in (*cache.keys.values(), *cache.values.values())}
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.is_mutable and args[0].untyped_storage().data_ptr() in self.storages:
+            self.found.append((function.overloadpacket.__name__, args))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["prefill", "rows", "pool"])
+def test_tokens_are_written_as_lines_of_a_matrix(kind):
+    """Deterministic kernels of a GPU copy a whole layer if the indexed dimensions are not its first ones. The layers of
+    a step share the index."""
+    tokens, attention, zeros = torch.tensor([4, 7]), RolloutAttention(), torch.zeros(2, dtype=torch.int64)
+    cache, states = KVCache(2, 9), [random(2, heads, 1, WIDTH, seed=0) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    for layer in (0, 1):
+        cache.layer(layer, *states[1:])
+    attention.metadata = {
+        "prefill": PrefillMetadata(cache, torch.arange(2), tokens, torch.arange(2), zeros),
+        "rows": [DecodeMetadata(0, cache, tokens)],
+        "pool": [PooledMetadata(cache, tokens, zeros, zeros, zeros, 9, False)],
+    }[kind]
+    with Writes(cache) as writes:
+        for layer in (0, 1):
+            attention(SimpleNamespace(layer_idx=layer), *states, None, SCALE)
+    assert [(name, args[0].shape, args[1]) for name, args in writes.found] == [
+        ("index_copy_", (2 * KV_HEADS * 9, WIDTH), 0)
+    ] * 4
+    assert all(args[0].is_contiguous() and args[2] is writes.found[0][1][2] for _, args in writes.found)
 
 
 def filled(cache: KVCache, rows) -> KVCache:

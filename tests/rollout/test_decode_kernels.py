@@ -100,7 +100,7 @@ def test_a_layer_runs_22_kernels():
     """7 products, 4 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others."""
     found = per_layer(flash=True, norms=True)
     assert found["_flash_attention_forward"] == 1
-    assert found["addmm"] + found["mm"] == 7 and found["index_put_"] == 2 and found["neg"] == 2
+    assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2
     assert found["cat"] == found["index_select"] == 1
     assert sum(found.values()) == 22
 
