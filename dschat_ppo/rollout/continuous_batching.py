@@ -92,12 +92,12 @@ class ContinuousBatching:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
                     before, self.rows = self.rows, max(1, self.rows // 2)
-                    self.attention.metadata = []
-                    self._return_to_queue(self.running.sequences)
+                    sequences, self.attention.metadata = self.running.sequences, []
                     if self.memory is not None and isinstance(self.running, RunningPool):
                         self.memory.release()
                         self.running.most_slots = self.running.most_slots * self.rows // before
                     self.running.clear()
+                    self._return_to_queue(sequences)  # takes a little memory, so not before there is some
                     warn_of_memory(before, self.rows)
                 self.attention.metadata = []
         finally:
@@ -151,8 +151,9 @@ class ContinuousBatching:
         # Generate.
         if isinstance(running, RunningPool):
             assert self.graphed is not None
-            if stopped := running.reserve_slots():
+            if stopped := running.stop_for_slots():
                 self._return_to_queue(np.array(stopped[::-1]))
+            running.reserve_slots()
             sequences, positions, tokens = running.sequences, running.positions, POLL
             finished = self.graphed.run(running.rows, self.rows)
         else:

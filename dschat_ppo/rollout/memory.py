@@ -48,8 +48,8 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
 
 def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
     """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV pool. On a GPU the rows
-    do not depend on `length`, the most tokens of a sequence, because a row takes slots as it grows; the scheduler
-    starts as many as have room."""
+    do not depend on `length`, the most tokens of a sequence, because a row takes slots as it grows; as many start as
+    have room."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         rows = rows or rows_for_memory(model, length)

@@ -177,23 +177,33 @@ class RunningPool:
         lengths = dict(zip(self.prompts[rows.sequences].tolist(), rows.prefix_lengths.tolist(), strict=True))
         return {prompt: lengths[prompt] for prompt in self._prefixes}
 
-    def reserve_slots(self) -> list[int]:
-        """Give each running sequence slots for a poll; returns the sequences that are stopped for that."""
+    def _sizes_for_poll(self) -> np.ndarray | None:
+        """Sizes of segments with which each running sequence has slots for a poll, (n,); None: they do not fit."""
+        rows, needs = self.rows, self.needs[self.rows.sequences]
+        needed = np.minimum(rows.slots + self.poll, needs)
+        full = needed > rows.sizes
+        for wanted in (np.maximum(2 * rows.sizes, needed), _rounded_up(needed)):
+            sizes = np.where(full, np.minimum(wanted, needs), rows.sizes)
+            if not full.any() or self._total(sizes) <= self.most_slots:
+                return sizes
+        return None
+
+    def stop_for_slots(self) -> list[int]:
+        """Stop the sequences with the shortest answers until all others can have slots for a poll; returns these. It
+        takes no memory, so none of them gets lost when memory runs out."""
         stopped: list[int] = []
-        while True:
-            rows, needs = self.rows, self.needs[self.rows.sequences]
-            needed = np.minimum(rows.slots + self.poll, needs)
-            full = needed > rows.sizes
-            if not full.any():
-                return stopped
-            for wanted in (np.maximum(2 * rows.sizes, needed), _rounded_up(needed)):
-                sizes = np.where(full, np.minimum(wanted, needs), rows.sizes)
-                if self._total(sizes) <= self.most_slots:
-                    self._lay_out(sizes)
-                    return stopped
-            shortest = np.argmin(rows.positions - self.prompt_lengths[rows.sequences])
-            stopped.append(int(rows.sequences[shortest]))
-            self._keep(np.arange(len(rows)) != shortest)
+        while self._sizes_for_poll() is None:
+            shortest = np.argmin(self.positions - self.prompt_lengths[self.sequences])
+            stopped.append(int(self.sequences[shortest]))
+            self._keep(np.arange(len(self)) != shortest)
+        return stopped
+
+    def reserve_slots(self) -> None:
+        """Give each running sequence slots for a poll, after `stop_for_slots`."""
+        sizes = self._sizes_for_poll()
+        assert sizes is not None
+        if (sizes != self.rows.sizes).any():
+            self._lay_out(sizes)
 
     def _lay_out(self, sizes: np.ndarray) -> None:
         """Give the running rows segments of `sizes` (n,), and new prefixes theirs; move what the old ones hold. Rows

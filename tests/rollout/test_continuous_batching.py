@@ -2,18 +2,22 @@
 
 import gc
 import logging
+import sys
 import weakref
 
 import pytest
 import torch
 from tiny_models import model_of, prompts_of, tokens_of
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from dschat_ppo.rollout import continuous_batching
+from dschat_ppo.rollout import continuous_batching, running_batches, running_pool
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
 MESSAGE = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
+PER_CACHE = 2 * 2  # keys and values of two layers
 LENGTHS = (40, 9, 1, 33, 2, 17, 36, 5)
 PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # tokens marked as seen must be reset too
 WAYS = {
@@ -139,21 +143,44 @@ def test_keys_and_values_are_released_after_the_call(samples, caches):
     assert not [cache for cache in caches if cache() is not None]
 
 
-def test_keys_and_values_are_released_while_others_are_running(caches):
-    """Growing, merging and removing rows leave no copies: there are about as many caches as batches."""
-    alive = []
-    original = KVCache.layer
+@pytest.mark.parametrize(("how", "growing"), [({}, "grow"), ({"static": True}, "move_slots")], ids=["batches", "pool"])
+def test_only_one_layer_is_in_memory_twice(how, growing, caches, monkeypatch):
+    """Growing, merging and removing rows leave no copies: where one is made, there is each layer of a cache once, and
+    there are about as many caches as batches."""
+    monkeypatch.setattr(running_batches, "GROWTH", 4)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 2)
+    monkeypatch.setattr(running_pool, "SEGMENT_STEP", 2)
+    original, made, callers = torch.Tensor.new_zeros, [], set()
 
-    def watching(self, *args):
-        alive.append(sum(cache() is not None for cache in caches))
+    def allocating(like, *shape):
+        if len(shape) == 4:
+            tensors = sum(not storage.expired() for storage in made)
+            assert tensors <= PER_CACHE * sum(cache() is not None for cache in caches)
+            callers.add(sys._getframe(1).f_code.co_name)
+        found = original(like, *shape)
+        if len(shape) == 4:
+            made.append(StorageWeakRef(found.untyped_storage()))
+            assert sum(cache() is not None for cache in caches) <= 6
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", allocating)
+    run(rows=5, **how)
+    assert growing in callers
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_sequences_go_back_to_the_queue_when_there_is_memory_again(way, caches, monkeypatch):
+    """Resetting their buffers allocates a little on a GPU."""
+    original, held = SequenceBuffers.reset, []
+
+    def noting(self, *args):
+        held.append(sum(cache().nbytes for cache in caches if cache() is not None))
         return original(self, *args)
 
-    KVCache.layer = watching
-    try:
-        run(rows=5)
-    finally:
-        KVCache.layer = original
-    assert max(alive) <= 6
+    monkeypatch.setattr(SequenceBuffers, "reset", noting)
+    fail_at(monkeypatch, "decode", lambda number, _: number == 9)
+    run(**WAYS[way])
+    assert held == [0, 0]  # the first one fills the buffers
 
 
 def test_the_static_cache_is_released_after_the_call(caches):

@@ -62,7 +62,7 @@ def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(monkeypatch):
     assert limits == (memory.MAX_ROWS_GPU, (18 * GIB - memory.MAX_ROWS_GPU * 1152) // 256)
     assert pool_limits(pretend_gpu(monkeypatch, 20 * GIB), 64, 100) == (64, 6400)
     assert pool_limits(pretend_gpu(monkeypatch, 3 * GIB), 64, 10**6) == (64, (GIB - 64 * 1152) // 256)
-    assert pool_limits(pretend_gpu(monkeypatch, 2 * GIB), 64, 100) == (64, 0)  # the scheduler takes one sequence
+    assert pool_limits(pretend_gpu(monkeypatch, 2 * GIB), 64, 100) == (64, 0)  # the pool adds one sequence
     monkeypatch.setattr(memory, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
     assert pool_limits(pretend_gpu(monkeypatch, 4800 * 2**20), 0, 100)[0] == 20
 

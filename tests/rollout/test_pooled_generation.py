@@ -96,8 +96,8 @@ CASES = [("llama", 1, "eos"), ("llama", 3, "eos"), ("llama", 3, "stop strings"),
 )
 def test_the_answers_do_not_depend_on_the_memory(model, samples, stopping, slots, small_segments, monkeypatch):
     expected = run(model, samples, stopping, static=False)
-    preempted, original = [], RunningPool.reserve_slots
-    monkeypatch.setattr(RunningPool, "reserve_slots", lambda self: preempted.append(original(self)) or preempted[-1])
+    preempted, original = [], RunningPool.stop_for_slots
+    monkeypatch.setattr(RunningPool, "stop_for_slots", lambda self: preempted.append(original(self)) or preempted[-1])
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     assert_same(run(model, samples, stopping), expected)
     if slots == "ample":

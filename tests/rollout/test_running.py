@@ -290,8 +290,8 @@ def test_an_unshared_batch_has_whole_rows():
 @pytest.mark.parametrize(("samples", "share_from"), [(1, 0), (4, 8)])
 def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples, share_from, monkeypatch):
     """From slots for one long sequence to slots for about a third of the rows."""
-    rng, stopped, original = np.random.default_rng(seed), [], RunningPool.reserve_slots
-    monkeypatch.setattr(RunningPool, "reserve_slots", lambda self: stopped.append(original(self)) or stopped[-1])
+    rng, stopped, original = np.random.default_rng(seed), [], RunningPool.stop_for_slots
+    monkeypatch.setattr(RunningPool, "stop_for_slots", lambda self: stopped.append(original(self)) or stopped[-1])
     lengths = rng.integers(1, 31, 40 // samples)
     world = World(monkeypatch, rng, lengths, 20, samples, share_from, slots=71 + 60 * seed)
     world.run()
@@ -300,6 +300,29 @@ def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples
         assert any(stopped)
     running = world.engine.running
     assert running._prefixes == {} and running._free.take([running.pool.capacity - SPARE - 1]) == [SPARE + 1]
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(seed, monkeypatch):
+    """At the first layout of the same step."""
+    rng, stopped, failed = np.random.default_rng(seed), [], []
+    stop, move = RunningPool.stop_for_slots, KVCache.move_slots
+
+    def noting(self):
+        stopped[:] = stop(self)
+        return stopped[:]
+
+    def failing(self, *args):
+        if stopped and not failed:
+            failed.extend(stopped)
+            raise RuntimeError(OUT_OF_MEMORY)
+        return move(self, *args)
+
+    monkeypatch.setattr(RunningPool, "stop_for_slots", noting)
+    monkeypatch.setattr(KVCache, "move_slots", failing)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 40), 20, slots=71)
+    world.run()
+    assert failed and world.engine.rows == 10
 
 
 def test_a_pool_that_is_too_small_for_one_sequence_may_grow_to_it(monkeypatch):
@@ -377,5 +400,6 @@ def test_the_shortest_answer_goes_back_to_the_queue():
     running.start(np.arange(3))
     running.rows.positions = np.array([25, 13, 20])
     running.rows.sizes, running.rows.starts = np.array([28, 14, 17]), np.array([1, 29, 43])
-    assert running.reserve_slots() == [1]
+    assert running.stop_for_slots() == [1]
+    running.reserve_slots()
     assert running.sequences.tolist() == [0, 2] and (running.rows.sizes >= [29, 24]).all()
