@@ -155,10 +155,11 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
     else:
         files = {TRAIN: [path]}
     paths = sorted({path for found_files in files.values() for path in found_files}, key=str)
+    numbers = {path: number for number, path in enumerate(paths)}
     return OpenSet(
         source,
         [FilePart(path, source.flag) for path in paths],
-        {split: [paths.index(path) for path in found_files] for split, found_files in files.items()},
+        {split: [numbers[path] for path in found_files] for split, found_files in files.items()},
     )
 
 

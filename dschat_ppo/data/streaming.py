@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,7 +34,6 @@ from dschat_ppo.runtime.processes import signal_when_parent_ends
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
-_AHEAD = 20  # pieces that are made ahead: of up to 1,000 rows, so about a chunk
 _POLL_SECONDS = 0.1
 _ENDED = (
     "the process that reads the stream has ended, most often because memory ran out (its own message, if any, is "
@@ -96,9 +96,9 @@ class StreamedRows:
         if chunk not in self._chunks:
             if self._next != chunk:
                 self._go_to(chunk)
+            self._chunks = {number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks}
             while self._next <= chunk:
                 rows = self._receive(may_stop)
-            self._chunks = {number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks}
             self._chunks[chunk] = rows
             if 0 < chunk == (self._num_rows - 1) // self.chunk_rows:
                 self._go_to(1)  # of the next epoch
@@ -108,7 +108,7 @@ class StreamedRows:
         """Let the process begin at a chunk, or at the last one before it whose position is saved."""
         self._next, position = 0, self._start
         for number in range(chunk, 0, -1):
-            if (found := _saved(self._file_of(number))) is not None:
+            if (found := _saved(self._file_of(number), len(self._start["taken"]))) is not None:
                 self._next, position = number, found
                 break
         if self._next < chunk and dist.is_main():
@@ -128,6 +128,8 @@ class StreamedRows:
             try:
                 found: Piece | UserError = self._pipe.recv()
             except (EOFError, OSError):
+                if may_stop:  # the signal that stops the run may reach the process before it ignores signals
+                    raise_if_stop_requested("prepared the data")
                 raise UserError(_ENDED) from None
             heartbeat()
             if isinstance(found, UserError):
@@ -152,12 +154,13 @@ class StreamedRows:
             logger().info(f"data: stream: rows {first + 1} to {first + count} of {self._num_rows}: {done}")
             for problem in end.problems:
                 logger().warning(f"data: skipped: {problem}")
-        if dist.local_rank() == 0 and count == self.chunk_rows:
-            path = self._file_of(chunk + 1)
-            partial_path = path.with_name(f"{path.name}.{os.getpid()}")  # other runs may write the same position
+        path = self._file_of(chunk + 1)
+        if dist.local_rank() == 0 and count == self.chunk_rows and _saved(path, len(self._start["taken"])) is None:
             try:
-                partial_path.write_text(json.dumps(end.position), encoding="utf-8")
-                os.replace(partial_path, path)
+                number, name = tempfile.mkstemp(dir=self._home)  # other runs and machines may write the same position
+                with open(number, "w", encoding="utf-8") as file:
+                    json.dump(end.position, file)
+                os.replace(name, path)
             except OSError as problem:
                 raise StorageError(f"{path}: cannot be written ({in_one_line(problem)})") from None
 
@@ -185,7 +188,8 @@ def _serve(pipe: Connection, other_end: Connection, pieces_from: Callable[[int, 
     made: Iterator[Piece | UserError] = iter(())
     ready: deque[Piece | UserError] = deque()
     while True:
-        while len(ready) < _AHEAD and not pipe.poll() and (piece := next(made, None)) is not None:
+        # a chunk ahead; a piece without rows counts as one
+        while sum(map(_size, ready)) < CHUNK_ROWS and not pipe.poll() and (piece := next(made, None)) is not None:
             ready.append(piece)
         try:
             order = pipe.recv()
@@ -198,6 +202,10 @@ def _serve(pipe: Connection, other_end: Connection, pieces_from: Callable[[int, 
             return
 
 
+def _size(piece: Piece | UserError) -> int:
+    return max(1, len(piece.rows)) if isinstance(piece, Piece) else 1
+
+
 def _or_problem(made: Iterator[Piece]) -> Iterator[Piece | UserError]:
     try:
         yield from made
@@ -205,13 +213,14 @@ def _or_problem(made: Iterator[Piece]) -> Iterator[Piece | UserError]:
         yield problem
 
 
-def _saved(path: Path) -> Position | None:
-    """A saved position; None if there is none, or the file is damaged."""
+def _saved(path: Path, sources: int) -> Position | None:
+    """A saved position in this many sources; None if there is none, or the file is damaged."""
     try:
         position = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return position if isinstance(position, dict) and {"sources", "taken"} <= set(position) else None
+    lists = [position.get(name) for name in ("sources", "taken")] if isinstance(position, dict) else []
+    return position if lists and all(isinstance(one, list) and len(one) == sources for one in lists) else None
 
 
 def start_stream(

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -265,10 +266,11 @@ def test_a_program_survives_the_signals_of_the_launcher(how):
         while len(reached) < 2 and time.monotonic() < deadline:
             time.sleep(0.5)  # the program runs
             for process in psutil.Process().children(recursive=True):
-                if "outlive_signals" in " ".join(process.cmdline()) and catches_sigterm(process.pid):
-                    process.send_signal(signal.SIGTERM)
-                    process.send_signal(signal.SIGINT)
-                    reached.append(process.pid)
+                with suppress(psutil.NoSuchProcess):  # a child that another test left has ended
+                    if "outlive_signals" in " ".join(process.cmdline()) and catches_sigterm(process.pid):
+                        process.send_signal(signal.SIGTERM)
+                        process.send_signal(signal.SIGINT)
+                        reached.append(process.pid)
 
     program = "import os, signal, time\ntime.sleep(2)\n"
     own = "child = os.fork()\nif not child:\n    time.sleep(60)\ntime.sleep(0.5)\nos.kill(child, signal.SIGTERM)\n"
