@@ -25,7 +25,7 @@ from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocess
 
 FLAG = "--unsupervised_dataset_name"
 _DOING = "prepared plain text"
-_FORMAT = "1"  # increase it when the same texts give other blocks: older cache entries are then not used
+_FORMAT = "2"  # increase it when the same texts give other blocks: older cache entries are then not used
 
 
 def text_blocks(
@@ -78,7 +78,8 @@ def _cut_into_blocks(
     for found, origin in zip(encoded, batch[ORIGIN], strict=True):
         if isinstance(found, UserError):
             raise UserError(f"{FLAG}: {origins.describe(origin)}: {found}")
-        joined += found.answers[0]
+        ids = found.answers[0]
+        joined += ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
     blocks = [joined[start : start + length] for start in range(0, len(joined), length)]
     blocks = [block for block in blocks if len(block) > 1]
     return {
