@@ -146,5 +146,5 @@ def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
             raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file)")
     what = load_state(folder / BUNDLE)
     if unknown := [name for name, _ in what["records"] if name not in RECORDS]:
-        raise UserError(f"{folder}: was written by another version of this package, which has {unknown[0]}")
+        raise UserError(f"{folder}: cannot be replayed: another version of this package wrote it, with {unknown[0]}")
     return what, [record_of(RECORDS[name], held) for name, held in what["records"]]

@@ -75,7 +75,7 @@ def test_a_second_run_is_refused_before_it_needs_a_port_and_other_ranks_lock_not
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.listdir("/proc/self/fd")
-        with pytest.raises(UserError, match="is being written by another run \\(\\); wait for it"):
+        with pytest.raises(UserError, match="is being written by another run; wait for it"):
             begin_run.begin_run("sft", config, config.run, [])
         assert os.listdir("/proc/self/fd") == before
         monkeypatch.setenv("RANK", "1")
@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", fail)
     lock_folder(tmp_path)
-    assert f"--output_dir {tmp_path}: cannot be locked (No locks available)" in capsys.readouterr().out
+    assert f"--output_dir {tmp_path}: its file system has no locks" in capsys.readouterr().out
 
 
 def test_a_child_does_not_keep_the_lock(tmp_path):
