@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -157,10 +157,9 @@ class StreamedRows:
         path = self._file_of(chunk + 1)
         if dist.local_rank() == 0 and count == self.chunk_rows and _saved(path, len(self._start["taken"])) is None:
             try:
-                number, name = tempfile.mkstemp(dir=self._home)  # other runs and machines may write the same position
-                with open(number, "w", encoding="utf-8") as file:
-                    json.dump(end.position, file)
-                os.replace(name, path)
+                draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # other runs and machines may write it too
+                draft.write_text(json.dumps(end.position), encoding="utf-8")
+                os.replace(draft, path)
             except OSError as problem:
                 raise StorageError(f"{path}: cannot be written ({in_one_line(problem)})") from None
 
