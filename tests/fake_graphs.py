@@ -2,9 +2,11 @@
 
 A capture notes every operation that runs on the recording stream; a replay repeats them on the same tensors, whatever
 Python would do now. As on a GPU, an operation that gives the host a number is refused in a capture, and where the sync
-debug mode forbids it.
+debug mode forbids it. A memory pool whose graphs have all died takes no other, as since PyTorch 2.11
+(`CachingHostAllocator::create_or_incref_pool_under_lock`).
 """
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -26,6 +28,10 @@ class FakeGraph:
         assert self.device.stream is not self.device.main
         assert pool is not None and pool is self.device.used_pool, "a step ran with memory of this pool before"
         self.device.attempts += 1
+        if self.device.users.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.device.users[pool] = self.device.users.get(pool, 0) + 1
+        weakref.finalize(self, self.device.release, pool)
         self.device.capturing, self.device.broken = self, False
         self._pool = pool
         self.device.pools.append(pool)
@@ -87,6 +93,7 @@ class FakeDevice:
         self.free = 2**40
         self.used_pool: object | None = None
         self.pools: list[object] = []
+        self.users: dict[object, int] = {}  # pool -> graphs that use it
         self.fail_inside: list[tuple[Exception, bool]] = []
         self.fail_at_end: list[Exception] = []
         for name, stand_in in {
@@ -101,6 +108,9 @@ class FakeDevice:
 
     def _count(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)
+
+    def release(self, pool: object) -> None:
+        self.users[pool] -= 1
 
     def _new_stream(self):
         self.streams += 1

@@ -1,4 +1,5 @@
-"""RMSNorm and SwiGLU layers by compiled kernels, with backward passes by hand: bf16 on a CPU.
+"""RMSNorm and SwiGLU layers by compiled kernels, with backward passes by hand: bf16 on a CPU. On a GPU, RMSNorm by
+PyTorch's kernel.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -66,8 +67,12 @@ def _can_run(*tensors: Tensor) -> bool:
 @cache
 def _fast_norm(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        run = _RMSNorm.apply if _can_run(states, self.weight) else None
-        found: Tensor = run(states, self.weight, self.variance_epsilon) if run else kind.forward(self, states)
+        if _can_run(states, self.weight):
+            found: Tensor = _RMSNorm.apply(states, self.weight, self.variance_epsilon)
+        elif states.is_cuda:
+            found = self.weight * nn.functional.rms_norm(states, self.weight.shape, None, self.variance_epsilon)
+        else:
+            found = kind.forward(self, states)
         return found
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

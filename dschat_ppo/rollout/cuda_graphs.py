@@ -265,7 +265,7 @@ class GraphedDecoder:
         if recorder is None or recorder.refusal:
             return eager
         release_if_short(self._memory.entries.device, bucket.rows * self._logits_bytes)
-        if self._memory.graph_pool is None:
+        if not graphs:  # PyTorch does not record another graph with a pool whose graphs are all gone
             self._memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
         recorder.warm_up(eager, self._memory.graph_pool)

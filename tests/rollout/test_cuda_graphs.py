@@ -444,6 +444,16 @@ def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device
     assert graphs.capacity(("another", 6), 100) == 1 and graphs.capacity(*graphs._capacities, 7) == 7
 
 
+def test_a_pool_that_grows_after_a_capture_is_recorded_again(device, monkeypatch):
+    """Graphs of the smaller pool die; the others need new memory."""
+    for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
+        monkeypatch.setattr(running_pool, name, 4)
+    graphs, expected = RolloutGraphs(), run(tokens=60, eos_ids=())
+    assert_equal(run(graphs, tokens=60, eos_ids=()), expected)
+    assert not graphs.recorder.refusal and device.attempts == graphs.recorder.captures
+    assert len(set(device.pools)) > 1
+
+
 def test_nothing_is_kept_after_memory_ran_out(device, model, monkeypatch):
     graphs, original = RolloutGraphs(), KVCache.layer
 
