@@ -25,7 +25,7 @@ PARTS = {
     "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
     "waits": Part("waits", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
     "rollout_small": Part("generation", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
-    "rollout_large": Part("generation", "rollout", 110, "tokens/s of 7 B weights", ("llama-7b",)),
+    "rollout_large": Part("generation", "rollout", 130, "tokens/s of 7 B weights", ("llama-7b",)),
     "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
     "grpo": Part("steps", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
     "attention": Part("attention", "attention", 180, "--attn_implementation: all choices against eager, fp32 and bf16"),
@@ -66,7 +66,7 @@ TARGETS = (
     Target("rollout_small.ours_64.captures_first", at_least=1),
     Target("rollout_small.ours_64.captures_again", at_most=0),
     Target("rollout_large.ours_64.share_of_limit", at_least=0.6),
-    Target("rollout_large.ratio_to_transformers", at_least=5),
+    Target("rollout_large.ratio_to_transformers", at_least=2),  # memory bandwidth allows 3.4 on an H100
     Target("rollout_large.ours_64.captures_first", at_least=1),  # and again: its cache is too large to be kept
     Target("ppo.last_step.score_mfu", at_least=0.45),
     Target("ppo.last_step.train_mfu", at_least=0.40),

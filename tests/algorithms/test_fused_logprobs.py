@@ -398,3 +398,12 @@ def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
     monkeypatch.setattr(fused_logprobs, "FP32_PRODUCTS", False)
     assert fused_logprobs._product(on_gpu, weight, None).dtype == torch.float32
     assert asked == [torch.float32]
+
+
+def test_blocks_have_strides_that_a_gpu_multiplies_fast(monkeypatch):
+    """37 rows of at most 700 columns: blocks of 512, and the rest of the vocabulary."""
+    widths, original = [], fused_logprobs._product
+    monkeypatch.setattr(fused_logprobs, "_product", lambda *a: widths.append(len(a[1])) or original(*a))
+    hidden, weight = torch.randn(37, 8), torch.randn(1300, 8)
+    fused_token_scores(hidden, weight, None, torch.arange(37), block_bytes=4 * 37 * 700)
+    assert widths == [512, 512, 276]

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from pretended_gpu import moved, on_gpu, pretended_gpu
 from tiny_models import new_model
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -53,6 +55,14 @@ def test_norms_are_rounded_alike_and_gradients_as_close_to_fp64_as_autograds(kin
         error, of_autograd = ((part.double() - true).norm() / true.norm() for part in (got, autograds))
         assert error <= 1.05 * of_autograd + 1e-6
         assert error < 0.01
+
+
+def test_a_norm_on_a_gpu_is_pytorchs_kernel_and_is_rounded_alike(monkeypatch):
+    plain, states, calls, original = norm_of(LlamaRMSNorm), torch.randn(3, 50, SIZE).bfloat16(), [], F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *a: calls.append(1) or original(*a))
+    with pretended_gpu():
+        found = moved(fast(plain))(on_gpu(states)).held
+    assert calls and torch.equal(found, plain(states))
 
 
 def mlp_of(kind, dtype=torch.bfloat16, **changes):
