@@ -10,7 +10,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -20,7 +20,7 @@ from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
-from dschat_ppo.config.steps import STEPS, Step, StepConfig
+from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, groups_of
 from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
@@ -43,10 +43,6 @@ _OF_TRAINING = (
     "metric_for_best",
 )  # fmt: skip
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
-
-
-def _groups(step: Step) -> list[tuple[str, Any]]:
-    return list(get_type_hints(step.config).items())
 
 
 def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
@@ -100,7 +96,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         given: flag -> value that takes the place of its default; such a flag is not required.
     """
     step = STEPS[step_name]
-    groups, defaults = _groups(step), {**step.defaults, **(given or {})}
+    groups, defaults = list(groups_of(step).items()), {**step.defaults, **(given or {})}
     parser = flag_parser([kind for _, kind in groups], add_help=False)
     parser.helps_by_name = True
     parser.set_defaults(**defaults)
@@ -215,7 +211,9 @@ def _hint(unknown: str, known: set[str]) -> str:
         return f"{theirs}: {advice}"
     if same := flags_for(given, known):
         return f"{theirs} -> {' and '.join(f'--{name}' for name in same)}"
-    steps = [name for name, step in STEPS.items() for _, kind in _groups(step) if given in kind.__dataclass_fields__]
+    steps = [
+        name for name, step in STEPS.items() for kind in groups_of(step).values() if given in kind.__dataclass_fields__
+    ]
     if steps:
         return f"{theirs}: is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
     for name in difflib.get_close_matches("_".join(words), known):
@@ -235,10 +233,7 @@ def flatten(config: StepConfig) -> dict[str, Any]:
 def notes(step_name: str, config: StepConfig) -> list[str]:
     """One line for each flag that was given but has no effect, with the reason; one for all flags that left."""
     step = STEPS[step_name]
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for _, kind in _groups(step) for field in dataclasses.fields(kind)
-    } | step.defaults  # fmt: skip
+    defaults = defaults_of(step)
     values = flatten(config)
     reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
     reasons |= step.notes | config.run.idle() | config.idle()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, TypeAlias, get_type_hints
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
@@ -276,6 +276,19 @@ class Step:
     config: type  # the dataclass of flag groups that `parse` returns
     defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
     notes: dict[str, str] = field(default_factory=dict)  # flag without effect in this step alone -> the reason
+
+
+def groups_of(step: Step) -> dict[str, Any]:
+    """Name of a group of flags -> its dataclass."""
+    return get_type_hints(step.config)
+
+
+def defaults_of(step: Step) -> dict[str, Any]:
+    """Flag -> its default in this step; `MISSING` for a flag that must be given."""
+    every = [own for group in groups_of(step).values() for own in fields(group)]
+    return {
+        own.name: own.default if own.default_factory is MISSING else own.default_factory() for own in every
+    } | step.defaults
 
 
 _PAIRS = Step(

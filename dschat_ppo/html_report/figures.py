@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
 
@@ -29,10 +28,9 @@ class Figure:
     """One figure, under the heading `section`.
 
     Attributes:
-        metrics: patterns of metric names, in the order of the legend; of a "pair" the x metric and the y metric.
+        metrics: patterns of metric names, in the order of the legend.
         reading: one sentence on how to read it.
         unit: of the vertical axis; "" for a number without one.
-        kind: lines over steps; areas over steps, stacked; or one metric against another, one point per step.
         without: patterns of names that `metrics` matches but the figure does not show.
     """
 
@@ -41,7 +39,6 @@ class Figure:
     metrics: tuple[str, ...]
     reading: str
     unit: str = ""
-    kind: Literal["lines", "stacked", "pair"] = "lines"
     without: tuple[str, ...] = ()
 
     def names(self, known: Iterable[str]) -> list[str]:
@@ -59,19 +56,15 @@ FIGURES = [
     Figure(_REWARD, "Held-out evaluation", ("eval/score", "eval/pass@*", "eval/majority@*", "eval/score/*"),
            "The same prompts each time: if the training score rises and this does not, the policy exploits the reward "
            "or memorises its prompts."),
-    Figure(_REWARD, "Reward versus KL", ("kl/ref_k1", "reward/score_mean"),
-           "One point for each step, and the ring marks the last: a steep climb is good, and points that spread to "
-           "the right without rising spend KL without earning reward.", kind="pair"),
-    Figure(_REWARD, "Held-out evaluation by source",
-           ("eval/reward/*_mean", "eval/reward/*_mean/*", "eval/reward/*_share"),
-           "One line for each reward source: a source that falls is traded for the others."),
     Figure(_REWARD, "KL to the reference", ("kl/ref_k1", "kl/ref_k3", "eval/kl_ref_k1", "kl/ref_k1/*"),
            "The distance from the model that training started from: it grows slowly in a healthy run, and a jump to "
            "several times its value means that updates are too large.", "nats per token"),
     Figure(_REWARD, "Spread of the scores",
            ("reward/score_std", "reward/clipped_std", "reward/clipped_share", "reward/equal_groups_share"),
            "The standard deviation must stay above 0: nothing is learned from answers that all score the same."),
-    Figure(_REWARD, "Reward by source", ("reward/*_mean", "reward/score_mean/*", "reward/*_share"),
+    Figure(_REWARD, "Reward by source",
+           ("reward/*_mean", "reward/score_mean/*", "reward/*_share", "eval/reward/*_mean", "eval/reward/*_mean/*",
+            "eval/reward/*_share"),
            "One line for each reward source or data set: one that stays flat adds nothing, and one that falls is "
            "traded for the others.",
            without=("reward/score_mean", "reward/total_mean", "reward/equal_groups_share", "reward/clipped_share")),
@@ -92,15 +85,11 @@ FIGURES = [
     Figure(_POLICY, "Sampling versus training", ("rollout/logprob_diff_mean",),
            "The log-probs of generation and of training should be equal: above 0.1 the two do not compute the same "
            "model.", "nats"),
-    Figure(_POLICY, "Policy loss", ("policy/loss", "policy/router_loss"),
-           "It stays near 0 and says little: it need not fall while the policy improves."),
     Figure(_VALUE, "Value loss", ("value/loss",),
            "It falls as the critic learns the returns, and rises for a while when the policy finds better answers."),
     Figure(_VALUE, "Explained variance", ("value/explained_variance",),
            "The share of the returns' variance that the critic predicts: towards 1 is good, and 0 or less means that "
            "it does not help (which is harmless when all returns are nearly equal)."),
-    Figure(_VALUE, "Values and returns", ("value/mean", "value/return_mean"),
-           "A lasting gap means that the critic lags behind the policy."),
     Figure(_FIT, "Loss", ("loss", "eval_loss", "loss/*", "eval_loss/*"),
            "It should fall and level out; if the held-out loss rises while the other falls, the model overfits."),
     Figure(_FIT, "Accuracy", ("accuracy", "eval_accuracy", "accuracy/*", "eval_accuracy/*"),
@@ -112,7 +101,7 @@ FIGURES = [
             "eval_rejected_score", "eval_chosen_reward", "eval_rejected_reward"),
            "The lines should part; with DPO, if both fall together, chosen responses become less likely too."),
     Figure(_COST, "Time per step by phase", ("time/*",),
-           "The height is the time of a step, and the thickest band is the phase to speed up.", "seconds", "stacked",
+           "Together they are the time of a step, and the highest line is the phase to speed up.", "seconds",
            without=("time/*_tokens_per_s", "time/*_imbalance")),
     Figure(_COST, "Throughput", ("time/*_tokens_per_s",),
            "Of all ranks: a lasting fall usually comes from longer responses or a busy machine.", "tokens per second"),

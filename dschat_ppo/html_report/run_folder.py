@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,15 +72,14 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Such as "PPO", "SFT" or "DPO": from the flags, or from the metrics without them."""
+        """Such as "PPO", "SFT" or "DPO"; "-" without `config.yaml`."""
+        if not self.config:
+            return "-"
         if "actor_model_name_or_path" in self.config:
             estimator = self.config.get("advantage_estimator", "gae")
             return "PPO" if estimator == "gae" else f"PPO ({estimator})"
-        if objective := str(self.config.get("objective", "")):
-            return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
-        if not self.config and "reward/score_mean" in self.metrics:
-            return "PPO"
-        return "preferences" if not self.config and "accuracy" in self.metrics else "SFT"
+        objective = str(self.config.get("objective", "SFT"))
+        return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -128,24 +125,6 @@ def read_run(folder: Path, name: str) -> Run:
         answers=held_out + _answers(folder / SAMPLES, damaged, _sampled),
         damaged={file: count for file, count in damaged.items() if count},
     )
-
-
-def related_runs(run: Run) -> list[Path]:
-    """Output folders of the runs that this one starts from, and of the runs beside it that start from its models."""
-    folder, found = run.folder.resolve(), _starts_from(run.config)
-    for path in sorted(folder.parent.glob(f"*/{CONFIG}")):
-        with suppress(OSError, UserError):  # a neighbour that cannot be read is no fault of this run
-            is_near = path.is_file() and folder.name in path.read_text(encoding="utf-8", errors="replace")
-            if is_near and folder in _starts_from(_read_mapping(path, {})):
-                found.append(path.parent)
-    return [other for other in dict.fromkeys(found) if other != folder and os.path.isfile(other / METRICS)]
-
-
-def _starts_from(config: dict[str, Any]) -> list[Path]:
-    """The model folders of a run, and the folders that hold them, as `actor/` is in that of step 3."""
-    models = [value for flag, value in config.items() if flag.endswith("model_name_or_path") and isinstance(value, str)]
-    named = [Path(value).resolve() for value in models if value and "\0" not in value]
-    return [folder for path in named for folder in (path, path.parent)]
 
 
 def number_or_none(value: Any) -> float | None:

@@ -21,7 +21,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     it needs no network, and no large library is imported."""
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
-    text = page(read_runs(folders), time.time(), path.parent)
+    text = page(read_runs(folders), time.time())
     content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
     try:
         write_file(path, content)

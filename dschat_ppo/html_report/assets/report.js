@@ -45,21 +45,16 @@ function drawMarks(chart, panel, raw, events) {
   ctx.restore();
 }
 
-function draw(plot, kind, panel) {
-  const isStacked = kind === "stacked", isPair = kind === "pair";
+function draw(plot, panel) {
   const raw = uPlot.join(panel.series.map((one) => [one.x, one.y]));  // undefined: no value at this step; null: NaN
-  const events = () => (isPair ? [] : [...new Set(panel.series.map((one) => one.run))])
+  const events = () => [...new Set(panel.series.map((one) => one.run))]
     .filter((run) => !hidden.has(run)).flatMap((run) => runs[run].events);
-  const place = (i) => (isPair || (runs.length > 1 && !isStacked) ? panel.series[i].run : i) % 8;  // in the palette
-  const values = () => {
-    const rows = raw.map((row, i) => (i && smoothing && !isPair ? smooth(row) : [...row]));
-    if (isStacked) for (let i = rows.length - 2; i > 0; i--) rows[i] = rows[i].map((value, n) => value + rows[i + 1][n]);
-    return rows;
-  };
+  const place = (i) => (runs.length > 1 ? panel.series[i].run : i) % 8;  // in the palette
+  const values = () => raw.map((row, i) => (i && smoothing ? smooth(row) : [...row]));
   const read = (chart, _, i, n) => {  // the last value without a cursor
     if (n === null) n = raw[i].findLastIndex((value) => value != null);
     if (raw[i][n] === undefined) return "";
-    const isSmoothed = smoothing && !isPair && !isStacked && raw[i][n] !== null;
+    const isSmoothed = smoothing && raw[i][n] !== null;
     return shown(raw[i][n]) + (isSmoothed ? ` (${shown(chart.data[i][n])})` : "");
   };
   const where = (_, at, i, n) => {
@@ -69,22 +64,18 @@ function draw(plot, kind, panel) {
   };
   const axis = { stroke: () => colour("quiet"), font: "11px system-ui, sans-serif", ticks: { show: false } };
   const holder = document.createElement("div");
-  holder.className = kind;
+  holder.className = "lines";
   const chart = new uPlot({
     width: plot.clientWidth, height: 200,
     scales: { x: { time: false } }, cursor: { y: false, dataIdx: (_, i, n) => n },
     axes: [
-      { ...axis, size: 28, grid: { show: false }, values: (_, ticks) => ticks.map((at) => (isPair || at % 1 === 0 ? shown(at) : "")) },
+      { ...axis, size: 28, grid: { show: false }, values: (_, ticks) => ticks.map((at) => (at % 1 === 0 ? shown(at) : "")) },
       { ...axis, size: 54, grid: { stroke: () => colour("rule"), width: 1 }, values: (_, ticks) => ticks.map(shown) },
     ],
-    series: [{ label: isPair ? panel.across : "step", value: where }, ...panel.series.map((one, i) => {
-      const stroke = () => colour(`c${place(i)}`), page = () => colour("page");
-      const look = isStacked ? { fill: stroke, points: { show: false } } : isPair
-        ? { paths: () => null, points: { show: true, size: one.last ? 14 : 6, fill: one.last ? "transparent" : stroke } }
-        : { points: { fill: page } };
-      return { label: one.label, stroke: isStacked ? page : stroke, width: isStacked ? 1 : 2,
-        dash: isStacked || isPair ? [] : DASHES[place(i)], value: read, ...look };
-    })],
+    series: [{ label: "step", value: where }, ...panel.series.map((one, i) => ({
+      label: one.label, stroke: () => colour(`c${place(i)}`), width: 2, dash: DASHES[place(i)], value: read,
+      points: { fill: () => colour("page") },
+    }))],
     legend: { markers: { width: 0, fill: (_, i) => `var(--c${place(i - 1)})` } },
     hooks: { draw: [(drawn) => drawMarks(drawn, panel, raw, events)] },
   }, values(), holder);
@@ -110,8 +101,8 @@ function draw(plot, kind, panel) {
 /* A figure in a closed part of the page has no width, and is drawn when it gets one. */
 const resized = new ResizeObserver((entries) => {
   for (const { target, target: { clientWidth: width } } of entries) {
-    const { kind, panels } = figures[target.dataset.figure];
-    if (width && !target.drawn) target.drawn = panels.map((panel) => draw(target, kind, panel));
+    const panels = figures[target.dataset.figure];
+    if (width && !target.drawn) target.drawn = panels.map((panel) => draw(target, panel));
     else if (width) for (const { chart } of target.drawn) chart.setSize({ width, height: 200 });
   }
 });
