@@ -44,7 +44,6 @@ from dschat_ppo.models.model_files import (
     check_settings,
     checkpoint_shapes,
     is_old_buffer,
-    odd_expert,
     wants_settings_only,
     weight_files,
     without_code,
@@ -418,12 +417,6 @@ def _compare(
                 folder, config=config, device_map="meta", output_loading_info=True, key_mapping=key_mapping or None,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except UserError as problem:
-        odd = odd_expert(checkpoint_shapes(folder))
-        if odd is None:
-            raise
-        fault = f"{folder}: the checkpoint does not fit {type(config).__name__}: wrong shape: {odd}"
-        raise UserError(fault) from problem.__cause__
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = set(info["missing_keys"])

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,7 +38,6 @@ OF_A_RUN = {
     "output_router_logits": False, "return_dict": True, "torchscript": False, "use_cache": True,
     "chunk_size_feed_forward": 0, "rescale_every": 0,
 }  # fmt: skip
-DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")  # a setting; `--dtype` chooses the dtype of a run
 
 
 def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -> None:
@@ -52,14 +50,6 @@ def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -
                 f"{refused}: its weights are quantised ('quantization_config', method {method}); use the model with "
                 "unquantised weights, and --load_in_4bit for QLoRA"
             )
-        if name == "transformers_weights" and value:
-            raise UserError(
-                f"{refused}: 'transformers_weights' names another file of weights; rename that file to "
-                "model.safetensors and remove the setting"
-            )
-        is_dtype = name in ("dtype", "torch_dtype") and value is not None
-        if is_dtype and str(value).removeprefix("torch.") not in DTYPES:
-            raise UserError(f"{refused}: '{name}' must be one of {', '.join(DTYPES)}; it is {value!r}")
     names = sorted({name for name, value in _all_settings(settings) if name.strip("_") in IGNORED and value})
     if names:
         _note(folder, ", ".join(names), "a model folder does not choose code")
@@ -154,10 +144,8 @@ def weight_files(folder: str) -> list[Path]:
 
 
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a checkpoint, without reading the weights. An index may name no file outside
-    the folder. A weight that is no floating-point number is refused: its quantisation is not known."""
-    for file in sorted(Path(folder).glob("*.index.json")):
-        _check_index(file)
+    """Names and shapes of the weights in a checkpoint, without reading the weights. A weight that is no floating-point
+    number is refused: its quantisation is not known."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with reading(f"{file}: cannot be read, copy the model again"):
@@ -178,16 +166,6 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_index(file: Path) -> None:
-    """Refuse an index of weights that names other places than its own folder: transformers would read them."""
-    with reading(f"{file}: cannot be read, copy the model again"):
-        index = json.loads(file.read_text(encoding="utf-8"))
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
-        if Path(name).name != name:
-            raise UserError(f"{file}: names a file of weights outside the folder ({name[:80]!r}); get the model again")
-
-
 def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a `.bin` file, by torch's reader that runs no code."""
     try:
@@ -203,20 +181,6 @@ def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch
     if not isinstance(loaded, dict) or not all(isinstance(weight, torch.Tensor) for weight in loaded.values()):
         raise UserError(f"{file}: must hold tensors by name; save the model's state_dict()")
     return loaded
-
-
-def odd_expert(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The first weight of a mixture of experts whose shape is not that of most of its layer, with both shapes, or None.
-    transformers joins these weights to one tensor, and fails without a name."""
-    layers: dict[str, list[str]] = {}
-    for name in sorted(shapes):
-        layers.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), []).append(name)
-    for names in layers.values():
-        usual = Counter(shapes[name] for name in names).most_common(1)[0][0]
-        for name in names:
-            if shapes[name] != usual:
-                return f"{name} {list(shapes[name])}, other experts {list(usual)}"
-    return None
 
 
 def is_old_buffer(name: str, shape: Sequence[int]) -> bool:

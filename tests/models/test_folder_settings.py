@@ -134,19 +134,6 @@ def test_quantised_weights_are_refused(assets, tmp_path, method):
         load_causal_lm(str(folder), "fp32", None)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"transformers_weights": "../other.safetensors"}, "'transformers_weights' names another file of weights"),
-        ({"dtype": "save"}, "'dtype' must be one of auto, float32, .*; it is 'save'"),
-        ({"torch_dtype": ["float32"]}, "'torch_dtype' must be one of"),
-    ],
-)
-def test_settings_that_name_files_or_functions_are_refused(assets, tmp_path, settings, message):
-    with pytest.raises(UserError, match=message):
-        load_config(str(changed(assets, tmp_path / "lm", settings)), "--model")
-
-
 @pytest.mark.parametrize("dtype", [None, "float32", "torch.bfloat16", "auto"])
 def test_dtypes_of_pytorch_are_accepted(assets, tmp_path, dtype):
     check_settings(str(changed(assets, tmp_path / "lm", {"dtype": dtype, "quantization_config": None})), "--model")
