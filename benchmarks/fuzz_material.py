@@ -113,7 +113,7 @@ def make_bundles(folder: Path) -> None:
         source_scores=torch.zeros(2, 1), scores=torch.zeros(2), groups=torch.arange(2),
         old_logprobs=numbers, ref_logprobs=numbers, kl=numbers, values=numbers / 0, baselines=None,
     )  # fmt: skip
-    rows = FailureContext([scored], {"shaping": {}}, model=str(folder / "reward"))
+    rows = FailureContext([scored], {}, model=str(folder / "reward"))
     faults = ({"kind": "loss", "micro_batch": 1, "numbers": []}, {"kind": "values", "rows": [0, 1]})
     steps = zip(("sft", "ppo"), ("model", "critic"), (batches, rows), faults, BUNDLES, strict=True)
     for step, role, context, fault, name in steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -100,20 +100,12 @@ def router_term(
 def with_router_term(
     settings: RouterSettings, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
     rows_of: Callable[[Batch], Tensor], sums: MetricSums,
-) -> tuple[Callable[[Batch], Tensor], dict[str, Any]]:  # fmt: skip
-    """`loss_of` for this rank's micro-batches of an optimizer step, with the term, and what `replayed_term` needs.
-    Collective.
+) -> Callable[[Batch], Tensor]:  # fmt: skip
+    """`loss_of` for this rank's micro-batches of an optimizer step, with the term. Collective.
 
     `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool.
     `sums` receives the metrics of the training passes, the load-balancing loss under the name `metric`.
     """
     unused = MetricSums(sums.sources)
     term = router_term(settings, batches, lambda batch: loss_of(batch, unused), rows_of)
-    constants = {"router": {**asdict(settings), "chosen": term.chosen.tolist(), "count": float(term.count)}}
-    return lambda batch: term.add_to(partial(loss_of, batch, sums), rows_of(batch), sums, metric), constants
-
-
-def replayed_term(constants: dict[str, Any], device: torch.device) -> RouterTerm:
-    """The term of an optimizer step from the constants that `with_router_term` returned as `router`."""
-    chosen, count = (torch.tensor(constants[name], device=device) for name in ("chosen", "count"))
-    return RouterTerm(RouterSettings(constants["coef"], constants["top_k"]), chosen, count)
+    return lambda batch: term.add_to(partial(loss_of, batch, sums), rows_of(batch), sums, metric)

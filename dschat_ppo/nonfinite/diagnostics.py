@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dschat_ppo.types import tensors_of
 
@@ -40,40 +43,29 @@ def bad_weights(model: nn.Module) -> list[str]:
 
 def bad_gradients(model: nn.Module) -> list[str]:
     """Names of the parameters whose gradients are not finite."""
-    pairs = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-    return [name for name, gradient in pairs if gradient is not None and not bool(gradient.isfinite().all())]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
 
-class FirstBadOutput:
-    """Watches the outputs of a model's modules; `first` describes the first one that is not finite, or is None."""
+@contextmanager
+def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
+    """Yields a list that receives a description of the first module output of `model` that is not finite."""
+    found: list[str] = []
 
-    def __init__(self, model: nn.Module):
-        self.first: str | None = None
-        self._model = model
-        self._hooks: list[Any] = []
+    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not _is_finite(output):
+            state = "its inputs are finite" if _is_finite(inputs) else "so are its inputs"
+            found.append(f"{name or 'the model'} ({type(module).__name__}; {state})")
 
-    def __enter__(self) -> FirstBadOutput:
-        for name, module in self._model.named_modules():
-
-            def check(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-                if self.first is None and not _is_finite(output):
-                    state = "its inputs are finite" if _is_finite(inputs) else "so are its inputs"
-                    self.first = f"{name or 'the model'} ({type(module).__name__}; {state})"
-
-            self._hooks.append(module.register_forward_hook(check))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
+    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
             hook.remove()
 
 
 def _is_finite(value: Any) -> bool:
     """Whether every number is finite in a tensor, or in the tensors of nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, tuple | list):
-        return all(_is_finite(part) for part in value)
-    return all(_is_finite(part) for part in value.values()) if isinstance(value, dict) else True
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

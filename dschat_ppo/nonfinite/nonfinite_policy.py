@@ -3,10 +3,10 @@ log-probs, values and advantages before any update uses them."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
@@ -87,38 +87,29 @@ COMPUTED_BY = {
 }  # fmt: skip
 
 
-class Shaping(Protocol):
-    """The advantage computation, which adapts to the rows of each PPO step."""
-
-    before: dict[str, Any]  # its state before the last rows
-
-    def undo(self) -> None:
-        """Restore that state."""
-
-
 class FiniteExperience:
     """Decides whether the numbers of an experience are finite: only then it reaches an update.
 
     Every rank holds the rows and values of all ranks, so all make the same decision without a collective. `models`:
-    role -> its engine, or the folder or hub name of a frozen model, to be saved or named in a repro bundle.
-    `in_rank_order`: whether rows are in the order of the ranks that generated them.
+    role -> its engine, or the folder or hub name of a frozen model, to be saved or named in a repro bundle. `undo`
+    restores the KL coefficient and the running scale. `in_rank_order`: whether rows are in the order of the ranks that
+    generated them.
     """
 
-    def __init__(self, shaping: Shaping, policy: NonFinitePolicy, models: dict[str, Any], in_rank_order: bool):
-        self.shaping = shaping
+    def __init__(self, undo: Callable[[], None], policy: NonFinitePolicy, models: dict[str, Any], in_rank_order: bool):
+        self.undo = undo
         self.policy = policy
         self.models = models
         self.in_rank_order = in_rank_order
 
     def __call__(self, experience: Experience, step: int) -> bool:
-        """Whether all numbers of an experience of all ranks are finite. Collective if not. Then the KL coefficient and
-        the running scale keep their state, and the first bad field is reported with the rows and the model that
-        computed it, or a `NonFiniteError` stops the run."""
+        """Whether all numbers of an experience of all ranks are finite. Collective if not: the first bad field is then
+        reported with the rows and the model that computed it, or a `NonFiniteError` stops the run."""
         places = bad_places(experience)
         if not places:
             self.policy.reset("rows")
             return True
-        self.shaping.undo()
+        self.undo()
         rows = record_of(ScoredRollout, tensors_of(experience))
         name = next((name for name in COMPUTED_BY if name in places), next(iter(places)))
         role = COMPUTED_BY.get(name, "shaping")
@@ -131,10 +122,9 @@ class FiniteExperience:
         what = {"role": role, "fault": {"kind": name, "rows": numbers}}
         rank = numbers[0] * dist.world_size() // count if self.in_rank_order else 0
         model = self.models.get(role)
-        engine = None if isinstance(model, str) else model
-        folder = model if isinstance(model, str) else None
-        if folder is not None and Path(folder).is_dir():
-            folder = str(Path(folder).resolve())  # the bundle may be moved; a hub name stays as it is
-        context = FailureContext([rows], {"shaping": self.shaping.before}, engine, folder)
+        if isinstance(model, str):  # a hub name stays as it is
+            context = FailureContext([rows], {}, model=os.path.abspath(model) if os.path.isdir(model) else model)
+        else:
+            context = FailureContext([rows], {}, model)
         self.policy.report("rows", step, rank, problem, context, what)
         return False

@@ -7,10 +7,10 @@ last, so a bundle that has one is complete.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import loss_scale
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.writers import CONFIG, write_config
@@ -39,21 +39,14 @@ MODEL, BUNDLE = "model", "bundle.pt"
 
 @dataclass(frozen=True)
 class FailureContext:
-    """The inputs of the computation that gave a NaN or infinity.
+    """The inputs of the computation that gave a NaN or infinity. Of `engine`, the weights are saved;
+    `model` is the folder or hub name of a frozen model. Without both, no model computed the number."""
 
-    Attributes:
-        records: this rank's micro-batches in order, or one record with the rows of all ranks.
-        constants: other numbers that the loss needs.
-        engine: the model whose weights are saved; None if `model` names their folder, or if no model is involved.
-        model: model folder, or None.
-        random_state: of this rank at the start of the step; [] if the computation draws no random numbers.
-    """
-
-    records: Sequence[Any]
-    constants: dict[str, Any]
+    records: Sequence[Any]  # this rank's micro-batches in order, or one record with the rows of all ranks
+    constants: dict[str, Any]  # other numbers that the loss needs
     engine: Engine | None = None
     model: str | None = None
-    random_state: list[Tensor] = field(default_factory=list)
+    random_state: list[Tensor] = field(default_factory=list)  # of this rank at the start of the step
 
 
 class ReproBundles:
@@ -71,31 +64,27 @@ class ReproBundles:
     def write(self, step: int, rank: int, context: FailureContext, details: dict[str, Any]) -> str:
         """Write a bundle of the records of `rank`; returns its folder, or in parentheses why there is none. Collective.
         `details`: the role, and where the bad number is."""
-        name, problem = dist.broadcast_object(self._make_folder(step, rank, context) if dist.is_main() else None)
+        name, problem = dist.broadcast_object(self._make_folder(step, rank) if dist.is_main() else None)
         folder = self.root / name
         if problem is None and context.engine is not None:
-            save_model(context.engine, self.tokenizer, folder / MODEL)
+            try:
+                save_model(context.engine, self.tokenizer, folder / MODEL)
+            except StorageError as failure:  # on every rank; it must not hide the number
+                problem = str(failure)
         if problem is None:
             details = {"step": step, "rank": rank, **details}
             problem = dist.first_problem(self._write_state(folder, context, details) if dist.rank() == rank else None)
         return f"(no repro bundle: {problem})" if problem else str(folder)
 
-    def _make_folder(self, step: int, rank: int, context: FailureContext) -> tuple[str, str | None]:
+    def _make_folder(self, step: int, rank: int) -> tuple[str, str | None]:
         """Remove old bundles and make the new folder, on rank 0. Returns its name, and an error message or None."""
-        name = first = f"step_{step:06d}_rank_{rank}"
-        number = 1
+        first = f"step_{step:06d}_rank_{rank}"
+        names = chain([first], (f"{first}_{number}" for number in count(2)))
+        name = next(name for name in names if not (self.root / name).exists())
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            while (self.root / name).exists():
-                number += 1
-                name = f"{first}_{number}"
-            earlier = sorted(self.root.glob("step_*"), key=lambda path: path.stat().st_mtime)
-            for old in earlier[: max(0, len(earlier) - self.most + 1)]:
+            (self.root / name).mkdir(parents=True)
+            for old in sorted(self.root.glob("step_*"), key=lambda path: path.stat().st_mtime)[: -self.most]:
                 remove_folder(old)
-            free, needed = shutil.disk_usage(self.root).free, _bytes_of(context)
-            if free < needed:
-                return name, f"{self.root} has {free} bytes left, and the bundle takes {needed}"
-            (self.root / name).mkdir()
             write_config(flatten(self.config), self.root / name)
         except OSError as problem:
             return name, f"{self.root} cannot be written, {problem.strerror}"
@@ -119,22 +108,10 @@ class ReproBundles:
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         }
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # for ranks on machines that do not share the disk of rank 0
             save_state(folder / BUNDLE, state)
         except OSError as problem:
             return f"{folder / BUNDLE} cannot be written, {problem.strerror}"
         return None
-
-
-def _bytes_of(context: FailureContext) -> int:
-    """Disk space that a bundle takes, plus a tenth and 16 MiB for the other files."""
-    tensors = [value for record in context.records for value in tensors_of(record).values()]
-    numbers = sum(value.numel() * value.element_size() for value in tensors)
-    if context.engine is not None:
-        for parameter in unwrap(context.engine).parameters():
-            whole = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties the parameter itself
-            numbers += whole * parameter.element_size()
-    return int(1.1 * numbers) + 2**24
 
 
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:

@@ -162,7 +162,7 @@ class PPOComponents:
             "reward": config.reward_folder,
         }  # fmt: skip
         self.is_finite = FiniteExperience(
-            self.shaping, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
+            self.shaping.undo, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
         )
         late_ends = generator.config.stopping.late_ends
         settings = PassSettings(

@@ -263,10 +263,10 @@ class PPOUpdate:
         def policy_loss(rows: Experience, sums: MetricSums) -> Tensor:
             return self.actor_loss(rows, minibatch, entropy_coef, sums, recorded)
 
-        with_router, router = None, dict[str, Any]()
+        with_router = None
         if self.router is not None:
             with self.clock.phase("train"):
-                with_router, router = with_router_term(
+                with_router = with_router_term(
                     self.router, "policy/router_loss", minibatch.micro_batches, policy_loss,
                     lambda rows: rows.response_mask.any(dim=1), sums,
                 )  # fmt: skip
@@ -276,7 +276,7 @@ class PPOUpdate:
                 return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
             return policy_loss(rows, sums) if with_router is None else with_router(rows)
 
-        constants = {**_constants(minibatch), "entropy_coef": entropy_coef, **router}
+        constants = {**_constants(minibatch), "entropy_coef": entropy_coef}
         constants["text_tokens"] = float(text_tokens) if texts else 1.0
         return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
 

@@ -281,14 +281,13 @@ class SupervisedTrainer(Generic[Batch]):
             return objective.loss(self.engine, batch, total, sums)
 
         loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
-        router: dict[str, Any] = {}
         if self.router is not None:
-            loss_of, router = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
+            loss_of = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
         result = apply(accumulate(self.engine, batches, loss_of))
 
         def context() -> FailureContext:
             state = result.fault.random_state if result.fault else []
-            constants = {"total": float(total), "rows": micro_batches, **router}
+            constants = {"total": float(total), "rows": micro_batches}
             return FailureContext(batches, constants, self.engine, random_state=state)
 
         self.nonfinite.handle("model", self.steps + 1, result, context)

@@ -1,9 +1,9 @@
 """`python -m dschat_ppo.tools.replay FOLDER`: reproduce a NaN or infinity from its repro bundle, in one process.
 
 FOLDER is a folder under OUTPUT/nonfinite. The command loads the model and the rank's micro-batches (or the rows of the
-PPO step) from it, repeats the computation in the same number format, and prints what is not finite: which loss, which
-module's output first, which gradients. Exit code 0: a number is not finite again; 1: all numbers
-are finite; 2: the folder cannot be used.
+PPO step) from it, repeats the computation in the same number format and with the same attention, and prints what is not
+finite: which loss, which module's output first, which gradients. Exit code 0: a number is not finite again; 1: all
+numbers are finite; 2: the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder under OUTPUT/nonfinite")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="number format (default: that of the run)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"),
+                        help="another number format, with --attn_implementation auto")  # fmt: skip
     words = parser.parse_args(argv)
     # after the flags are checked: these imports take seconds
     from dschat_ppo.tools.replay_bundle import replay

@@ -7,7 +7,7 @@ import torch
 from tiny_experience import experience, with_bad
 from torch import nn
 
-from dschat_ppo.nonfinite.diagnostics import FirstBadOutput, bad_gradients, bad_places, bad_weights
+from dschat_ppo.nonfinite.diagnostics import bad_gradients, bad_places, bad_weights, first_bad_output
 
 NAN, INF = math.nan, math.inf
 
@@ -43,9 +43,9 @@ class Pieces(nn.Module):
 @pytest.mark.parametrize(("value", "place"), [(NAN, "0"), (2.0, None)])
 def test_the_first_bad_output_is_named_with_the_state_of_its_inputs(value, place):
     model = nn.Sequential(nn.Identity(), nn.ReLU(), Pieces())
-    with FirstBadOutput(model) as outputs:
+    with first_bad_output(model) as outputs:
         model(torch.tensor([value]))
-    assert outputs.first == (None if place is None else f"{place} (Identity; so are its inputs)")
+    assert outputs == ([] if place is None else [f"{place} (Identity; so are its inputs)"])
 
 
 def test_outputs_in_nested_containers_are_checked_and_hooks_are_removed():
@@ -54,11 +54,11 @@ def test_outputs_in_nested_containers_are_checked_and_hooks_are_removed():
             return super().forward(x.log())
 
     model = Root()
-    with FirstBadOutput(model) as outputs:
+    with first_bad_output(model) as outputs:
         model(torch.tensor([0.0]))
         model(torch.tensor([NAN]))
-    assert outputs.first == "the model (Root; its inputs are finite)", "the first one is kept"
-    with FirstBadOutput(model) as outputs:
+    assert outputs == ["the model (Root; its inputs are finite)"], "the first one is kept"
+    with first_bad_output(model) as outputs:
         pass
     model(torch.tensor([0.0]))
-    assert outputs.first is None
+    assert outputs == []

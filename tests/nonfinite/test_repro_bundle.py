@@ -2,14 +2,13 @@
 
 import math
 import os
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_experience import experience, ppo_bundles, with_bad
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.nonfinite.repro_bundle import FailureContext, read_bundle
 
 NAN, INF = math.nan, math.inf
@@ -40,10 +39,13 @@ def test_the_newest_bundles_are_kept(tmp_path):
     assert sorted(path.name for path in (tmp_path / "nonfinite").iterdir()) == names[1:]
 
 
-def test_nothing_is_written_to_a_disk_that_is_nearly_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**24))
-    assert "has 16777216 bytes left" in ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
-    assert not list((tmp_path / "nonfinite").iterdir())
+def test_a_model_that_cannot_be_saved_does_not_hide_the_failure(tmp_path, monkeypatch):
+    def full(*_):
+        raise StorageError("model.safetensors: no space left on device")
+
+    monkeypatch.setattr("dschat_ppo.nonfinite.repro_bundle.save_model", full)
+    said = ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}, SimpleNamespace()), {})
+    assert said == "(no repro bundle: model.safetensors: no space left on device)"
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles, read_bundle
+from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import main
-from dschat_ppo.tools.replay_bundle import attention_of, load_model
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
@@ -209,26 +208,18 @@ def test_losses_of_passes_that_give_old_log_probs_and_values_match_the_run(asset
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
-def test_the_model_uses_the_kernels_of_the_run(assets, tmp_path):
+def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_path, capsys, monkeypatch):
     engine = engine_of("policy")
-    engine.module.layout = Layout(fused=False, packed=True, shares=True)
-    folder = Path(bundle(assets, tmp_path, "sft", "model", FailureContext([], {}, engine)))
-    model = load_model(folder, read_bundle(folder)[0], config_of(assets, tmp_path, "sft"), "fp32")
-    assert model.layout == Layout(fused=False, packed=True, shares=True)
-
-
-def test_the_attention_is_that_of_the_run_where_it_can_run_here(assets, tmp_path, capsys, monkeypatch):
-    chosen = {}
-    for choice in ("auto", "eager", "flex_attention"):
-        config = config_of(assets, tmp_path, "sft", "--attn_implementation", choice)
-        chosen[choice] = attention_of(config, "fp32", torch.device("cpu"))
-    assert chosen == {"auto": "auto", "eager": "eager", "flex_attention": "auto"}
-    [note] = capsys.readouterr().out.splitlines()
-    assert note.startswith("note: replayed with --attn_implementation auto: --attn_implementation flex_attention needs")
-    config = config_of(assets, tmp_path, "sft", "--dtype", "bf16", "--attn_implementation", "flash_attention_2")
-    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.check_attention", lambda *_: None)  # a GPU with flash-attn
-    found = [attention_of(config, dtype, torch.device("cuda")) for dtype in ("bf16", "fp32")]
-    assert found == ["flash_attention_2", "auto"] and "not compute in fp32" in capsys.readouterr().out
+    engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
+    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.replay_step", lambda model, *_: used.append(model.layout))
+    eager, flex = (
+        bundle(assets, tmp_path / choice, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine),
+               ("--attn_implementation", choice))
+        for choice in ("eager", "flex_attention")
+    )  # fmt: skip
+    assert main([eager]) == main([flex, "--dtype", "bf16"]) == 1
+    assert used == [replace(engine.module.layout, attention=choice) for choice in ("eager", "auto")]
+    assert main([flex]) == 2 and "flex_attention needs a GPU" in capsys.readouterr().err
 
 
 def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):
@@ -291,7 +282,7 @@ def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, 
     bad = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0]])
     fault = {"kind": field, "rows": [2]}
     for poisoned, code in ((True, 0), (False, 1)):
-        context = FailureContext([scored(**{field: bad})], {"shaping": {}}, engine_of(kind, poisoned))
+        context = FailureContext([scored(**{field: bad})], {}, engine_of(kind, poisoned))
         assert main([bundle(assets, tmp_path, "ppo", role, context, fault=fault)]) == code
         said = capsys.readouterr().out
         assert f"record 0, {field}: 1 number not finite, the first at row 2 and token 0" in said
@@ -300,11 +291,11 @@ def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, 
 
 @pytest.mark.parametrize(("model", "code", "words"), [
     (None, 0, "record 0, scores: 1 number not finite, the first at row 1\n"),  # a function's are not computed again
-    ("reward", 1, "another source of reward"),
+    ("reward", 1, "another reward, or sampling"),
 ])  # fmt: skip
 def test_scores(assets, tmp_path, capsys, model, code, words):
     rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    context = FailureContext([rows], {"shaping": {}}, model=model and str(assets / model))
+    context = FailureContext([rows], {}, model=model and str(assets / model))
     assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == code
     assert words in capsys.readouterr().out
 
@@ -315,32 +306,15 @@ def test_a_reward_model_with_another_tokenizer_is_not_run_on_the_rows(assets, tm
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(other)
     rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    context = FailureContext([rows], {"shaping": {}}, model=str(other))
+    context = FailureContext([rows], {}, model=str(other))
     assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 0
     assert "scores: not computed again" in capsys.readouterr().out
 
 
-def test_advantages_are_computed_again(assets, tmp_path, capsys):
-    """Finite scores and values whose difference is not: 3e38 - (-3e38)."""
-    words = ("--reward_clip", "0")
-    shaping = {"kl_coef": {}, "running": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
+def test_advantages_are_not_computed_again(assets, tmp_path, capsys):
     fault = {"kind": "advantages", "rows": [2]}
-    for scores, code in ((3e38, 0), (1.0, 1)):
-        values = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-3e38, 0.0]]) * (scores > 1)
-        rows = scored(scores=torch.tensor([0.0, 0.0, scores]), values=values)
-        folder = bundle(assets, tmp_path, "ppo", "shaping", FailureContext([rows], {"shaping": shaping}), words, fault)
-        assert main([folder]) == code
-    assert "advantages:" in capsys.readouterr().out
-
-
-def test_adaptive_coefficients_are_restored(assets, tmp_path):
-    """A penalty of 3e38 x 10 is infinite, one of 0.1 x 10 is not."""
-    rows = scored(kl=torch.full((3, 2), 10.0))
-    fault = {"kind": "rewards", "rows": [0]}
-    for coefficient, code in ((3e38, 0), (0.1, 1)):
-        running = {"count": 0.0, "mean": 0.0, "squares": 0.0}
-        context = FailureContext([rows], {"shaping": {"kl_coef": {"value": coefficient}, "running": running}})
-        assert main([bundle(assets, tmp_path, "ppo", "shaping", context, ("--kl_target", "0.1"), fault)]) == code
+    assert main([bundle(assets, tmp_path, "ppo", "shaping", FailureContext([scored()], {}), fault=fault)]) == 0
+    assert "advantages: not computed again" in capsys.readouterr().out
 
 
 # The rest
