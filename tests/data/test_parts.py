@@ -196,7 +196,6 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
             opened.append(self)
             return {"train": rows.to_iterable_dataset(num_shards=4), "test": rows.to_iterable_dataset()}
 
-    monkeypatch.setattr("dschat_ppo.data.locate._why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     found = found_in(tmp_path, tmp_path, "org/name:main")
     assert found.evaluation == ["test"] and "revision" in content_of(found.parts[0])

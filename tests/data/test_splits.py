@@ -90,21 +90,12 @@ def test_other_file_formats_are_rejected(tmp_path):
         load(tmp_path, path)
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "tokenizer_config.json", "model.safetensors"])
-def test_the_folder_of_a_model_is_rejected_as_data(tmp_path, name):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / name).write_text("{}")
-    write_jsonl(tmp_path / "model" / "metrics.jsonl", ROWS)
-    with pytest.raises(UserError, match=rf"model: the folder holds a model \({name}\), not data; name the files"):
-        load(tmp_path, tmp_path / "model")
-
-
 def test_folders_without_training_files_are_rejected(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="the folder holds no data file; supported are"):
         load(tmp_path, tmp_path / "bare")
     write_jsonl(tmp_path / "bare" / "test.jsonl", ROWS)
-    with pytest.raises(UserError, match="only evaluation files"):
+    with pytest.raises(UserError, match=r"bare: has no training split \(test\); choose one, as in .*bare\[test\]"):
         load(tmp_path, tmp_path / "bare")
 
 
@@ -163,7 +154,7 @@ def folder(tmp_path) -> Path:
         ("", range(10), [12, 13, 14, 10, 11]),
         ("[train]", range(10), [12, 13, 14, 10, 11]),
         ("[test]", [12, 13, 14], None),
-        ("[dev]", [10, 11], None),
+        ("[validation]", [10, 11], None),
         ("[train[:3]]", [0, 1, 2], [12, 13, 14, 10, 11]),
         ("[train[50%:]]", range(5, 10), [12, 13, 14, 10, 11]),
         ("[train[-1:]+validation]", [9, 10, 11], [12, 13, 14]),
@@ -198,7 +189,7 @@ def test_several_training_splits_need_a_choice_and_their_own_evaluation_split(tm
     for n, name in enumerate(["train_sft", "train_prefs", "test_sft", "test_prefs"]):
         write_jsonl(tmp_path / "d" / f"{name}-00000-of-00001.jsonl", [{"n": n}])
     with pytest.raises(
-        UserError, match=r"has the training splits train_prefs, train_sft; choose one, as in .*d\[train"
+        UserError, match=r"has several training splits \(train_prefs, train_sft\); choose one, as in .*d\[train"
     ):
         load(tmp_path, tmp_path / "d")
     splits = load(tmp_path, f"{tmp_path}/d[train_sft]")
