@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-from dschat_ppo.data.examples import Example, Use, value_at
+from dschat_ppo.data.examples import Example, Use, has_value, value_at
 from dschat_ppo.data.forms import GROUP_ANSWERS, GROUP_LABELS, LABELS, RANKS, SCORES, Cells
 from dschat_ppo.data.messages import (
     CONTEXT,
@@ -342,14 +342,19 @@ def read_kto(cells: Cells, use: Use) -> list[Example]:
         prompt, said = _asked(cells.messages("messages"), cells.column("messages"), use != "prompt")
         answers = [said]
     else:
-        prompt, answers = _prompt(cells), row[GROUP_ANSWERS] if is_group else [row.get(cells.column("response"))]
+        prompt, column = _prompt(cells), cells.column("response")
+        if is_group:
+            answers = row[GROUP_ANSWERS]
+        else:  # a prompt alone needs no answer
+            answers = [value_at(row, column) if use != "prompt" or has_value(row, column) else None]
         if isinstance(prompt, str) and looks_like_messages(answers[0]):
             prompt = [{"role": "user", "content": prompt}]
         if use != "prompt":
             answers = [_completion(value, cells) for value in answers]
     if use == "prompt":
         return [Example(prompt)]
-    worths = [float(_is_good(label)) for label in (row[GROUP_LABELS] if is_group else [row.get(cells.column("label"))])]
+    labels = row[GROUP_LABELS] if is_group else [value_at(row, cells.column("label"))]
+    worths = [float(_is_good(label)) for label in labels]
     if use == "preference":
         if not is_group:
             raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")

@@ -4,16 +4,18 @@ is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -24,13 +26,12 @@ from dschat_ppo.data.cache import file_key
 from dschat_ppo.data.sources import COMPRESSED, SUPPORTED, kind_of
 from dschat_ppo.errors import UserError, in_one_line, reading
 
-BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of JSON
-_FIRST_BYTES, _FIRST_RECORDS = 2**20, 20  # that show the layout of a JSON file, and the separator of another
+BATCH_ROWS, BATCH_BYTES = 1000, 2**20  # bytes of lines
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
-_LONGEST_WORD = 12  # characters that the decoder reads at once outside of texts and digits: two escapes of a character
 _SPACE, _BOM = re.compile(r"[ \t\r\n]*"), b"\xef\xbb\xbf"
 _LFS = b"version https://git-lfs.github.com/"
-_SEPARATORS = {",": "commas", "\t": "tabs", ";": "';'", "|": "'|'"}
+_SEPARATORS = {",": "commas; rename it to NAME.csv", "\t": "tabs; rename it to NAME.tsv", ";": "';'; convert it",
+               "|": "'|'; convert it"}  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -89,23 +90,25 @@ class FilePart:
             raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
 
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
-        """JSON Lines and Parquet are opened at `place`; other files are read from their start."""
+        """Files of lines and Parquet are opened at `place`; other files are read from their start."""
+        is_json = self.kind == "json"
         try:
-            if self.kind == "json" and (isinstance(place, list) or _is_json_lines(self.path)):
-                yield from json_lines(self.path, bad, place or [0, 0])
+            if self.kind == "text" or (is_json and (isinstance(place, list) or _is_json_lines(self.path))):
+                yield from line_batches(self.path, bad, place or [0, 0], _row_of_json if is_json else _row_of_text)
             elif self.kind in ("parquet", "arrow"):
                 yield from _table_batches(self.path, self.kind, place or 0)
             else:
-                rows = {"json": _json_rows, "text": _text_rows}.get(str(self.kind), _separated_rows)(self.path, bad)
+                rows = (_json_rows if is_json else _separated_rows)(self.path, bad)
                 while part := list(islice(rows, BATCH_ROWS)):
                     if part[-1][0] > (place or 0):
                         yield Batch([number for number, _ in part], [row for _, row in part], part[-1][0])
                     else:
                         bad.forget()  # they were counted when these rows were read before
-        except OSError as problem:
-            if self.path.suffix.lower() not in COMPRESSED or problem.errno is not None:
+        except (OSError, EOFError, zlib.error) as problem:
+            if self.path.suffix.lower() not in COMPRESSED or getattr(problem, "errno", None) is not None:
                 raise
-            damage = "truncated" if "Truncated" in str(problem) else f"damaged ({problem})"
+            is_cut = isinstance(problem, EOFError) or "Truncated" in str(problem)
+            damage = "truncated" if is_cut else f"damaged ({problem})"
             raise UserError(f"the compressed file is {damage}; copy or download it again") from None
 
 
@@ -163,6 +166,8 @@ def _opened(path: Path) -> BinaryIO:
     codec = COMPRESSED.get(path.suffix.lower())
     if codec is None:
         return path.open("rb")
+    if codec == "gzip":  # pyarrow refuses the zeros with which some programs fill up the last block
+        return io.BufferedReader(gzip.GzipFile(path), BATCH_BYTES)
     return io.BufferedReader(pa.input_stream(str(path), compression=codec), BATCH_BYTES)
 
 
@@ -216,54 +221,55 @@ def _rows_of_columns(columns: dict[str, list[Any]]) -> list[Row]:
     return json.loads(json.dumps(rows, default=as_json))
 
 
-# JSON
+# Lines of JSON or text
 
 
-def _is_json_lines(path: Path) -> bool:
-    """Whether each line of a JSON file is a row, rather than one array, one object, or objects over several lines."""
-    with _opened(path) as file:
-        text = file.read(_FIRST_BYTES).removeprefix(_BOM).lstrip()
-    if text[:1] != b"{":
-        return text[:1] != b"["
-    first, newline, rest = text.partition(b"\n")
-    with suppress(ValueError, RecursionError):
-        json.loads(first)
-        return bool(rest.strip()) or len(text) >= _FIRST_BYTES
-    with suppress(ValueError, RecursionError):
-        json.JSONDecoder().raw_decode(text.decode(errors="ignore"))
-        return not newline
-    return True  # a bad line
-
-
-def json_lines(path: Path, bad: BadLines, place: list[int]) -> Iterator[Batch]:
-    """`place` is [bytes, lines] of the file that are read already."""
+def line_batches(path: Path, bad: BadLines, place: list[int], row_of: Callable[[str], Row]) -> Iterator[Batch]:
+    """A row for each line that is not blank. `place` is [bytes, lines] of the file that are read already."""
     offset, number = place
     with _opened(path) as file:
         if file.seekable():
             file.seek(offset)
-        for start in range(0, 0 if file.seekable() else offset, BATCH_BYTES):
-            file.read(min(BATCH_BYTES, offset - start))
+        else:
+            deque(islice(file, number), maxlen=0)
         while lines := file.readlines(BATCH_BYTES):
             numbers, rows = [], []
             for line in lines:
                 number += 1
                 if number == 1:
                     line = line.removeprefix(_BOM)
-                if line.isspace():
-                    continue
                 try:
                     text = line.decode().rstrip("\r\n")
-                    row = _with_reason(_DECODER.decode, text)
-                    _check_row(row, text)
+                    if text.strip():
+                        rows.append(row_of(text))
+                        numbers.append(number)
                 except UnicodeDecodeError:
                     bad.add_bytes(f"line {number}", line.strip())
                 except UserError as problem:
                     bad.add(f"line {number}", str(problem), text.strip())
-                else:
-                    numbers.append(number)
-                    rows.append(row)
             offset += sum(map(len, lines))
             yield Batch(numbers, rows, [offset, number])
+
+
+def _row_of_text(text: str) -> Row:
+    return {"text": text}
+
+
+def _row_of_json(text: str) -> Row:
+    row = _with_reason(_DECODER.decode, text)
+    _check_row(row, text)
+    return dict(row)
+
+
+# JSON
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether each line of a JSON file is a row, rather than one array, one object, or objects over several lines."""
+    with _opened(path) as file:
+        text = file.read(BATCH_BYTES).removeprefix(_BOM).lstrip()
+    first, _, rest = text.partition(b"\n")
+    return text[:1] != b"[" and (text[:1] != b"{" or (first.strip() != b"{" and bool(rest.strip())))
 
 
 def _constant(name: str) -> None:
@@ -309,95 +315,58 @@ def _check_row(row: Any, text: str) -> None:
 
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    """The rows of one array, or of objects over several lines each."""
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+    """The rows of one array, or of objects over several lines each. The file is read whole."""
+    with _opened(path) as file:
+        content = file.read()
+    try:
+        values = _json_values(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise UserError(f"{NOT_UTF8}: {around_bad_byte(content)!r}") from None
+    del content
+    first = list(islice(values, 2))
+    if len(first) == 1 and (table := _rows_of_object(first[0][0])) is not None:
+        yield from enumerate(table, start=1)
+        return
+    for number, (row, written) in enumerate(chain(first, values), start=1):
+        row = {"text": row} if isinstance(row, str) else row
         try:
-            values = _json_values(_Text(text))
-            first = list(islice(values, 2))
-            if len(first) == 1 and (table := _rows_of_object(first[0][0])) is not None:
-                yield from enumerate(table, start=1)
-                return
-            for number, (row, written) in enumerate(chain(first, values), start=1):
-                row = {"text": row} if isinstance(row, str) else row
-                try:
-                    _check_row(row, written)
-                except UserError as problem:
-                    bad.add(f"row {number}", str(problem), written)
-                else:
-                    yield number, row
-        except UnicodeDecodeError as problem:
-            raise UserError(f"{NOT_UTF8}: {around_bad_byte(problem.object)!r}") from None
+            _check_row(row, written)
+        except UserError as problem:
+            bad.add(f"row {number}", str(problem), written)
+        else:
+            yield number, row
 
 
-class _Text:
-    """The text of a JSON file, of which only a piece lies in memory."""
-
-    def __init__(self, file: TextIO):
-        self._file = file
-        self.piece, self.place, self.is_whole = "", 0, False  # `place`: in the piece, behind what is read
-
-    def more(self) -> bool:
-        """Read on; False at the end. A piece grows by its own length, so that a long value is tried few times."""
-        self.piece, self.place = self.piece[self.place :], 0
-        found = self._file.read(max(BATCH_BYTES, len(self.piece)))
-        self.piece, self.is_whole = self.piece + found, not found
-        return not self.is_whole
-
-    def mark(self) -> str:
-        """Go to the next character that is no space, and return it; "" at the end."""
-        while True:
-            self.place = _SPACE.match(self.piece, self.place).end()  # type: ignore[union-attr]  # it matches ""
-            if self.place < len(self.piece) or not self.more():
-                return self.piece[self.place : self.place + 1]
-
-    def value(self) -> tuple[Any, str]:
-        """The value here, with its text; goes behind it. What ends near the end of the piece may continue behind it."""
-        while True:
-            try:
-                value, end = _with_reason(_DECODER.raw_decode, self.piece, self.place)
-                if self.is_whole or end < len(self.piece) - _LONGEST_WORD:
-                    written, self.place = self.piece[self.place : end], end
-                    return value, written
-            except UserError as problem:
-                cause = problem.__cause__
-                if self.is_whole or not isinstance(cause, json.JSONDecodeError):
-                    raise
-                if "Unterminated" not in cause.msg and cause.pos < len(self.piece) - _LONGEST_WORD:
-                    raise
-            self.more()
-
-    @property
-    def shown(self) -> str:
-        return repr(self.piece[self.place : self.place + QUOTED_CHARACTERS])
-
-
-def _json_values(text: _Text) -> Iterator[tuple[Any, str]]:
+def _json_values(text: str) -> Iterator[tuple[Any, str]]:
     """Each value of one array, or of a sequence of values, with its text. A value that cannot be read ends the file,
     even if bad rows are skipped: the next one cannot be found."""
-    number, end = 0, "]" if text.mark() == "[" else ""
-    text.place += len(end)
-    is_open = text.mark() != end
-    while is_open:
+
+    def behind_space(place: int) -> int:
+        return _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
+
+    number, place = 0, behind_space(0)
+    end = "]" if text[place] == "[" else ""
+    place = behind_space(place + len(end))
+    while (mark := text[place : place + 1]) != end:
         number += 1
-        text.mark()
         try:
-            yield text.value()
+            value, behind = _with_reason(_DECODER.raw_decode, text, place)
         except UserError as problem:
             cause, reason = problem.__cause__, re.sub(r" at column \d+", "", str(problem))
-            if isinstance(cause, json.JSONDecodeError):
-                is_cut = "Unterminated" in cause.msg or cause.pos >= len(text.piece.rstrip())
-                reason = "has no end: the file is truncated" if is_cut else reason
-            raise UserError(f"row {number} {reason}: {text.shown}") from None
-        is_open = (mark := text.mark()) != end
-        if is_open and end:
-            if not mark:
-                raise UserError(f"its array has no end after row {number}: the file is truncated")
+            if isinstance(cause, json.JSONDecodeError) and (
+                "Unterminated" in cause.msg or not text[cause.pos :].strip()
+            ):
+                reason = "has no end: the file is truncated"
+            raise UserError(f"row {number} {reason}: {text[place : place + QUOTED_CHARACTERS]!r}") from None
+        yield value, text[place:behind]
+        place = behind_space(behind)
+        if end and (mark := text[place : place + 1]) != end:
             if mark != ",":
-                raise UserError(f"row {number} is not followed by a comma: {text.shown}")
-            text.place += 1
-    text.place += len(end)
-    if text.mark():
-        raise UserError(f"has more text after the end of its array: {text.shown}")
+                wrong = f"row {number} is not followed by a comma" if mark else "the array has no end: it is truncated"
+                raise UserError(f"{wrong}: {text[place : place + QUOTED_CHARACTERS]!r}")
+            place = behind_space(place + 1)
+    if rest := text[place + len(end) :].strip():
+        raise UserError(f"has more text after the end of its array: {rest[:QUOTED_CHARACTERS]!r}")
 
 
 def _rows_of_object(table: Any) -> list[Row] | None:
@@ -413,36 +382,23 @@ def _rows_of_object(table: Any) -> list[Row] | None:
     return [dict(zip(table, values, strict=True)) for values in zip(*parts, strict=True)]
 
 
-# CSV and text
-
-
-def _text_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    """One row with the column `text` for each line that is not blank."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                text = (line.removeprefix(_BOM) if number == 1 else line).decode().rstrip("\r\n")
-            except UnicodeDecodeError:
-                bad.add_bytes(f"line {number}", line.strip())
-                continue
-            if text.strip():
-                yield number, {"text": text}
-
-
-@contextmanager
-def _opened_csv(path: Path, delimiter: str) -> Iterator[Any]:
-    csv.field_size_limit(sys.maxsize)
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
-        yield csv.reader(text, delimiter=delimiter, strict=True)
+# CSV
 
 
 def _separated_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty."""
     delimiter = "," if kind_of(path) == "csv" else "\t"
-    _require_separator(path, delimiter)
-    with _opened_csv(path, delimiter) as lines:
+    with _opened(path) as file:
+        first = next((line for line in file if line.strip()), b"").decode(errors="replace")
+    for mark, mend in _SEPARATORS.items() if delimiter not in first else ():
+        if mark in first:
+            wanted = _SEPARATORS[delimiter].partition(";")[0]
+            raise UserError(f"fields are separated by {wanted}; this file seems to use {mend}")
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
         try:
-            header: list[str] = next((fields for fields in lines if fields), [])
+            header: list[str] = next(filter(None, lines), [])
         except csv.Error as problem:
             raise UserError(f"the header is not CSV ({problem})") from None
         if (content := _escaped_bytes(header, delimiter)) is not None:
@@ -483,18 +439,3 @@ def _escaped_bytes(fields: list[str], delimiter: str) -> bytes | None:
     except UnicodeEncodeError:
         return text.encode(errors="surrogateescape")
     return None
-
-
-def _require_separator(path: Path, delimiter: str) -> None:
-    """Refuse a file of one column that has several columns, and rows of as many fields, by another separator."""
-    for mark in sorted(_SEPARATORS, key=lambda mark: mark != delimiter):  # that of the name first
-        records: list[list[str]] = []
-        with _opened_csv(path, mark) as lines, suppress(csv.Error):
-            records.extend(islice(filter(None, lines), _FIRST_RECORDS))
-        header, *rows = records or [[]]
-        if len(header) > 1 and mark == delimiter:
-            return
-        if len(header) > 1 and any(len(fields) == len(header) for fields in rows):
-            mend = {",": "rename it to NAME.csv", "\t": "rename it to NAME.tsv"}.get(mark, "convert it")
-            wanted, found = _SEPARATORS[delimiter], _SEPARATORS[mark]
-            raise UserError(f"fields are separated by {wanted}; this file seems to use {found}; {mend}")

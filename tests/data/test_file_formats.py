@@ -98,7 +98,7 @@ def test_a_bad_line_is_an_error_or_is_left_out_and_counted(tmp_path, line, cause
 
 def test_the_quoted_line_is_cut_at_200_characters(tmp_path):
     with pytest.raises(UserError) as problem:
-        read(tmp_path, b'{"p": "' + b"x" * 1000)
+        read(tmp_path, b'{"p": "' + b"x" * 1000 + b"\n{}")
     assert "x" * 193 + "'..." in str(problem.value) and "x" * 194 not in str(problem.value)
 
 
@@ -114,6 +114,7 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
     "text",
     [
         json.dumps(ROWS),
+        json.dumps(ROWS)[:-1] + ",]",
         json.dumps(ROWS, indent=2),
         "\ufeff\n" + json.dumps(ROWS),
         "\n".join(json.dumps(row, indent=1) for row in ROWS),
@@ -121,11 +122,18 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
         json.dumps({"p": {"0": "a", "1": "b]", "2": "c"}, "n": {"0": 1, "1": 2, "2": 3}}),
         json.dumps({"p": {"0": "a", "1": "b]", "2": "c"}, "n": {"0": 1, "1": 2, "2": 3}}, indent=1),
     ],
-    ids=["array", "indented array", "after a mark", "indented objects", "windows", "columns", "indented columns"],
+    ids=[
+        "array",
+        "comma at the end",
+        "indented array",
+        "after a mark",
+        "indented objects",
+        "windows",
+        "columns",
+        "indented columns",
+    ],
 )
-@pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
-def test_every_layout_of_json_gives_the_same_rows(tmp_path, monkeypatch, text, piece):
-    monkeypatch.setattr(parts, "BATCH_BYTES", piece)
+def test_every_layout_of_json_gives_the_same_rows(tmp_path, text):
     splits = read(tmp_path, text.encode(), name="d.json")
     assert list(splits.train) == ROWS
     assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 2", "row 3"]
@@ -140,7 +148,7 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
     ("text", "cause"),
     [
         ('[{"p": "a"}, {"p": "b', "row 2 has no end: the file is truncated"),
-        ('[{"p": "a"}, {"p": "b"}', "its array has no end after row 2: the file is truncated"),
+        ('[{"p": "a"}, {"p": "b"}', "the array has no end: it is truncated"),
         ('[{"p": "a"},', "row 2 has no end: the file is truncated"),
         ('[{"p": "a"} {"p": "b"}]', "row 1 is not followed by a comma"),
         ('[{"p": "a"}, {"p" "b"}, {"p": "ccccccccccccccccccccccc"}]', "row 2 is not JSON"),
@@ -148,13 +156,10 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
         ('[{"p": "a"}] x', "has more text after the end of its array: 'x'"),
         ('[{"p": "a"}, 7]', "row 2 is not an object"),
         ('[{"p": "a"}, 7.5e+10]', "row 2 is not an object"),
-        ('[{"p": "a"},]', "row 2 is not JSON"),
         ('[{"p": "a"}, {"p": "\\ud83d\\ude00"}, {"p": "\\ud83d"}]', "row 3 holds half of a surrogate pair"),
     ],
 )
-@pytest.mark.parametrize("piece", [*range(1, 8), 2**20])
-def test_a_broken_array_is_a_one_line_error(tmp_path, monkeypatch, text, cause, piece):
-    monkeypatch.setattr(parts, "BATCH_BYTES", piece)
+def test_a_broken_array_is_a_one_line_error(tmp_path, text, cause):
     with pytest.raises(UserError, match=f"d.json: {cause}"):
         read(tmp_path, text.encode(), name="d.json")
 
@@ -255,7 +260,7 @@ def test_another_separator_is_named(tmp_path, name, text, words, bad_rows):
 
 @pytest.mark.parametrize(
     ("text", "column"),
-    [("p;q\n1\n2;3;4\n", "p;q"), ('"p;q"\n"1;2"\n', "p;q"), ("p\na;b\n", "p"), ("p;q,r\n1;2,3\n", "p;q")],
+    [("p\na;b\n", "p"), ("p;q,r\n1;2,3\n", "p;q")],
 )
 def test_other_separators_inside_fields_are_text(tmp_path, text, column):
     assert read(tmp_path, text, name="d.csv").train.columns[0] == column

@@ -86,7 +86,21 @@ def test_a_truncated_compressed_file_is_an_error_in_both_modes(tmp_path, packing
     path.write_bytes(content[: max(1, int(len(content) * part))])
     with pytest.raises(UserError, match=r"d\.jsonl\..*: the compressed file is (truncated|damaged)") as problem:
         load(tmp_path, path, bad_rows)
-    assert "truncated" in str(problem.value) or part == 0.001, "one byte is no header of gzip"
+    assert "file is truncated" in str(problem.value) or part == 0.001, "one byte is no header of gzip"
+
+
+def test_zeros_that_fill_up_a_gzip_file_are_ignored(tmp_path):
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(CONTENT[".jsonl"]) + bytes(512))
+    assert list(load(tmp_path, tmp_path / "d.jsonl.gz").train) == ROWS
+
+
+@pytest.mark.parametrize("place", [40, -6])
+def test_damage_inside_a_gzip_file_is_an_error(tmp_path, place):
+    content = bytearray(gzip.compress(random.Random(0).randbytes(9999).hex().encode()))
+    content[place] ^= 99  # the compressed text, which zlib then refuses, or its checksum
+    (tmp_path / "d.jsonl.gz").write_bytes(content)
+    with pytest.raises(UserError, match="the compressed file is damaged .*; copy or download it again"):
+        load(tmp_path, tmp_path / "d.jsonl.gz")
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])

@@ -98,6 +98,14 @@ def test_kto_rows_alone_give_good_answers_but_no_pairs():
         read(KTO, "preference")
 
 
+def test_the_prompt_of_a_kto_row_is_the_same_for_all_uses_and_needs_no_answer():
+    row = {"prompt": "Where?", "completion": [HALL], "label": True}
+    form = form_of([row])
+    [[one], [other]] = [form.read(row, use, "row") for use in ("sft", "prompt")]
+    assert one.prompt == other.prompt == [{"role": "user", "content": "Where?"}]
+    assert form_of(KTO).read({"prompt": "Where?"}, "prompt", "row") == [Example("Where?", [])]
+
+
 def test_kto_rows_as_messages():
     rows = [
         {"prompt": [ASK], "completion": [HALL], "label": True},

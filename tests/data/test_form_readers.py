@@ -213,6 +213,8 @@ BAD = {
     "a label is null": (
         {"prompt": "Q:", "completion": "a", "label": None}, "sft", "'label' is null; expected true or false", KTO
     ),
+    "no answer for KTO": ({"prompt": "Q:", "label": True}, "sft", "has no 'completion'", KTO),
+    "no label for KTO": ({"prompt": "Q:", "completion": "a"}, "sft", "has no 'label'", KTO),
     "equal answers for KTO": (
         {"prompt": "Q:", "chosen": "c", "rejected": "c"}, "unpaired", "chosen and rejected are equal",
         {"data_format": "preference"},

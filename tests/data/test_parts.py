@@ -13,8 +13,7 @@ import pytest
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import parts
 from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.parts import FilePart
-from dschat_ppo.data.parts import json_lines as line_batches
+from dschat_ppo.data.parts import FilePart, _row_of_json, line_batches
 from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.stream_pieces import raw_batches
@@ -46,7 +45,7 @@ def write(path: Path) -> None:
     elif path.suffix == ".csv":
         path.write_text("a,b\n" + "".join(f'"x, {i}",{i}\n' for i in range(60)))
     else:
-        path.write_text("".join(f"line {i}\n" for i in range(60)))
+        path.write_text("".join(f"line {i:050}\n" for i in range(60)))
 
 
 def source_for(path: Path, spec: str = ""):
@@ -116,7 +115,7 @@ def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_st
 def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
     monkeypatch.setattr(parts, "BATCH_BYTES", 1)
-    batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), [0, 0]))
+    batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), [0, 0], _row_of_json))
     assert [(batch.rows, batch.place) for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
 
 

@@ -134,7 +134,7 @@ def test_an_empty_data_set_and_rows_that_must_be_joined_are_refused(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="the data set is empty"):
         train(tmp_path, str(tmp_path / "blank.jsonl"))
-    (tmp_path / "bad.jsonl").write_text("{\nno\n")
+    (tmp_path / "bad.jsonl").write_text("x\nno\n")
     with pytest.raises(UserError, match=r"bad.jsonl: none of its rows can be read; the first: .*bad.jsonl, line 1 is"):
         train(tmp_path, str(tmp_path / "bad.jsonl"), bad_rows="skip")
     labelled = [{"prompt": "a", "completion": str(i), "label": i % 2 == 0} for i in range(20)]
