@@ -57,10 +57,19 @@ class TokenLosses:
     clipped: Tensor  # (B, R) bool, detached, True where the clip changed the gradient; False outside the mask
 
 
-def ppo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
+def ppo(terms: PolicyTerms, settings: PolicyLossSettings, ratio: Tensor | None = None) -> TokenLosses:
     """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7). Unequal bounds: clip-higher (DAPO,
-    Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020)."""
-    return _clipped_surrogate(terms.log_ratio.exp(), terms, settings)
+    Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020). `ratio` (B, R) replaces rho."""
+    ratio = terms.log_ratio.exp() if ratio is None else ratio
+    advantages = zero_outside(terms.advantages, terms.mask)
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
+    losses, clipped = torch.maximum(plain, bounded), bounded > plain
+    if settings.dual_clip:
+        ceiling = torch.where(advantages < 0, -settings.dual_clip * advantages, torch.inf)
+        clipped = clipped | (losses > ceiling)
+        losses = torch.minimum(losses, ceiling)
+    return TokenLosses(losses, ratio.detach(), clipped.detach())
 
 
 def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
@@ -73,7 +82,7 @@ def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     mean = row_means(log_ratio, terms.mask).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)  # (B,)
     logprobs = zero_outside(terms.logprobs, terms.mask)
     log_s = zero_outside(mean.unsqueeze(1) + (logprobs - logprobs.detach()), terms.mask)  # (B, 1) over (B, R)
-    return _clipped_surrogate(log_s.exp(), terms, settings)
+    return ppo(terms, settings, log_s.exp())
 
 
 def cispo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
@@ -134,19 +143,6 @@ def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
     penalty = zero_outside(distance, _selected(terms))
     return _unclipped(-zero_outside(terms.advantages, terms.mask) * ratio + settings.kl_cov_coef * penalty, ratio)
-
-
-def _clipped_surrogate(ratio: Tensor, terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
-    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`, and at most `-c A` where A < 0 with `dual_clip` c."""
-    advantages = zero_outside(terms.advantages, terms.mask)
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
-    losses, clipped = torch.maximum(plain, bounded), bounded > plain
-    if settings.dual_clip:
-        ceiling = torch.where(advantages < 0, -settings.dual_clip * advantages, torch.inf)
-        clipped = clipped | (losses > ceiling)
-        losses = torch.minimum(losses, ceiling)
-    return TokenLosses(losses, ratio.detach(), clipped.detach())
 
 
 def _unclipped(losses: Tensor, ratio: Tensor) -> TokenLosses:
