@@ -27,7 +27,7 @@ from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
 from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
-from dschat_ppo.data.sources import DataSource, labelled, parse_sources
+from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.stream_pieces import StreamSource
 from dschat_ppo.data.stream_sources import find_rows, start, stream_of
 from dschat_ppo.data.streaming import StreamedRows
@@ -90,7 +90,7 @@ class Preparation:
         sources = parse_sources(flags.data_path, "--data_path")
         names = [source.name for source in sources]
         sources += parse_sources(self.whole_paths or [], "--sft_only_data_path", names)
-        return labelled(sources + parse_sources(self.eval_paths or [], EVAL_FLAG))
+        return sources + parse_sources(self.eval_paths or [], EVAL_FLAG)
 
     def add(self, source: DataSource, for_evaluation: bool = False) -> None:
         """Read, split and tokenise a data set. All rows are for evaluation if it is given for that."""
@@ -99,7 +99,7 @@ class Preparation:
             return
         flags, is_eval = self.flags, for_evaluation or source.flag == EVAL_FLAG
         splits = load_splits(source, flags.data_output_path, flags.bad_rows, whole=is_eval)
-        report_unreadable(source.label, splits, flags.bad_rows)
+        report_unreadable(source.spec, splits, flags.bad_rows)
         raw = splits.train
         if self.most_rows is not None:
             raw = raw.select(range(min(self.most_rows, len(raw))))
@@ -115,7 +115,7 @@ class Preparation:
                 raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
             if len(numbers) < len(raw):
                 used = f"{len(numbers)} of {len(raw)} rows (--data_split {flags.data_split})"
-                logger().info(f"data: {source.label}: this step uses {used}")
+                logger().info(f"data: {source.spec}: this step uses {used}")
         evaluates, held_out = self.eval_fraction is not None and not self.eval_paths, numbers[:0]
         if evaluates and splits.eval is None:
             numbers, held_out = hold_out(numbers, self.eval_fraction or 0, SPLIT_SEED)
@@ -127,18 +127,18 @@ class Preparation:
             self.tokenise(source, raw, splits.origins, form, [(np.arange(len(raw)), " (eval)", False)])
         else:
             how = f"replaced by those of {EVAL_FLAG}" if self.eval_paths else f"not used; {EVAL_FLAG} FILE uses them"
-            logger().info(f"data: {source.label}: its {len(splits.eval)} evaluation rows are {how}")
+            logger().info(f"data: {source.spec}: its {len(splits.eval)} evaluation rows are {how}")
 
     def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
         is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
         has_template = self.tokenizer.chat_template is not None
         form = detect_form(source.location, columns, first, has_template, self.flags, is_only)
-        logger().info(f"data: {source.label}: {form.description}")
+        logger().info(f"data: {source.spec}: {form.description}")
         if form.warning:
-            logger().warning(f"data: {source.label}: {form.warning}")
+            logger().warning(f"data: {source.spec}: {form.warning}")
         form.require(self.use)
-        self.forms[source.label] = form
+        self.forms[source.spec] = form
         return form
 
     def grouped(self, form: Form, raw: Rows) -> Rows:
@@ -159,7 +159,7 @@ class Preparation:
         """Tokenise rows of one data set, and add those of its parts that are within the length limit, can be used and
         are no duplicates. Log what is dropped, and why. `UserError` if `--bad_rows` does not accept it, or if the limit
         leaves training no row or no whole answer."""
-        name, policy = f"{source.label}{parts[0][1]}", self.flags.bad_rows
+        name, policy = f"{source.spec}{parts[0][1]}", self.flags.bad_rows
         used = np.concatenate([numbers for numbers, _, _ in parts])
         if len(used) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(used)} rows (immediate if they are cached)")
@@ -172,7 +172,7 @@ class Preparation:
         for numbers, suffix, for_training in parts:
             if len(numbers) == 0:
                 continue
-            name, order = f"{source.label}{suffix}", table.rows_of(numbers)
+            name, order = f"{source.spec}{suffix}", table.rows_of(numbers)
             order = order[table.fitted[order] != Fitted.UNUSABLE]
             fitted, limit = table.fitted[order], f"{limit_flag(self.use)} {self.limit}"
             logger().info(f"data: {name}: {counted(len(order), 'row')}; {describe_counts(fitted)}")
@@ -206,20 +206,20 @@ class Preparation:
             return
         if names and self.eval_fraction is not None:
             splits = splits_named(found.opened, found.evaluation, flags.data_output_path, flags.bad_rows)
-            report_unreadable(source.label, splits, flags.bad_rows)
+            report_unreadable(source.spec, splits, flags.bad_rows)
             whole = [(np.arange(len(splits.train)), f" ({names})", False)]
             self.tokenise(source, splits.train, splits.origins, form, whole)
         elif names:
             note = f"its rows for evaluation ({names}) are not used; name them with --eval_data_path"
-            logger().info(f"data: {source.label}: {note}")
+            logger().info(f"data: {source.spec}: {note}")
         elif self.eval_fraction:
             note = "--eval_fraction holds no rows out of a stream; --eval_data_path FILE names rows for evaluation"
-            logger().info(f"data: {source.label}: {note}")
+            logger().info(f"data: {source.spec}: {note}")
 
     def _log_rendering(self, source: DataSource, form: Form) -> None:
         if form.rendering == "chat":
             end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
-            logger().info(f"data: {source.label}: answers to chat messages end with {end}")
+            logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
 
     def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
         """The fields of `TokenRows` after `train`."""

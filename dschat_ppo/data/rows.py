@@ -118,7 +118,7 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
             example = found.example(names[-1])
             raise UserError(f"{found.what}: has the splits {', '.join(names)}; choose one, as in {example}")
         if len(names) > 1:
-            logger().info(f"data: {source.label}: all its splits are used for evaluation: {', '.join(names)}")
+            logger().info(f"data: {source.spec}: all its splits are used for evaluation: {', '.join(names)}")
         return splits_named(found, names, cache_dir, bad_rows)
     cuts, for_eval = (found.cuts(str(source.split)), []) if whole else found.chosen()
     pieces = [splits_named(found, [name], cache_dir, bad_rows, cut) for name, cut in cuts]
@@ -169,7 +169,7 @@ def _log_files(found: OpenSet, names: Sequence[str]) -> None:
         is_local = os.path.isdir(location)  # not an earlier download of a hub data set
         shown = [os.path.relpath(path, location) if is_local else path.name for path in paths[:_SHOWN]]
         more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-        logger().info(f"data: {found.source.label}: files for evaluation: {', '.join(shown)}{more}")
+        logger().info(f"data: {found.source.spec}: files for evaluation: {', '.join(shown)}{more}")
 
 
 def regrouped(

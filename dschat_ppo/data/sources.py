@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
@@ -28,8 +28,9 @@ _KINDS = {
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(_KINDS)} (also with {' or '.join(COMPRESSED)})"
 
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
-_SYNTAX = "expected LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
+_MIXING = re.compile(r"([:@])([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf|nan))$", re.IGNORECASE)
+_SPLIT = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])+)\]$")  # it may hold slices in brackets
+_CONFIG = re.compile(r":([^:]+)$")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ class DataSource:
     """One data set that a flag names.
 
     Attributes:
-        spec: as written on the command line, for errors; a path in the working directory is relative.
-        label: `spec` for lines of the log: a path outside of the working directory is cut to the end that no other
-            data set of the run has.
+        spec: as written on the command line, for messages; a path in the working directory is relative.
         location: a file, a folder or a hub name; `~` is expanded.
         split: its training split, perhaps with a slice such as `train[:10%]`, or None.
         name: short, unique among the sources of a run; for metrics.
@@ -48,7 +47,6 @@ class DataSource:
     """
 
     spec: str
-    label: str
     flag: str
     location: str
     config: str | None
@@ -64,27 +62,17 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
     names = set(taken)
     for spec in specs:
         location, config, split, weight, samples = _parse(spec, flag)
-        name, shown = _short_name(location), shown_path(spec)
-        candidates = chain([name], (f"{name}_{number}" for number in count(2)))
-        names.add(unique := next(word for word in candidates if word not in names))
-        sources.append(DataSource(shown, shown, flag, location, config, split, unique, weight, samples))
-    _check_weights(sources)
-    return labelled(sources)
-
-
-def labelled(sources: Sequence[DataSource]) -> list[DataSource]:
-    """The data sets of a run with labels that distinguish them."""
-    paths = {source.location: Path(os.path.abspath(source.location)).parts for source in sources}
-    found = []
-    for source in sources:
-        label, path = source.spec, paths[source.location]
-        if label.startswith(("/", "~")):
-            others = [other for other in paths.values() if other != path]
-            lengths = range(1, len(path))
-            length = next((n for n in lengths if path[-n:] not in [other[-n:] for other in others]), len(path))
-            label = "/".join(path[-length:]) + os.path.expanduser(source.spec)[len(source.location) :]
-        found.append(replace(source, label=label))
-    return found
+        name = _short_name(location)
+        names.add(name := next(word for word in chain([name], (f"{name}_{n}" for n in count(2))) if word not in names))
+        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, weight, samples))
+    whole = [source for source in sources if source.samples is None]  # `@ROWS` needs no weight
+    weighted, bare = ([source.spec for source in whole if (source.weight is None) == lacks] for lacks in (False, True))
+    if weighted and bare:
+        raise UserError(
+            f"{flag}: '{weighted[0]}' has a weight and '{bare[0]}' has none; give each data set a weight (:WEIGHT) or "
+            "a number of rows (@ROWS), or none of them a weight"
+        )
+    return sources
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -107,73 +95,32 @@ def is_hub_name(location: str) -> bool:
 
 def _parse(spec: str, flag: str) -> tuple[str, str | None, str | None, float | None, int | None]:
     """(location, config, split, weight, samples) of one data set."""
-    whole = os.path.expanduser(spec)
-    if os.path.lexists(whole):
-        return whole, None, None, None, None
-    if "://" in spec:
-        raise UserError(f"{flag} {spec}: is an address; download the file and give its path, or give the hub name")
-    rest, weight, samples = _without_mixing(whole, spec, flag)
-    if os.path.lexists(rest):
-        return rest, None, None, weight, samples
+    rest, config, split, weight, samples = os.path.expanduser(spec), None, None, None, None
+    if not os.path.lexists(rest) and (found := _MIXING.search(rest)):
+        rest, number = rest[: found.start()], found[2]
+        if found[1] == ":":
+            weight = float(number)
+            if not 0 < weight < math.inf:
+                raise UserError(f"{flag} {spec}: the weight '{number}' must be a finite number above 0")
+        else:
+            samples = int(number) if number.isdigit() else 0
+            if samples == 0:
+                raise UserError(f"{flag} {spec}: the number of rows '{number}' must be a whole number above 0")
+    if not os.path.lexists(rest) and (found := _SPLIT.search(rest)):
+        rest, split = rest[: found.start()], found[1].strip()
+    if not os.path.lexists(rest) and (found := _CONFIG.search(rest)):
+        rest, config = rest[: found.start()], found[1].strip()
     if rest == "local/jsonfile":
         raise UserError(
             f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the files "
             "themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path data/eval.json"
         )
-    split = None
-    if rest.endswith("]"):
-        depth, start = 0, len(rest)
-        while start > 0:  # the bracket that the last one closes: a split may hold a slice in brackets
-            start -= 1
-            depth += {"]": 1, "[": -1}.get(rest[start], 0)
-            if depth == 0:
-                break
-        split = rest[start + 1 : -1].strip()
-        if depth != 0 or not split or start == 0:
-            raise UserError(f"{flag} {spec}: no such file or folder, and its brackets name no split; {_SYNTAX}")
-        rest = rest[:start]
-        if os.path.lexists(rest):
-            return rest, None, split, weight, samples
-    colons = [place for place, letter in enumerate(rest) if letter == ":"]
-    for place in [*reversed(colons), *colons[:1]]:
-        if os.path.lexists(rest[:place]) or place == colons[0]:
-            location, config = rest[:place], rest[place + 1 :].strip()
-            if not location or not config:
-                raise UserError(f"{flag} {spec}: no such file or folder, and no name of a data set; {_SYNTAX}")
-            return location, config, split, weight, samples
-    if not rest:
-        raise UserError(f"{flag} '{spec}': names no data set; {_SYNTAX}")
-    return rest, None, split, weight, samples
-
-
-def _without_mixing(text: str, spec: str, flag: str) -> tuple[str, float | None, int | None]:
-    """`text` without `:WEIGHT` or `@ROWS` at its end, the weight and the number of rows."""
-    before, _, number = text.rpartition(":")
-    if before and _NUMBER.fullmatch(number):
-        weight = float(number)
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"{flag} {spec}: the weight '{number}' must be a finite number above 0")
-        return before, weight, None
-    before, _, number = text.rpartition("@")
-    if before and _NUMBER.fullmatch(number):
-        if not number.isascii() or not number.isdigit() or int(number) == 0:
-            raise UserError(f"{flag} {spec}: the number of rows '{number}' must be a whole number above 0")
-        return before, None, int(number)
-    if before and is_hub_name(before) and kind_of(number) is None:
-        raise UserError(f"{flag} {spec}: no such file or folder; after '@' comes a number of rows, as in {before}@5000")
-    return text, None, None
-
-
-def _check_weights(sources: list[DataSource]) -> None:
-    """Refuse weights at only some of the data sets; those with a number of rows need none."""
-    whole = [source for source in sources if source.samples is None]
-    weighted = [source for source in whole if source.weight is not None]
-    if weighted and len(weighted) < len(whole):
-        bare = next(source for source in whole if source.weight is None)
+    if not os.path.lexists(rest) and ("://" in spec or not rest or re.search(r"[:@\[\]]", rest)):
         raise UserError(
-            f"{bare.flag}: '{weighted[0].spec}' has a weight and '{bare.spec}' has none; give each data set a weight "
-            "(:WEIGHT) or a number of rows (@ROWS), or none of them a weight"
+            f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
+            "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
         )
+    return rest, config, split, weight, samples
 
 
 def _short_name(location: str) -> str:

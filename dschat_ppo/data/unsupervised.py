@@ -38,7 +38,7 @@ def text_blocks(
         if is_hub_name(source.location):
             source = dataclasses.replace(source, config=source.config or config_name)
         splits = load_splits(source, flags.data_output_path, flags.bad_rows)
-        report_unreadable(source.label, splits, flags.bad_rows)
+        report_unreadable(source.spec, splits, flags.bad_rows)
         rows = splits.train
         if "text" not in rows.columns:
             columns = ", ".join(rows.columns)
@@ -60,7 +60,7 @@ def text_blocks(
         blocks = cached_dataset(flags.data_output_path, key, make)
     if not len(blocks):
         raise UserError(f"{FLAG} {spec}: no text has two tokens or more")
-    logger().info(f"data: {source.label}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
     return blocks
 
 

@@ -10,7 +10,7 @@ from dschat_ppo.data.sources import DataSource
 
 
 def source(name: str, weight: float | None = None, samples: int | None = None) -> DataSource:
-    return DataSource(name, name, "--data_path", name, None, None, name, weight, samples)
+    return DataSource(name, "--data_path", name, None, None, name, weight, samples)
 
 
 @pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])

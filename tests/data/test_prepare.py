@@ -228,7 +228,7 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
         assert not lines
     else:
         [line] = lines
-        assert line.endswith(f"data: data: {logged}")
+        assert line.endswith(f"data: {folder}: {logged}")
 
 
 GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluation prompts, and their fingerprints
@@ -319,7 +319,7 @@ def test_data_sets_of_mixed_renderings_are_named(tmp_path, capsys):
     text = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     chat = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
-    note = "data: the chat template renders b.jsonl, but the prompts of a.jsonl are text; --apply_chat_template True"
+    note = f"data: the chat template renders {chat}, but the prompts of {text} are text; --apply_chat_template True"
     for wanted, count in ((None, 1), (False, 0), (True, 0)):  # a flag that is given is a choice
         prepare("sft", TOKENIZER, flags_for(tmp_path, text, chat, apply_chat_template=wanted), 64)
         assert capsys.readouterr().out.count(note) == count
@@ -332,7 +332,7 @@ def test_what_may_be_wrong_with_a_reading_is_a_warning_in_a_line_of_its_own(tmp_
     monkeypatch.setattr(TOKENIZER, "chat_template", None)
     prepare("sft", TOKENIZER, flags_for(tmp_path, path, apply_chat_template=None), 64)
     (line,) = warned
-    assert line.startswith("data: a.jsonl: nothing separates prompt and answer: '...Why?So...'; --input_")
+    assert line.startswith(f"data: {path}: nothing separates prompt and answer: '...Why?So...'; --input_")
     assert "nothing separates" not in capsys.readouterr().out
 
 

@@ -257,7 +257,7 @@ def test_the_first_evaluation_split_of_the_hub_is_used(tmp_path, monkeypatch):
 def test_files_that_become_evaluation_rows_by_their_names_are_logged(tmp_path, folder, capsys):
     write_jsonl(folder / "developers.jsonl", [{"n": 15}])
     load(tmp_path, folder)
-    assert f"data: {folder.name}: files for evaluation: developers.jsonl, test" in capsys.readouterr().out
+    assert f"data: {folder}: files for evaluation: developers.jsonl, test" in capsys.readouterr().out
     load(tmp_path, folder / "developers.jsonl")
     assert "files for evaluation" not in capsys.readouterr().out
 

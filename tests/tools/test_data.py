@@ -89,9 +89,9 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
     code, shown, error = preview(*words)
     assert code == 2
-    assert error.startswith("error: bad.jsonl: 2 of 11 rows cannot be used") and error.count("\n") == 1
+    assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
     assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
-    assert "this step cannot train on it: bad.jsonl: 2 of 11 rows" in shown and "prompt       | " in shown
+    assert f"this step cannot train on it: {path}: 2 of 11 rows" in shown and "prompt       | " in shown
 
 
 def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
@@ -105,7 +105,7 @@ def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
 def test_the_share_of_the_step_is_named(preview, assets):
     words = ("--step", 2, "--data_path", assets / "pairs.jsonl")
     _, shown, _ = preview(*words)
-    assert "data: pairs.jsonl: this step uses 16 of 40 rows (--data_split 2,4,4)\n" in shown
+    assert f"data: {assets}/pairs.jsonl: this step uses 16 of 40 rows (--data_split 2,4,4)\n" in shown
     _, shown, _ = preview(*words, "--data_split", "0,1,0")
     assert "this step uses" not in shown
 
