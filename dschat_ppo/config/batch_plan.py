@@ -42,7 +42,7 @@ class SupervisedPlan:
     per_device: int  # micro-batch size per device
     accumulation: int  # micro-batches per optimizer step
     epochs: float  # passes over the rows; a fraction ends inside a pass
-    tokens: int | None = None  # of all samples, prompts and answers; None if unknown
+    tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
     packing: PackedRows | None = None
     shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
     max_steps: int = 0  # optimizer steps of the run, in place of `epochs`; 0: by `epochs`

@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.types import PromptBatch
 
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
@@ -33,33 +33,25 @@ OTHER_ROW, OTHER_REF_LOGPROB, REF_LOGPROB = "other_row", "other_ref_logprob", "r
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     """A permutation of all row indices, fixed by seed and epoch."""
-    return list(torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist())
+    return chunk_order(num_rows, num_rows, seed, epoch, 0)
 
 
-def chunk_rows_of(rows: Dataset | StreamedRows) -> int | None:
-    """Rows of a chunk of a stream, which are shuffled among themselves; None if all rows are shuffled together."""
-    return rows.chunk_rows if isinstance(rows, StreamedRows) else None
+def chunk_rows_of(rows: Dataset | StreamedRows) -> int:
+    """How many rows are shuffled among themselves: those of a chunk of a stream, or all."""
+    return len(rows_at_hand(rows))
 
 
 def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: int) -> list[int]:
-    """A permutation of the row indices of one chunk of a stream, fixed by seed, epoch and number of the chunk."""
+    """A permutation of the row indices of one chunk, fixed by seed, epoch and number of the chunk."""
     first = chunk * chunk_rows
     count = min(chunk_rows, num_rows - first)
     return [first + index for index in torch.randperm(count, generator=shared_generator(seed, epoch, chunk)).tolist()]
 
 
 def chunked_order(num_rows: int, chunk_rows: int, seed: int, epoch: int) -> Iterator[int]:
-    """All row indices of a stream: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
+    """All row indices of an epoch: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
     for chunk in range(-(-num_rows // chunk_rows)):
         yield from chunk_order(num_rows, chunk_rows, seed, epoch, chunk)
-
-
-def order_of(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterable[int]:
-    """The order of all row indices in one epoch: a permutation, or for a stream one inside each chunk."""
-    chunk_rows = chunk_rows_of(rows)
-    if chunk_rows is None:
-        return epoch_order(len(rows), seed, epoch)
-    return chunked_order(len(rows), chunk_rows, seed, epoch)
 
 
 def optimizer_steps(
@@ -87,7 +79,7 @@ class IndexStream:
     def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):
         self._num_rows = num_rows
         self._seed = seed
-        self._chunk_rows = chunk_rows
+        self._chunk_rows = chunk_rows or num_rows
         self._epoch = self._chunk = 0  # of the rows that are added to `_pending` next
         self._pending: list[int] = []
         self.taken = 0
@@ -95,10 +87,6 @@ class IndexStream:
     def take(self, count: int) -> list[int]:
         """The next `count` row indices; a request may run over the end of an epoch into the next one."""
         while len(self._pending) < count:
-            if self._chunk_rows is None:
-                self._pending += epoch_order(self._num_rows, self._seed, self._epoch)
-                self._epoch += 1
-                continue
             self._pending += chunk_order(self._num_rows, self._chunk_rows, self._seed, self._epoch, self._chunk)
             self._chunk += 1
             if self._chunk * self._chunk_rows >= self._num_rows:

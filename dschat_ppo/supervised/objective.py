@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -89,17 +88,13 @@ def collated(
     error of `collate`. Close the generator to end its thread.
 
     A thread makes the batches of the next step while the caller uses those before; steps are drawn on the caller's
-    thread. Rows of a stream are collated when they are needed: its reader works ahead already, and a rank that waits
-    for it must be the one that watches for stop requests. `device`: of the batches; a thread whose copies go to another
+    thread. `device`: of the batches; a thread whose copies go to another
     GPU than the current one would use both.
     """
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]
 
-    if not isinstance(rows, Dataset):
-        yield from ((micro_batches, partial(make, micro_batches)) for micro_batches in steps)
-        return
     select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
     waiting: tuple[MicroBatches, Future[list[Batch]]] | None = None
     with ThreadPoolExecutor(1, "collate", *select) as thread:

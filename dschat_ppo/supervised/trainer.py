@@ -32,13 +32,15 @@ from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import (
     PackingPlan,
+    chunk_rows_of,
+    chunked_order,
     optimizer_steps,
-    order_of,
     plan_packing,
     sample_tokens,
     samples_of,
 )
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
@@ -109,13 +111,14 @@ class BestEvaluation:
 
 
 def plan_batches(
-    fit: SupervisedFlags, rows: Dataset, packing: PackingPlan | None, max_steps: int, shared: int
+    fit: SupervisedFlags, rows: Dataset | StreamedRows, packing: PackingPlan | None, max_steps: int, shared: int
 ) -> SupervisedPlan:
     """The batch plan for the ranks of this launch, of which `shared` share their rows; of packed rows with
     `packing`."""
     ranks = dist.world_size()
     if packing is None:
-        tokens = int(sample_tokens(rows).sum()) if isinstance(rows, Dataset) else None  # None: --streaming
+        known = rows_at_hand(rows)
+        tokens = int(sample_tokens(known).sum()) * len(rows) // len(known)
         return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=max_steps)
     held = PackedRows(len(rows), packing.capacity)
     return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
@@ -251,8 +254,9 @@ class SupervisedTrainer(Generic[Batch]):
         epoch, done = divmod(self.steps, per_epoch)
         for number in range(epoch, -(-total // per_epoch)):
             seed, packed = self.run_flags.seed, []
+            order: Iterable[int]
             if self.packing is None:
-                order = order_of(self.rows.train, seed, number)
+                order = chunked_order(len(self.rows.train), chunk_rows_of(self.rows.train), seed, number)
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))

@@ -93,10 +93,10 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     """Prepare the data of a step as training does, and print samples of each data set. If one cannot be used, the
     others are shown first."""
     # after the flags are checked: it takes seconds
-    from datasets import Dataset
 
     from dschat_ppo.data.chat_templates import with_template_flags
     from dschat_ppo.data.prepare import Preparation
+    from dschat_ppo.data.streaming import rows_at_hand
     from dschat_ppo.models.tokenizers import load_tokenizer
     from dschat_ppo.rewards.build_rewards import check_routes
 
@@ -123,8 +123,8 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     if first_problem is not None:
         raise first_problem
     rows = whole.mixed()
-    if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
-        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
+    if isinstance(config, PPOConfig):
+        check_routes(config.rewards, rows.sources, rows_at_hand(rows.train)["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)
     verb = "is" if held_out == 1 else "are"
     print(f"an epoch has {counted(len(rows.train), 'row')}; {counted(held_out, 'row')} {verb} held out")

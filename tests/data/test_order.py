@@ -3,16 +3,18 @@
 from collections import Counter
 
 import pytest
+import torch
 from datasets import Dataset
 
+from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import (
     PADDING_ROW,
     IndexStream,
     chunk_order,
+    chunk_rows_of,
     chunked_order,
     epoch_order,
     optimizer_steps,
-    order_of,
 )
 
 
@@ -126,7 +128,9 @@ def test_a_chunk_longer_by_more_rows_keeps_the_order_of_the_chunks_before():
 
 
 def test_the_order_of_a_table_is_one_permutation_of_all_rows():
-    assert order_of(Dataset.from_dict({"a": list(range(50))}), 3, 1) == epoch_order(50, 3, 1)
+    assert chunk_rows_of(Dataset.from_dict({"a": list(range(50))})) == 50
+    assert list(chunked_order(50, 50, 3, 1)) == epoch_order(50, 3, 1)
+    assert epoch_order(9, 3, 1) == torch.randperm(9, generator=shared_generator(3, 1)).tolist()
 
 
 def test_an_index_stream_over_chunks_gives_their_order_epoch_after_epoch():

@@ -13,7 +13,7 @@ from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 from test_encode import chat_tokenizer
 
 from dschat_ppo.data import streaming
-from dschat_ppo.data.batches import order_of
+from dschat_ppo.data.batches import chunk_rows_of, chunked_order
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import StreamedRows, rows_at_hand, start_stream
 from dschat_ppo.errors import StopRequested, StorageError, UserError
@@ -70,7 +70,7 @@ def test_epochs_in_training_order_with_three_chunks_in_memory_and_one_position_a
     numbers = expected(range(140))[:76]
     rows = stream(tmp_path, source_of(NumberFile(0, 140)), rows=76)
     for epoch in range(3):
-        order = list(order_of(rows, 5, epoch))
+        order = list(chunked_order(len(rows), chunk_rows_of(rows), 5, epoch))
         assert [number(rows, i) for i in order] == [numbers[i] for i in order]
         assert set(rows._chunks) == {0, 8, 9}
     assert number(rows, 17) == numbers[17], "in another order, rows are made again"

@@ -80,21 +80,6 @@ def test_the_thread_copies_to_the_gpu_of_its_rank(monkeypatch):
     assert chosen == device and thread is not threading.main_thread()
 
 
-def test_rows_of_a_stream_are_collated_when_they_are_needed():
-    class Stream:
-        taken = []
-
-        def __getitem__(self, index):
-            self.taken.append((index, threading.current_thread()))
-            return {"number": index}
-
-    for step, take in collated(numbers, Stream(), iter(STEPS), CPU):
-        before = len(Stream.taken)
-        assert take() == step and len(Stream.taken) > before
-    assert {thread for _, thread in Stream.taken} == {threading.main_thread()}
-    assert [index for index, _ in Stream.taken] == [0, 1, 2, 3, 4, 5, 9]
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_training_ends_at_the_step_whose_row_cannot_be_used(tmp_path):
     """The steps before it are made, and their checkpoint can be resumed from."""
