@@ -1,14 +1,14 @@
 """The form of a data set, detected once from its columns and first rows: which form fits, and whether its prompts are
-text or chat. When rows can be read in two ways, both are shown with the flags that choose."""
+text or chat."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
@@ -27,7 +27,7 @@ from dschat_ppo.data.forms import (
     rows_made,
     shown,
 )
-from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates, from_json
+from dschat_ppo.data.messages import THOUGHTS, WEIGHTS, alternates, from_json, without_pictures
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -47,25 +47,16 @@ _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
 _QUESTIONS = ("question", "query", "input", "instruction")  # columns of what a user says, not of text to continue
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A form with its columns (role -> column), and what it reads in the first rows.
-
-    Attributes:
-        uses: what is read: not each answer alone, nor pairs that need all rows.
-        read: for each row, use -> examples, without the uses for which the row cannot be read.
-        is_chat: whether the form finds chat messages, not text.
-        fits: whether it reads at least half of the rows.
-        problem: with the first row that it cannot read, or "".
-    """
+class Candidate(NamedTuple):
+    """A form with its columns (role -> column), and what it reads in the first rows: use -> examples of each row,
+    without the uses for which the row cannot be read. `is_chat`: whether it finds chat messages. `fits`: whether it
+    reads at least half of the rows."""
 
     kind: Kind
     columns: dict[str, str]
-    uses: Sequence[Use]
     read: list[dict[Use, list[Example]]]
     is_chat: bool
     fits: bool
-    problem: str
 
     def first(self, use: Use) -> list[Example]:
         """The first example of each row for a use."""
@@ -75,10 +66,8 @@ class Candidate:
 def detect_form(
     name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
 ) -> Form:
-    """The form of a data set. It does not depend on the step.
-
-    `UserError` if no form fits, a flag names no column, or the rows can be read in two ways; the message then shows
-    both and how to choose.
+    """The form of a data set. It does not depend on the step. `UserError` if no form fits, a flag names no column, or
+    the rows can be read in two ways.
 
     Args:
         columns: names of all columns.
@@ -90,63 +79,70 @@ def detect_form(
     if is_own_function(flags.data_format):
         return _own_form(name, rows, has_template, flags, is_only)
     ignored = tuple(column for column in columns if column in flags.ignore_columns)
+    pictures = tuple(column for column in PICTURES if column in flags.ignore_columns)
+    rows = [without_pictures(row) if any(row.get(column) for column in pictures) else row for row in rows]
     columns = [column for column in columns if column not in ignored]
     rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
     by_flag, note = _columns_by_flag(name, columns, rows, flags, is_only)
     content = {role: column for role, column in by_flag.items() if role in _CONTENT}
-    chosen, others = _choose(name, columns, rows, flags, content)
-    kind, uses = chosen.kind, chosen.kind.uses(chosen.columns)
+    chosen, *others = _fitting(name, columns, rows, flags, content)
+    kind, by_role = chosen.kind, chosen.columns
     rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
     by_name = next((column for column in _SYSTEM_COLUMNS if column in columns), None)
     system = by_flag.get("system", by_name if flags.system_column is None else None)
-    tools = "tools" if "tools" in columns and not any(_is_prose(row.get("tools")) for row in rows) else None
+    has_prose = any(_is_prose(row.get("tools")) for row in rows)
     reading = Reading(
-        kind.name, chosen.columns, rendering, rendering == "chat" and not chosen.is_chat,
+        kind.name, by_role, rendering, rendering == "chat" and not chosen.is_chat,
         flags.input_template if not kind.inside and not chosen.is_chat else None,
-        None if kind.is_known_set else system, None if kind.is_known_set else tools,
+        None if kind.is_known_set else system,
+        "tools" if "tools" in columns and not has_prose and not kind.is_known_set else None,
         *_truth(chosen, rows, flags, by_flag, is_only),
-        flags.system_message if rendering == "chat" else None, flags.roles,
-        tuple(column for column in PICTURES if column in flags.ignore_columns),
+        flags.system_message if rendering == "chat" else None, flags.roles, pictures,
     )  # fmt: skip
     _check_system(name, kind, reading, rows, flags, by_flag)
-    grouped = [path for path in (*chosen.columns.values(), reading.system) if path]
+    grouped = [path for path in (*by_role.values(), reading.system) if path]
     used = {path.split(".")[0] for path in (*grouped, reading.truth) if path} | {"tools"} & set(columns)
-    used |= {"margin"} if "rejected" in chosen.columns else set()
+    used |= {"margin"} if "rejected" in by_role else set()
     used |= set(_SYSTEM_COLUMNS) if flags.system_column is not None else set()
-    reading = replace(reading, watched=tuple(sorted(_watched(rows, flags, chosen, others, by_flag) - used)))
-    about = f"{name}: has the columns {_listed(columns)}, read as form {kind.name}"
-    form = Form(kind, reading, uses, about, uses_flags=bool(by_flag), ignored=ignored)
-    if form.regroup and (nested := [path for path in grouped if path not in columns]):
-        raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
-    for number, row in enumerate(rows):
-        if missed := form.left_out(row):
-            other = next((one for one in others if missed[0] in one.columns.values()), None)
-            raise UserError(_two_ways(name, number, chosen, other) if other else f"{name}: its column {missed[1]}")
+    watched = _watched(rows, flags, chosen, others, by_flag)
+    watched = {column: other for column, other in sorted(watched.items()) if column not in used}
 
     # What was understood of the data set, for the log
-    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in chosen.columns.items())})"]
-    parts += [about_prompts, *(f"as {one.kind.name} the rows would say the same" for one in others)]
+    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})", about_prompts]
     parts += [f"system messages from '{reading.system}'"] if reading.system else []
     parts += [f"tools from '{reading.tools}'"] if reading.tools else []
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     if unused and not kind.is_known_set:
         parts.append(f"columns that training does not use: {_listed(unused)}")
-    if "messages" in chosen.columns and any(alternates(value_at(row, chosen.columns["messages"])) for row in rows[:1]):
+    if "messages" in by_role and any(alternates(value_at(row, by_role["messages"])) for row in rows[:1]):
         parts.append("the texts of a row are turns of user and assistant in turn")
-    if any(_is_prose(row.get("tools")) for row in rows):
-        parts.append("the column 'tools' is not used, since it is not JSON")
+    parts += ["the column 'tools' is not used, since it is not JSON"] if has_prose else []
     if reading.truth:
         pattern = f" by '{reading.truth_pattern}'" if reading.truth_pattern else ""
         parts.append(f"the correct answer from '{reading.truth}'{pattern}")
     for flag in ("input_template", "system_message"):
         if getattr(flags, flag) and getattr(reading, flag) is None:
             parts.append(f"--{flag} does not apply")
-    if {"response", "chosen"} <= set(chosen.columns):
-        parts.append(f"SFT learns '{chosen.columns['response']}', not '{chosen.columns['chosen']}'")
-    if chosen.columns.get("response") == "text" and "response" not in content:
+    if {"response", "chosen"} <= set(by_role):
+        parts.append(f"SFT learns '{by_role['response']}', not '{by_role['chosen']}'")
+    if by_role.get("response") == "text" and kind.name == "prompt_response" and "response" not in content:
         hint = "'text' is read as the answer to 'prompt'; --ignore_columns text leaves it out"
         warning = "; ".join(filter(None, [hint, warning]))
-    return replace(form, description="; ".join(filter(None, [*parts, note])), warning=warning)
+    if not chosen.fits:
+        warning = f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name other columns"
+    form = Form(
+        kind, replace(reading, watched=watched), kind.uses(by_role),
+        f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
+        "; ".join(filter(None, [*parts, note])), warning, bool(by_flag), ignored,
+    )  # fmt: skip
+    if form.regroup and (nested := [path for path in grouped if path not in columns]):
+        raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
+    for row in rows:
+        try:
+            form.check_left_out(row)
+        except UserError as problem:
+            raise UserError(f"{name}: {problem}") from None
+    return form
 
 
 def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool) -> Form:
@@ -222,8 +218,11 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
     if kind.name == "prompt_response" and set(found) == {"prompt"} and "text" not in by_flag.values():
-        answered = [row for row in rows if isinstance(row.get("text"), str) and not _repeats(row, found["prompt"])]
-        found |= {"response": "text"} if 2 * len(answered) > len(rows) else {}
+        prompts = [list(lines_of(from_json(row.get(found["prompt"])))) for row in rows]
+        texts = [(row.get("text"), lines) for row, lines in zip(rows, prompts, strict=True)]
+        # a text that repeats its prompt is no answer to it
+        answers = [text for text, lines in texts if isinstance(text, str) and not all(line in text for line in lines)]
+        found |= {"response": "text"} if 2 * len(answers) > len(rows) else {}
     if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
         del found["prompt"]  # of Alpaca's form
     if kind.name == "alpaca" and any(isinstance(row.get(found.get("response", "")), list) for row in rows):
@@ -234,103 +233,65 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     return {role: column for role, column in found.items() if role in served or role not in set().union(*needed)}
 
 
-def _repeats(row: Row, prompt: str) -> bool:
-    """Whether the column `text` of a row holds its prompt, and so is no answer to it."""
-    return has_value(row, prompt) and all(line in row["text"] for line in lines_of(from_json(value_at(row, prompt))))
-
-
 # The choice among forms
 
 
-def _choose(
+def _fitting(
     name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
-) -> tuple[Candidate, list[Candidate]]:
-    """The form of a data set, and the other ones that fit. A flag or the name chooses it, or else columns and rows:
-    chat first, then the form that serves most. `by_flag` are the columns of content that flags name. `UserError` if no
-    form reads the rows."""
+) -> list[Candidate]:
+    """The form of a data set and the others that fit. A flag or the name chooses it, or else columns and rows, messages
+    first. `by_flag` are the columns of content that flags name. `UserError` if no form has the columns."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
     if known or flags.data_format != "auto":
-        return _forced(name, FORMS[known or flags.data_format], columns, rows, by_flag, known is not None), []
-    found = []
+        kind = FORMS[known or flags.data_format]
+        located = _located(kind, columns, rows, by_flag)
+        if unknown := [role for role in by_flag if role not in kind.roles]:
+            raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
+        if not kind.uses(located):
+            names = ", ".join(names.replace(" ", "/") for names in kind.roles.values())
+            hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {known}" if known else ""
+            raise UserError(
+                f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}"
+            )
+        return [_try(kind, located, rows)]
+    found, filled = [], {column for column in columns if any(row.get(column) is not None for row in rows)}
     for kind in KINDS.values():
         located = _located(kind, columns, rows, by_flag)
-        fits_flags = set(by_flag) <= set(kind.by_flag.split()) & set(located)
-        if fits_flags and kind.uses(located) and not set(kind.not_with.split()) & set(columns) - {*by_flag.values()}:
+        is_named = set(by_flag) <= set(kind.by_flag.split()) & set(located)
+        if is_named and kind.uses(located) and not set(kind.not_with.split()) & filled - {*by_flag.values()}:
             found.append(_try(kind, located, rows))
     if not found:
         raise UserError(
             f"{name}: has the columns {_listed(columns)}, which fit no known form; name them with --prompt_column, "
             f"--response_column, --chosen_column, --rejected_column or --messages_column{_rows_inside(rows)}"
         )
-    fitting = [one for one in found if one.fits]
-    shadowed = {
-        other for one in fitting for other in one.kind.shadows.split()
-        if other != "text" or "messages" in one.columns  # pairs of transcripts say nothing of `text`
-    }  # fmt: skip
-    if any(one.kind.name == "prompt_response" and one.columns.get("response") == "text" for one in fitting):
-        shadowed.add("text")  # the answer to a prompt
-    fitting = [one for one in fitting if one.kind.name not in shadowed]
-    if not fitting:
-        likely = min(found, key=lambda one: one.kind.special)
-        if not likely.kind.special:
-            return likely, []  # its reader says what is wrong with each row
-        raise UserError(
-            f"{name}: its columns are those of the form {likely.kind.name}, but its first rows are not: "
-            f"{likely.problem}; name the columns to use (--prompt_column, --response_column, ...) or correct the rows"
-        )
-    chosen = max(fitting, key=lambda one: (one.is_chat, one.kind.name != "text", len(one.uses)))
-    pairs = chosen.first("preference")
+    fitting = [one for one in found if one.fits] or found[-1:]  # whose reader says what is wrong with each row
+    if not fitting[0].is_chat:
+        fitting.sort(key=lambda one: one.kind.rendering != "chat")
+    pairs = fitting[0].first("preference") if fitting[0].kind.name == "preference" else []
     repeated = [
         pair for pair in pairs if isinstance(pair.prompt, str) and pair.prompt
         and all(isinstance(answer, str) and answer.startswith(pair.prompt) for answer in pair.answers)
     ]  # fmt: skip
-    if chosen.kind.name == "preference" and 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
+    if 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
         raise UserError(
             f"{name}: its rows can be read in two ways, because chosen and rejected repeat the prompt "
             f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
             "implicit_preference, once (--data_format implicit_preference)"
         )
-    return chosen, [one for one in fitting if one is not chosen]
-
-
-def _forced(
-    name: str, kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str], by_name: bool
-) -> Candidate:
-    """The form that the user or the name of the data set chooses, if it fits the columns."""
-    located = _located(kind, columns, rows, by_flag)
-    if unknown := [role for role in by_flag if role not in kind.roles]:
-        raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
-    if not kind.uses(located):
-        names = ", ".join(names.replace(" ", "/") for names in kind.roles.values())
-        hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {kind.name}" if by_name else ""
-        raise UserError(f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}")
-    return _try(kind, located, rows)
+    return fitting
 
 
 def _try(kind: Kind, columns: dict[str, str], rows: list[Row]) -> Candidate:
     """Read the first rows in one form."""
     reading = Reading(kind.name, columns, "chat" if kind.rendering in ("chat", "content") else "text")
-    uses = [use for use in kind.uses(columns) if use != "unpaired" and (kind.name, use) != ("kto", "preference")]
-    tried = [read_uses(kind, reading, uses, row) for row in rows]
-    read = [found for found, _ in tried]
+    uses = [use for use in kind.uses(columns) if (kind.name, use) != ("kto", "preference")]  # which needs all rows
+    read = [read_uses(kind, reading, uses, row) for row in rows]
     prompts = [one.prompt for found in read for examples in found.values() for one in examples]
     is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and any(isinstance(p, list) for p in prompts))
     telling = [use for use in uses if use != "prompt" or kind.alone]
     fits = any(2 * sum(use in found for found in read) >= len(rows) for use in telling)
-    return Candidate(kind, columns, uses, read, is_chat, fits, next((problem for _, problem in tried if problem), ""))
-
-
-def _two_ways(name: str, number: int, chosen: Candidate, other: Candidate) -> str:
-    """What two forms read in row `number` of the first ones, and how to choose."""
-    ways = []
-    for one in (chosen, other):
-        read = next((found for found in one.read[number].values() if found), None)
-        ways.append(f"as {one.kind.name}, {shown(read[0]) if read else 'nothing'}")
-    return (
-        f"{name}: its rows can be read in two ways: {ways[0]}, or {ways[1]}; choose with --data_format "
-        f"{chosen.kind.name} or --data_format {other.kind.name}, or name the columns (--prompt_column, "
-        "--messages_column, ...)"
-    )
+    return Candidate(kind, columns, read, is_chat, fits)
 
 
 # Text or chat
@@ -371,7 +332,7 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
     if glued is None or wanted is False:
         return "text", about + (", without the chat template" if has_template and wanted is None else ""), ""
     text = f"...{glued.prompt[-40:]}{str(glued.answers[0])[:40]}..."
-    if not has_template or asks or "steps" in chosen.uses:
+    if not has_template or asks or "steps" in kind.uses(chosen.columns):
         chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
         way = f"{chat}--input_template puts text around a prompt"
         return "text", about, f"nothing separates prompt and answer: {text!r}; {way}"
@@ -403,44 +364,50 @@ def _truth(
 ) -> tuple[str | None, str | None]:
     """(column of the correct answer, pattern that finds it there)."""
 
-    def texts(column: str) -> list[Any]:
-        return [value_at(row, column) for row in rows if has_value(row, column)]
+    def has_text(column: str, mark: str) -> bool:
+        values = [value_at(row, column) for row in rows if has_value(row, column)]
+        return any(mark in value for value in values if isinstance(value, str))
 
     if "answer" in by_flag:
         return by_flag["answer"], flags.answer_pattern
+    answer = chosen.columns.get("response") or chosen.columns.get("chosen") or ""
     if flags.answer_pattern is not None and "answer" not in flags.columns:
-        column = chosen.columns.get("response") or chosen.columns.get("chosen")
-        if column is not None and any(isinstance(value, str) for value in texts(column)):
-            return column, flags.answer_pattern
+        if answer and has_text(answer, ""):
+            return answer, flags.answer_pattern
         if is_only:
             raise UserError("--answer_pattern needs --answer_column, the column in which it finds the correct answer")
     if chosen.kind.name == "verl":
         return chosen.columns["truth"], None
-    if chosen.kind.name == "question_answer":
-        column = chosen.columns["response"]
-        has_mark = any("####" in str(value) for value in texts(column))
-        if column == "answer" or has_mark:
-            return column, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
+    has_mark = chosen.kind.name == "question_answer" and has_text(answer, "####")
+    if chosen.kind.name == "question_answer" and (answer == "answer" or has_mark):
+        return answer, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
     return None, None
 
 
 def _watched(
     rows: list[Row], flags: DataFlags, chosen: Candidate, others: list[Candidate], by_flag: dict[str, str]
-) -> set[str]:
-    """Names of columns that hold content, wherever they come. If flags choose the reading, what others would read is
-    left out knowingly."""
+) -> dict[str, str]:
+    """Columns that hold content, wherever they come -> the other form that reads them, or "". If flags choose the
+    reading, what others would read is left out knowingly."""
     kind = chosen.kind
     if kind.is_known_set:
-        return set()
+        return {}
     by_choice = set(by_flag) & set(_CONTENT) or flags.data_format != "auto"
     known = _ALWAYS_CONTENT if by_choice else _ALWAYS_CONTENT | _MAY_BE_CONTENT
-    known = known - (_OF_REWARDS if tuple(chosen.uses) == ("prompt",) else set())
+    known = known | {
+        name for role in chosen.columns if role not in by_flag for name in kind.roles.get(role, "").split()
+    }
+    elsewhere = {
+        column: one.kind.name
+        for one in reversed(others) for role, column in one.columns.items() if role not in _NO_TEXT
+    }  # fmt: skip
+    left_out = set(flags.ignore_columns)
+    if set(kind.uses(chosen.columns)) == {"prompt"}:
+        left_out |= _OF_REWARDS
     for name in ("label", "labels"):
         if kind.name == "text" or not all(is_label(row[name]) for row in rows if row.get(name) is not None):
-            known = known - {name}  # a class, which calls no answer good
-    known = known | {column for one in others for role, column in one.columns.items() if role not in _NO_TEXT}
-    known |= {name for role in chosen.columns if role not in by_flag for name in kind.roles.get(role, "").split()}
-    return known - set(flags.ignore_columns)
+            left_out |= {name}  # a class, which calls no answer good
+    return {name: elsewhere.get(name, "") for name in (known | set(elsewhere)) - left_out}
 
 
 def _is_prose(value: Any) -> bool:

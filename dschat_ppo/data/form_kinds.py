@@ -14,73 +14,59 @@ from dschat_ppo.data.forms import BETTER, RANKS, SCORES, Cells, Kind
 from dschat_ppo.errors import UserError
 
 _ASKED = "prompt instruction conversations question query input"  # columns of a prompt of its own
+# The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
 _DETECTED = (
-    Kind(
-        "verl",
-        {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
-         "response": "extra_info.answer"},
-        {"prompt": "prompt source truth", "sft": "prompt source truth response"},
-        form_readers.read_pair, by_flag="prompt", shadows="prompt_response", special=True, alone=True,
-    ),
     Kind(
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
         {"preference": "prompt response label", "sft prompt unpaired": "prompt response label | messages label"},
-        form_readers.read_kto, by_flag="prompt response", shadows="prompt_response messages sharegpt", special=True,
-    ),
-    Kind(
-        "stepwise",
-        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        {"steps prompt": "prompt response label"},
-        form_readers.read_stepwise, by_flag="prompt", shadows="ranked prompt_response question_answer", special=True,
-    ),
-    Kind(
-        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
-        form_readers.read_prm800k, special=True,
-    ),
-    Kind(
-        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
-        form_readers.read_math_shepherd, rendering="content", not_with="instruction", special=True,
+        form_readers.read_kto, by_flag="prompt response",
     ),
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
          "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        {"sft preference prompt": "prompt response"}, form_readers.read_ranked, by_flag="prompt", special=True,
+        {"sft preference prompt": "prompt response"}, form_readers.read_ranked, by_flag="prompt",
     ),
     Kind(
         "better_of_two",
         {"prompt": "prompt question query instruction",
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
-         "second": "response_1 response_b answer_1 answer_b output_1 output_b",
-         "better": " ".join(BETTER)},
-        {"sft preference prompt": "prompt first second better"},
-        form_readers.read_better, by_flag="prompt better", shadows="prompt_response",
+         "second": "response_1 response_b answer_1 answer_b output_1 output_b", "better": " ".join(BETTER)},
+        {"sft preference prompt": "prompt first second better"}, form_readers.read_better, by_flag="prompt better",
     ),
     Kind(
         "preference",
         {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
-        {"sft": "prompt chosen", "preference": "prompt chosen rejected", "prompt": "prompt chosen"},
+        {"sft prompt": "prompt chosen", "preference": "prompt chosen rejected"},
         form_readers.read_pair, by_flag="prompt chosen rejected response",
     ),
     Kind(
-        "sharegpt",
-        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
-        {"sft": "messages", "preference": "messages chosen rejected", "prompt": "messages"},
-        form_readers.read_conversation, rendering="chat", shadows="user_assistant", alone=True,
+        "verl",
+        {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
+         "response": "extra_info.answer"},
+        {"prompt": "prompt source truth", "sft": "prompt source truth response"},
+        form_readers.read_pair, by_flag="prompt", alone=True,
     ),
     Kind(
-        "messages",
-        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
-        {"sft": "messages", "preference": "messages rejected", "prompt": "messages"},
-        form_readers.read_conversation, by_flag="messages", rendering="chat", shadows="user_assistant", alone=True,
+        "stepwise",
+        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
+        {"steps prompt": "prompt response label"}, form_readers.read_stepwise, by_flag="prompt",
+    ),
+    Kind(
+        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
+        form_readers.read_prm800k,
+    ),
+    Kind(
+        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
+        form_readers.read_math_shepherd, rendering="content", not_with="instruction",
     ),
     Kind(
         "hh",
         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
-        {"sft": "chosen | messages", "preference": "chosen rejected", "prompt": "chosen | messages"},
-        form_readers.read_transcript, by_flag="chosen rejected messages", rendering="text",
-        shadows="implicit_preference text", not_with=_ASKED, inside=True, special=True,
+        {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
+        form_readers.read_transcript, by_flag="chosen rejected messages", rendering="text", not_with=_ASKED,
+        inside=True,
     ),
     Kind(
         "implicit_preference",
@@ -88,22 +74,33 @@ _DETECTED = (
         form_readers.read_implicit_preference, by_flag="chosen rejected", not_with=_ASKED, inside=True,
     ),
     Kind(
+        "sharegpt",
+        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
+        {"sft prompt": "messages", "preference": "messages chosen rejected"},
+        form_readers.read_conversation, rendering="chat", alone=True,
+    ),
+    Kind(
+        "messages",
+        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
+        {"sft prompt": "messages", "preference": "messages rejected"},
+        form_readers.read_conversation, by_flag="messages", rendering="chat", alone=True,
+    ),
+    Kind(
         "alpaca",
         {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
          "chosen": "chosen", "rejected": "rejected"},
-        {"sft": "prompt response | prompt chosen | prompt pair", "preference": "prompt chosen rejected | prompt pair",
-         "prompt": "prompt response | prompt chosen | prompt pair"},
+        {"sft prompt": "prompt response | prompt chosen | prompt pair",
+         "preference": "prompt chosen rejected | prompt pair"},
         form_readers.read_alpaca, rendering="content",
     ),
     Kind(
-        "question_answer",
-        {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
-        form_readers.read_question_answer, rendering="content",
+        "question_answer", {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
+        form_readers.read_pair, rendering="content", not_with="steps",
     ),
     Kind(
         "user_assistant",
         {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
-        form_readers.read_question_answer, rendering="content",
+        form_readers.read_pair, rendering="content", not_with="messages conversation conversations",
     ),
     Kind(
         "prompt_response",

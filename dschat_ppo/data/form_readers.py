@@ -255,11 +255,6 @@ def read_better(cells: Cells, use: Use) -> list[Example]:
     return _of_use(_prompt(cells), [texts[better], texts[1 - better]], use, cells.column("prompt"))
 
 
-def read_question_answer(cells: Cells, use: Use) -> list[Example]:
-    """A question and its answer, which may end with the result after `####`."""
-    return [Example(cells.text("prompt"), [] if use == "prompt" else [cells.text("response")])]
-
-
 def read_text(cells: Cells, use: Use) -> list[Example]:
     """Plain text without a prompt, for SFT."""
     return [Example("", [cells.text("response")])]

@@ -7,8 +7,8 @@ and the last checks.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,18 +50,15 @@ LABELS = {  # of single answers, in lower case
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns of KTO's rows that are joined by prompt
 _LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
 _SYSTEM = ("system", "developer")  # roles of a system message
-_NEEDED = {
-    "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...)",
-    "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...)",
-    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers (prompt/chosen/rejected, ...)",
+_NEEDED = {  # by a step, and the flags that name the columns if these have other names
+    "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...); name its "
+    "columns with --prompt_column and --response_column, or --messages_column",
+    "preference": "a prompt and two answers (prompt/chosen/rejected, chosen/rejected, ranked answers, ...); name its "
+    "columns with --prompt_column, --chosen_column and --rejected_column",
+    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers (prompt/chosen/rejected, ...); "
+    "name its columns with --prompt_column, --response_column, --chosen_column and --rejected_column",
     "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
-    "prompt": "a prompt (prompt, messages, ...)",
-}
-_NAMED_BY = {  # the flags that name the columns of what is needed, if these have other names
-    "sft": "--prompt_column and --response_column, or --messages_column",
-    "preference": "--prompt_column, --chosen_column and --rejected_column",
-    "unpaired": "--prompt_column, --response_column, --chosen_column and --rejected_column",
-    "prompt": "--prompt_column or --messages_column",
+    "prompt": "a prompt (prompt, messages, ...); name its columns with --prompt_column or --messages_column",
 }
 
 
@@ -76,9 +73,8 @@ class Reading:
         system, tools, truth: columns, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: further names of roles in messages -> roles.
-        pictures: ignored columns of pictures, whose placeholders in the texts of a row are removed, as are the picture
-            parts of messages.
-        watched: names of columns that hold content and that the reading does not use, see `left_out`.
+        pictures: ignored columns; if a row has some, their placeholders in its texts and messages are removed.
+        watched: columns that hold content and that the reading does not use -> the form that reads them, or "".
     """
 
     form: str
@@ -93,7 +89,7 @@ class Reading:
     system_message: str | None = None
     role_names: dict[str, str] = field(default_factory=dict)
     pictures: tuple[str, ...] = ()
-    watched: tuple[str, ...] = ()
+    watched: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,8 +122,6 @@ class Cells:
     def messages(self, role: str, value: Any = None) -> Messages:
         """The normalised messages of a role, or of another value that stands in its column."""
         value = self.value(role) if value is None else from_json(value)
-        if self.reading.pictures and isinstance(value, list):
-            value = [without_pictures(message) for message in value]
         return read_messages(value, self.column(role), self.reading.role_names)
 
     def has_messages(self, role: str) -> bool:
@@ -152,10 +146,8 @@ class Kind:
         by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
             is a chat template).
-        shadows: forms that fit the same columns and say less.
         not_with: columns that rule the form out.
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
-        special: whether no other form has its columns, so that rows which it cannot read are refused.
         alone: whether it also holds prompts alone.
         is_known_set: whether it is a data set of DeepSpeed-Chat.
     """
@@ -166,10 +158,8 @@ class Kind:
     read: Reader
     by_flag: str = ""
     rendering: str = "as given"
-    shadows: str = ""
     not_with: str = ""
     inside: bool = False
-    special: bool = False
     alone: bool = False
     is_known_set: bool = False
 
@@ -235,8 +225,7 @@ class Form:
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
         if use not in self.uses:
-            flags = f"; name its columns with {_NAMED_BY[use]}" if use in _NAMED_BY else ""
-            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}{flags}")
+            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}")
 
     def read(self, row: Row, use: Use, where: str) -> list[Example]:
         """The examples of one row, none or more. `UserError` for a bad row, which it calls `where`, and for a use that
@@ -250,30 +239,26 @@ class Form:
 
     def _read(self, row: Row, use: Use) -> list[Example]:
         reading, examples = self.reading, list[Example]()
+        if any(row.get(column) not in (None, "", [], {}) for column in reading.pictures):
+            row = without_pictures(row)
         splits = use == "unpaired" and self.name not in _LABELLED
-        has_pictures = any(row.get(column) not in (None, "", [], {}) for column in reading.pictures)
         found = self.kind.read(Cells(row, reading), "preference" if splits else use)
-        if has_pictures:
-            found = [
-                replace(one, prompt=_without_marks(one.prompt), answers=_without_marks(one.answers)) for one in found
-            ]
-        for one in found if use != "steps" else ():  # whose steps may be equal
-            check_answers(one.answers)
         margin = margin_of(row) if "rejected" in reading.columns else 0.0
         truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
         tools = _tools_of(row, reading)
         for one in found:
+            if use != "steps":  # which may be equal
+                check_answers(one.answers)
             prompt, context = self._rendered(one.prompt, row), tuple[int, ...]()
             if isinstance(prompt, list):
                 context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
                 prompt = without_context(prompt)
-            one = Example(prompt, one.answers, margin, truth, tools, one.suffix, one.labels, context)
+            one = replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
             examples += [one] if not splits else [
                 replace(one, answers=[answer], suffix=f"{one.suffix}, {name} answer", labels=(label,))
                 for answer, name, label in zip(one.answers, ("chosen", "rejected"), (1.0, 0.0), strict=True)
             ]  # fmt: skip
-        if missed := self.left_out(row):
-            raise UserError(missed[1])
+        self.check_left_out(row)
         return examples
 
     def _rendered(self, prompt: str | Messages, row: Row) -> str | Messages:
@@ -307,20 +292,17 @@ class Form:
             raise UserError(f"'{reading.system}' and the first message are two different system messages")
         return prompt if is_led else [{"role": "system", "content": system}, *prompt]
 
-    def left_out(self, row: Row) -> tuple[str, str] | None:
-        """(a watched column of a row that holds content, what is wrong), or None: no other form would tell. What a
-        column holds is no loss if it stands in what is read (a conversation beside its prompt and answer), or if it
-        holds all that is read (the same as one text). First rows and later ones, with columns that the first lack, are
-        judged alike."""
-        watched = [name for name in row if name in self.reading.watched and has_value(row, name)]
-        held = [name for name in watched if _is_content(name, row[name])]
-        by_use = read_uses(self.kind, self.reading, self.uses, row)[0] if held else {}
+    def check_left_out(self, row: Row) -> None:
+        """Refuse a row with content in a watched column. What a column holds is no loss if it stands in what is read (a
+        conversation beside its prompt and answer), or if it holds all that is read (the same as one text)."""
+        watched = {name: from_json(value_at(row, name)) for name in row if name in self.reading.watched}
+        held = {name: value for name, value in watched.items() if _is_content(name, value)}
+        by_use = read_uses(self.kind, self.reading, self.uses, row) if held else {}
         answered = [examples for use, examples in by_use.items() if examples and use != "prompt"]
         found = answered or [examples for examples in by_use.values() if examples]
         read = [list(lines_of([[one.prompt, *one.answers] for one in examples])) for examples in found]
         everything = "\n".join(line for lines in read for line in lines)
-        for column in held if found else ():
-            value = from_json(row[column])
+        for column, value in held.items() if found else ():
             lines = list(lines_of(value))
             is_read = bool(lines) and all(line in everything for line in lines)
             holds_all = any(all(line in "\n".join(lines) for line in some) for some in read)
@@ -329,25 +311,23 @@ class Form:
             way = f"--ignore_columns {column} leaves it out"
             if column in PICTURES:
                 way = f"models are trained on text; --ignore_columns {column} leaves out pictures and placeholders"
-            return column, (
+            if other := self.reading.watched[column]:
+                way += f"; --data_format {other} reads it, and --data_format {self.name} reads what is read now"
+            raise UserError(
                 f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; it reads "
                 f"{shown(found[0][0])}. {way}; --prompt_column, --response_column, ... and --data_format choose "
                 "another reading"
             )
-        return None
 
 
-def read_uses(kind: Kind, reading: Reading, uses: Sequence[Use], row: Row) -> tuple[dict[Use, list[Example]], str]:
-    """What a form reads in a row for each use of which it can, and the first problem or ""."""
+def read_uses(kind: Kind, reading: Reading, uses: Sequence[Use], row: Row) -> dict[Use, list[Example]]:
+    """What a form reads in a row for each use for which it can."""
     found: dict[Use, list[Example]] = {}
-    problem = ""
     for use in uses:
         if use != "unpaired" or kind.name in _LABELLED:
-            try:
+            with suppress(UserError):
                 found[use] = kind.read(Cells(row, reading), use)
-            except UserError as raised:
-                problem = problem or str(raised)
-    return found, problem
+    return found
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
@@ -394,26 +374,18 @@ def _choose_chat(reading: Reading) -> str:
     return "plain text has none" if reading.form == "text" else "--apply_chat_template True renders the prompts with it"
 
 
-def _without_marks(part: Any) -> Any:
-    """A text, a message, or a list of them without the placeholders of pictures."""
-    if isinstance(part, list):
-        return [_without_marks(one) for one in part]
-    if isinstance(part, dict):
-        return {**part, "content": _without_marks(part["content"])}
-    return re.sub(r"<(image|video|audio)>\n?", "", part)
-
-
 def _is_content(column: str, value: Any) -> bool:
     """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
     thoughts (`reasoning: "on"`), measured losses, names of splits (`training: "train"`), and labels of classes."""
-    if value in ("", [], {}):
+    word = str(value).strip().lower()
+    if value in (None, "", [], {}):
         return False
     if column in ("label", "labels"):
         return is_label(value)
     if column in ("train", "training", "loss") and not isinstance(value, list):
-        return str(value).strip().lower() in ("0", "0.0", "false")
-    if column in THOUGHTS and not isinstance(value, list | dict):
-        return str(value).strip().lower() not in ("", "on", "off", "yes", "no", "true", "false")
+        return word in ("0", "0.0", "false")
+    if column in THOUGHTS:
+        return word not in ("", "on", "off", "yes", "no", "true", "false")
     return leaves_out(value) if column in WEIGHTS else True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,12 +184,17 @@ def _text_of(content: Any, name: str) -> str:
     return "".join(texts)
 
 
-def without_pictures(message: Any) -> Any:
-    """A message without the parts of its content that are pictures or sounds."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    kept = [part for part in message["content"] if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
-    return {**message, "content": kept}
+def without_pictures(value: Any) -> Any:
+    """A nested value without the placeholders of pictures in its texts, and without the parts of messages that are
+    pictures or sounds."""
+    value = from_json(value)
+    if isinstance(value, str):
+        return re.sub(r"<(image|video|audio)>\n?", "", value)
+    if isinstance(value, dict):
+        return {key: without_pictures(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    return [without_pictures(part) for part in value if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
 
 
 def without_context(messages: Messages) -> Messages:

@@ -1,4 +1,4 @@
-"""Rows that can be read in two ways stop with both readings; rows that say the same twice do not."""
+"""Rows that can be read in two ways stop with the flags that choose; rows that say the same twice do not."""
 
 import pytest
 from form_fixtures import ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, read, user
@@ -6,49 +6,40 @@ from form_fixtures import ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, rea
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
 
+TALK = [user("Why?"), assistant("So.")]
+
 
 @pytest.mark.parametrize(
-    ("row", "first", "second"),
+    ("row", "column", "form", "read_now", "other"),
     [
-        (
-            {"prompt": "Q:", "question": "Why?", "answer": "So."},
-            "as question_answer, prompt 'Why?'", "as prompt_response, prompt 'Q:'",
-        ),
-        (
-            {"prompt": "Q:", "response": "r", "messages": [user("Why?"), assistant("So.")]},
-            "as messages, user: 'Why?', answer 'So.'", "as prompt_response, prompt 'Q:', answer 'r'",
-        ),
-        (
-            {"messages": [ASK, HALL], "conversations": [ASK, ROOF]},
-            "as sharegpt, user: 'Where is the lamp?', answer 'On the roof.'", "as messages, user:",
-        ),
-        (
-            {"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]},
-            "as ranked, prompt 'Q:', answer 'b'", "as prompt_response, prompt 'Q:', answer 'r'",
-        ),
-        (  # prompts alone, beside a question and its answer
-            {"question": "Why?", "answer": "No.", "messages": [user("Hm")]},
-            "as messages, user: 'Hm'", "as question_answer, prompt 'Why?'",
-        ),
-        (  # chat comes first, whatever the other form serves
-            {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [user("Why?"), assistant("So.")]},
-            "as messages, user: 'Why?', answer 'So.'", "as preference, prompt 'Why?', answer ' So.'",
-        ),
-        (
-            {"messages": [ASK, HALL], "text": "Something else."},
-            "as messages, ", "as text, text without a prompt, answer 'Something else.'",
-        ),
+        ({"prompt": "Q:", "question": "Why?", "answer": "So."}, "prompt", "question_answer", "prompt 'Why?'",
+         "prompt_response"),
+        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "user: 'Why?', answer 'So.'",
+         "prompt_response"),
+        ({"messages": [ASK, HALL], "conversations": [ASK, ROOF]}, "messages", "sharegpt",
+         "user: 'Where is the lamp?', answer 'On the roof.'", "messages"),
+        ({"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]}, "response", "ranked",
+         "prompt 'Q:', answer 'b'", "prompt_response"),
+        # prompts alone, beside a question and its answer
+        ({"question": "Why?", "answer": "No.", "messages": [user("Hm")]}, "question", "messages", "user: 'Hm'",
+         "question_answer"),
+        ({"question": "Why?", "answer": "No.", "messages": TALK}, "answer", "messages", "user: 'Why?', answer 'So.'",
+         "question_answer"),
+        # chat comes first, whatever the other form serves
+        ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": TALK}, "rejected", "messages",
+         "user: 'Why?', answer 'So.'", "preference"),
+        ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "user: 'Where is the lamp?'",
+         "text"),
     ],
 )  # fmt: skip
-def test_two_readings_are_shown_with_the_flag_that_chooses(row, first, second):
+def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, column, form, read_now, other):
     with pytest.raises(UserError) as caught:
         form_of([row])
     message = str(caught.value)
-    names = [reading.removeprefix("as ").partition(",")[0] for reading in (first, second)]
-    assert message.startswith("d.jsonl: its rows can be read in two ways: ") and "\n" not in message
-    assert first in message and second in message
-    for name in names:
-        assert f"--data_format {name}" in message
+    assert message.startswith(f"d.jsonl: '{column}' holds content, ") and "\n" not in message
+    assert f"that the form {form} does not use; it reads {read_now}" in message
+    assert f"--data_format {other} reads it, and --data_format {form} reads what is read now" in message
+    for name in (form, other):
         assert form_of([row], data_format=name).name == name
 
 
@@ -79,7 +70,7 @@ def test_a_flag_that_names_the_column_chooses_too():
     ],
 )  # fmt: skip
 def test_two_columns_for_one_role_need_a_choice(row, words, flags, settled):
-    with pytest.raises(UserError, match=rf"^d\.jsonl: its column {words}"):
+    with pytest.raises(UserError, match=rf"^d\.jsonl: {words}"):
         form_of([{**row, "response": None, "question": None} | row, row])
     if flags is not None:
         assert read([row], "sft", **flags) == [settled]
@@ -93,14 +84,9 @@ def test_two_columns_with_the_same_values_need_none():
 def test_a_difference_in_any_of_the_first_rows_counts():
     same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
     assert form_of([same] * 20).name == "messages"
-    with pytest.raises(UserError, match="in two ways"):
+    with pytest.raises(UserError, match="'prompt' holds content, 'Who.'"):
         form_of([same] * 19 + [same | {"prompt": "Who?"}])
     assert form_of([same] * 20 + [same | {"prompt": "Who?"}]).name == "messages"
-
-
-def test_the_same_prompt_with_another_answer_is_a_second_reading():
-    with pytest.raises(UserError, match="answer 'So.', or as question_answer, prompt 'Why.', answer 'No.'"):
-        form_of([{"question": "Why?", "answer": "No.", "messages": [user("Why?"), assistant("So.")]}])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +102,7 @@ def test_the_same_prompt_with_another_answer_is_a_second_reading():
     ],
 )
 def test_columns_that_repeat_each_other_are_no_second_reading(row, form):
-    assert form_of([row]).name == form and " the rows would say the same" in form_of([row]).description
+    assert form_of([row]).name == form
 
 
 def test_a_form_must_read_half_of_the_rows():
@@ -126,15 +112,16 @@ def test_a_form_must_read_half_of_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"question": "Why?", "answers": {"text": ["So"]}}, "the form ranked, .*: 'answers' is an object"),  # SQuAD
-        ({"question": "Why?", "answers": ["So", "As"]}, "the form ranked, .*: the answers of 'answers' have no score"),
-    ],
+    ("answers", "words"),
+    [({"text": ["So"]}, "'answers' is an object"), (["So", "As"], "the answers of 'answers' have no score")],
 )
-def test_columns_that_only_look_like_a_form_are_refused(row, words):
-    with pytest.raises(UserError, match=f"its columns are those of {words}.*--prompt_column"):
-        form_of([row])
+def test_columns_that_only_look_like_a_form_are_warned_of(answers, words):
+    """As in SQuAD."""
+    row = {"question": "Why?", "answers": answers}
+    form = form_of([row])
+    assert form.warning.startswith("most of the first rows do not fit the form ranked; --prompt_column")
+    with pytest.raises(UserError, match=f"^row 1: {words}"):
+        form.read(row, "sft", "row 1")
     assert read([row], "prompt", prompt_column="question") == [Example("Why?", [])]
 
 
@@ -241,7 +228,10 @@ def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():
     assert read([same], "preference") == [Example(HH, [" In the hall.", " No."])]
     assert read([same], "sft") == [Example(HH, [" In the hall."])]
     other = row | {"text": "\n\nHuman: Who?\n\nAssistant: Me."}
-    with pytest.raises(UserError, match="in two ways: as hh, .* or as text, .*--data_format hh or --data_format text"):
+    with pytest.raises(
+        UserError,
+        match="that the form hh does not use.*--data_format text reads it",
+    ):
         form_of([other])
     assert read([other], "preference", data_format="hh") == read([same], "preference")
     assert read([other], "sft", messages_column="text") == [Example("\n\nHuman: Who?\n\nAssistant:", [" Me."])]

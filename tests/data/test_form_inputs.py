@@ -206,7 +206,7 @@ def test_a_column_that_only_later_rows_have_is_refused_too(column):
 
 def test_faults_beside_unused_content_are_named_and_no_traceback():
     row = {"messages": [ASK, assistant("In the hall.")], "label": True, "input": MARK}
-    with pytest.raises(UserError, match="its column 'input' holds content"):
+    with pytest.raises(UserError, match="d.jsonl: 'input' holds content"):
         form_of([row])
     form = form_of([{"prompt": "Q: ", "response": "a", "history": [["b", "c"]]}])
     with pytest.raises(UserError, match="row 2: 'history' is int .'7'.; expected pairs"):
