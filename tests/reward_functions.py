@@ -170,10 +170,6 @@ def dicts(response):
     return found | ({"only_a": 7} if response == "a" else {})
 
 
-def many_names(response):
-    return {"score": 0, **{f"n{number}": 1 for number in range(int(response), int(response) + 20)}}
-
-
 def wrong_length(responses):
     """One score too few for a batch, the right number for one row, and two for the response `two`."""
     if len(responses) > 1:

@@ -21,7 +21,7 @@ from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, hint_of_text, missing_columns
-from dschat_ppo.rewards.returned_values import MOST_NUMBERS, Returned
+from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
 from dschat_ppo.types import Rollout
@@ -134,8 +134,6 @@ class FunctionReward:
         self.counts = CallCounts()  # since the last `take_counts`
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
-        self.names: set[str] = set()  # names of the numbers returned so far, at most `MOST_NUMBERS`
-        self.too_many_names = False
         try:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout, _returned)
         except CallError as problem:
@@ -179,7 +177,11 @@ class FunctionReward:
         for row, found in zip(rows, results, strict=True):
             if found.score is not None:
                 scores[row] = self.default if isinstance(found.score, str) else found.score
-        self.numbers = self._numbers(len(request), rows, results)
+        self.numbers = {}
+        for row, found in zip(rows, results, strict=True):
+            for name, number in found.numbers.items():
+                missing = torch.full((len(request),), math.nan, dtype=torch.float64)
+                self.numbers.setdefault(name, missing)[row] = number
         return scores
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
@@ -218,21 +220,6 @@ class FunctionReward:
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
             results.append(Returned(str(cause), {}))
         return results
-
-    def _numbers(self, count: int, rows: list[int], results: list[Returned]) -> dict[str, Tensor]:
-        """The other numbers of the results, by name: (count,) fp64 each, NaN where there is none."""
-        names = dict.fromkeys(name for found in results for name in found.numbers)
-        new = [name for name in names if name not in self.names]
-        room = MOST_NUMBERS - len(self.names)
-        if len(new) > room and not self.too_many_names:
-            self.too_many_names = True
-            self._warn(f"returns more than {MOST_NUMBERS} other numbers; those such as '{new[room]}' are not logged")
-        self.names |= set(new[:room])
-        columns = {name: torch.full((count,), math.nan, dtype=torch.float64) for name in names if name in self.names}
-        for row, found in zip(rows, results, strict=True):
-            for name in found.numbers.keys() & columns.keys():
-                columns[name][row] = found.numbers[name]
-        return columns
 
     def _warn(self, text: str) -> None:
         print_line(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")

@@ -5,21 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import os
+import queue
 import random
-import socket
 import string
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from ipaddress import ip_address, ip_network
+from http.client import HTTPException
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import AbstractHTTPHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler, getproxies
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import torch
 from torch import Tensor
@@ -142,7 +139,7 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
 
     Proxies are those of the environment variables. Redirections are not followed. A user name and a password in the
     address become an `Authorization` header. `_RetryableError`: no connection, no complete reply in time, status 429 or
-    5xx. `RewardServiceError`: another status, a compressed reply, or one of more than 16 MiB.
+    5xx. `RewardServiceError`: another status, or a reply of more than 16 MiB.
     """
     parts = urlsplit(quote(url, safe=string.punctuation))
     user, _, host = parts.netloc.rpartition("@")
@@ -150,100 +147,46 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
     request = Request(urlunsplit(parts._replace(netloc=host)), body, headers)
+    # The timeout of a socket applies to each read: a service that sends a byte now and then would never exceed it.
+    found = queue.SimpleQueue[tuple[int, bytes] | Exception]()
+    threading.Thread(target=lambda: found.put(_exchange(request, timeout)), daemon=True).start()
+    try:
+        reply = found.get(timeout=timeout)
+    except queue.Empty:
+        reply = TimeoutError()
+    if isinstance(reply, TimeoutError):
+        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)")
+    if isinstance(reply, Exception):
+        raise _RetryableError(f"{type(reply).__name__}: {shown(str(reply))}")
+    status, content = reply
+    start = shown(content[:_SHOWN].decode(errors="replace"))
+    if status == 429 or status >= 500:
+        raise _RetryableError(f"status {status}: {start}")
+    if status != 200:
+        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
+    if len(content) > _MOST_BYTES:
+        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
+    return content
+
+
+def _exchange(request: Request, timeout: float) -> tuple[int, bytes] | Exception:
+    """Status and body of the reply, cut at the limit, or why there is none."""
     client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
-    limit = _Limited(timeout)
-    for handler in (ProxyHandler(proxies_for(parts.hostname or "")), limit, UnknownHandler()):
+    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()):
         client.add_handler(handler)
-    problem: Exception | None = None
     try:
         with client.open(request, timeout=timeout) as reply:
             content = reply.read(_MOST_BYTES + 1)
             if len(content) <= _MOST_BYTES and reply.length:
                 raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
+            return reply.status, content
     except (OSError, HTTPException, ValueError) as found:  # ValueError: a chunk of negative length, an odd host name
-        problem = found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
-    finally:
-        limit.end()
-    if limit.is_late or isinstance(problem, TimeoutError):
-        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)")
-    if problem is not None:
-        raise _RetryableError(f"{type(problem).__name__}: {shown(str(problem))}")
-    start = shown(content[:_SHOWN].decode(errors="replace"))
-    if reply.status == 429 or reply.status >= 500:
-        raise _RetryableError(f"status {reply.status}: {start}")
-    encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
-    if reply.status != 200:
-        refused = f"refused the request with status {reply.status}: {start}"
-    elif len(content) > _MOST_BYTES:
-        refused = f"its reply is longer than {_MOST_BYTES} bytes"
-    elif encoding != "identity":
-        refused = f"its reply is compressed ({shown(encoding)}), against the request"
-    else:
-        return content
-    raise RewardServiceError(f"{FLAG} {url}: {refused}")
+        return found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
 
 
 def shown(text: str) -> str:
     """The start of a text, with escapes for what does not print: a service cannot write to the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN])
-
-
-class _Limited(AbstractHTTPHandler):
-    """Opens the connection of one request, and shuts it when `seconds` have passed. The timeout of a socket applies to
-    each read: a service that sends a byte now and then would never exceed it."""
-
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.is_late = False
-        self.socket: socket.socket | None = None
-        self.timer = threading.Timer(seconds, self._shut)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(self._connection, HTTPConnection), req)
-
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(self._connection, HTTPSConnection), req)
-
-    http_request = https_request = AbstractHTTPHandler.do_request_
-
-    def _connection(self, kind: type[HTTPConnection], host: str, **options: Any) -> HTTPConnection:
-        connection = kind(host, **options)
-        connection._create_connection = self._connect  # type: ignore[attr-defined]
-        return connection
-
-    def _connect(self, *words: Any) -> socket.socket:
-        """Connect, and keep a second descriptor: TLS detaches the first, and the connection forgets it early."""
-        connected = socket.create_connection(*words)
-        self.socket = connected.dup()
-        if self.is_late:  # to resolve the name and try its addresses took all the time
-            self._shut()
-        return connected
-
-    def _shut(self) -> None:
-        self.is_late = True
-        if self.socket is not None:
-            with suppress(OSError):  # the service has closed it
-                self.socket.shutdown(socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        """After the reply, or without one."""
-        self.timer.cancel()
-        if self.socket is not None:
-            self.socket.close()
-
-
-def proxies_for(host: str) -> dict[str, str]:
-    """Scheme -> proxy, from `http_proxy`, `https_proxy` and `all_proxy`. Empty if `host` is an address in a network of
-    `no_proxy`, such as 10.0.0.0/8. `ProxyHandler` looks for names there."""
-    found = getproxies()
-    for network in found.get("no", "").split(","):
-        with suppress(ValueError):  # one of the two is a name
-            if ip_address(host) in ip_network(network.strip(), strict=False):
-                return {}
-    chosen = {scheme: found.get(scheme) or found.get("all") for scheme in ("http", "https")}
-    return {scheme: proxy for scheme, proxy in chosen.items() if proxy}
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:

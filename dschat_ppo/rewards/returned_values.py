@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsFloat
 
-MOST_NUMBERS = 32  # other numbers of a function
 _LONGEST_NAME = 64
 NO_NUMBER = "returned a value that is not a number"
 
@@ -98,12 +97,11 @@ class CallLog:
         self.columns[clean_name(column)] = list(values)
 
     def added_to(self, rows: list[Returned]) -> list[Returned]:
-        """The rows with the logged numbers, at most `MOST_NUMBERS` each; those that the function returned itself take
-        precedence."""
+        """The rows with the logged numbers; those that the function returned itself take precedence."""
         metrics = {name: math.fsum(values) / len(values) for name, values in self.metrics.items()}
         columns = {name: values for name, values in self.columns.items() if len(values) == len(rows)}
         found = []
         for place, row in enumerate(rows):
             logged = _finite_numbers({name: values[place] for name, values in columns.items()})
-            found.append(Returned(row.score, dict(list((metrics | logged | row.numbers).items())[:MOST_NUMBERS])))
+            found.append(Returned(row.score, metrics | logged | row.numbers))
         return found
