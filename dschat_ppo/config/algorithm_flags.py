@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from dschat_ppo.config.own_names import is_own_function
-from dschat_ppo.config.schema import flag, refuse, require, require_ranges
+from dschat_ppo.config.schema import (
+    flag,
+    not_negative,
+    positive,
+    refuse,
+    require,
+    require_ranges,
+    share,
+)
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
@@ -49,35 +57,36 @@ class AlgorithmFlags:
     loss_aggregation: AGGREGATION | None = flag(None,
         "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
         "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean")
-    clip_eps: float = flag(0.2,
+    clip_eps: float = positive(0.2,
         "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps)")
-    clip_eps_low: float | None = flag(None, "eps of the lower clip; not given: --clip_eps")
-    clip_eps_high: float | None = flag(None, "eps of the upper clip; not given: --clip_eps")
+    clip_eps_low: float | None = positive(None, "eps of the lower clip; not given: --clip_eps")
+    clip_eps_high: float | None = positive(None, "eps of the upper clip; not given: --clip_eps")
     dual_clip: float = flag(0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off")
-    sapo_tau_positive: float = flag(1.0, "sapo: temperature of the gate for positive advantages")
-    sapo_tau_negative: float = flag(1.05, "sapo: temperature of the gate for advantages of 0 or less")
-    covariance_share: float = flag(0.0002, "clip_cov and kl_cov: share of tokens to act on")
-    value_clip_eps: float = flag(0.2, "value loss: clip range of new values around old values; 0 = plain squared error")
-    critic_warmup_rollouts: int = flag(0, "number of PPO steps at the start that train only the critic")
+    sapo_tau_positive: float = positive(1.0, "sapo: temperature of the gate for positive advantages")
+    sapo_tau_negative: float = positive(1.05, "sapo: temperature of the gate for advantages of 0 or less")
+    covariance_share: float = share(0.0002, "clip_cov and kl_cov: share of tokens to act on")
+    value_clip_eps: float = not_negative(0.2,
+        "value loss: clip range of new values around old values; 0 = plain squared error")
+    critic_warmup_rollouts: int = not_negative(0, "number of PPO steps at the start that train only the critic")
 
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus; with --entropy_target, its initial value")
-    entropy_target: float | None = flag(None,
+    entropy_coef: float = not_negative(0.0, "weight of the entropy bonus; with --entropy_target, its initial value")
+    entropy_target: float | None = not_negative(None,
         "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given: constant weight")
-    entropy_delta: float = flag(0.005, "change of the adaptive entropy weight per PPO step")
-    entropy_coef_max: float = flag(1.0, "upper bound of the adaptive entropy weight")
-    high_entropy_share: float = flag(1.0,
+    entropy_delta: float = positive(0.005, "change of the adaptive entropy weight per PPO step")
+    entropy_coef_max: float = positive(1.0, "upper bound of the adaptive entropy weight")
+    high_entropy_share: float = share(1.0,
         "train the policy only on this share of tokens, those with the highest entropy; 1 = all tokens")
 
-    kl_coef: float | None = flag(None,
+    kl_coef: float | None = not_negative(None,
         "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to "
         "one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which then need no "
         "reference, else 0.1")
     kl_estimator: KL_FORM = flag("k1",
         "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
-    kl_target: float | None = flag(None,
+    kl_target: float | None = positive(None,
         "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient")
-    kl_horizon: int = flag(10_000, "number of answers over which the adaptive --kl_coef changes by at most a fifth")
-    kl_loss_coef: float = flag(0.0, "weight of the KL to the reference as a loss")
+    kl_horizon: int = positive(10_000, "number of answers over which the adaptive --kl_coef changes by at most a fifth")
+    kl_loss_coef: float = not_negative(0.0, "weight of the KL to the reference as a loss")
     kl_loss_estimator: KL_FORM = flag("k3",
         "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
     kl_straight_through: bool = flag(True,
@@ -90,52 +99,40 @@ class AlgorithmFlags:
         "'truncate' lowers importance weights above --importance_cap to it; 'mask' sets them to 0, and also those "
         "below its inverse")
     importance_cap: float = flag(2.0, "upper bound of the importance weights, above 1")
-    off_policy_delta: float | None = flag(None,
+    off_policy_delta: float | None = not_negative(None,
         "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by more than this many "
         "nats since scoring; not given: off")
-    router_loss_coef: float = flag(0.0,
+    router_loss_coef: float = not_negative(0.0,
         "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an optimizer step; each "
         "update then needs a second forward pass without gradients; 0 = off")
 
-    reward_clip: float | None = flag(None,
+    reward_clip: float | None = not_negative(None,
         "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the learned reward is the "
         "only source, as in DeepSpeed-Chat; else off, because scores beyond the clip would all be equal")
     normalize_rewards: Literal["none", "model", "running"] = flag("none",
         "'model': standardise the reward model's scores by the statistics saved with it; 'running': divide scores by "
         "their running standard deviation")
-    missing_eos_penalty: float = flag(0.0, "penalty on the score of an answer that was truncated by the length limit")
-    overlong_buffer: int = flag(0,
+    missing_eos_penalty: float = not_negative(0.0,
+        "penalty on the score of an answer that was truncated by the length limit")
+    overlong_buffer: int = not_negative(0,
         "number of tokens before the length limit over which --overlong_penalty grows; 0 = off")
-    overlong_penalty: float = flag(1.0,
+    overlong_penalty: float = not_negative(1.0,
         "penalty on the score of an answer at the length limit; it grows linearly over --overlong_buffer")
     mask_truncated_answers: bool = flag(False,
         "exclude answers that were truncated by the length limit from the policy loss")
     dynamic_sampling: bool = flag(False,
         "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full")
-    dynamic_sampling_rounds: int = flag(8,
+    dynamic_sampling_rounds: int = positive(8,
         "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step")
-    target_kl: float | None = flag(None,
+    target_kl: float | None = positive(None,
         "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off")
-    max_log_ratio: float | None = flag(None,
+    max_log_ratio: float | None = positive(None,
         "skip an update in which the log-ratio of a token is beyond +- this, and end the updates of the PPO step; not "
         "given: off")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            positive=(
-                "clip_eps clip_eps_low clip_eps_high sapo_tau_positive sapo_tau_negative "
-                "entropy_delta entropy_coef_max kl_target target_kl max_log_ratio kl_horizon "
-                "dynamic_sampling_rounds"
-            ),
-            not_negative=(
-                "value_clip_eps critic_warmup_rollouts entropy_coef entropy_target kl_coef "
-                "kl_loss_coef off_policy_delta router_loss_coef reward_clip missing_eos_penalty "
-                "overlong_buffer overlong_penalty"
-            ),
-            share="high_entropy_share covariance_share",
-        )
+        require_ranges(self)
         for name in ("gamma", "gae_lambda"):
             require(0 <= vars(self)[name] <= 1, f"--{name} must lie between 0 and 1, got {vars(self)[name]}")
         defaults = {field.name: field.default for field in fields(self)}

@@ -6,14 +6,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
 
-from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import require
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import counted
-
-MOST_UPDATES = 10**9  # optimizer steps of a run: a year at thirty per second
-MOST_ROWS = 10**6  # rows that every rank holds in memory at a time
-MOST_ANSWERS = 10**7  # answers of an evaluation, held as texts and scores
 
 
 def times(count: int, factor: float) -> int:
@@ -116,23 +112,7 @@ def plan_supervised(
     """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`)."""
     per_device, accumulation = flags.per_device_train_batch_size, flags.gradient_accumulation_steps
     epochs = flags.num_train_epochs
-    plan = SupervisedPlan(rows, world_size, per_device, accumulation, epochs, tokens, packing, shared, max_steps)
-    require(
-        plan.global_batch <= MOST_ROWS,
-        f"--per_device_train_batch_size {plan.per_device} x --gradient_accumulation_steps {plan.accumulation} x "
-        f"{world_size // shared} {'ranks' if shared == 1 else 'groups'} = {plan.global_batch} rows per optimizer step; "
-        f"at most {MOST_ROWS} fit in memory",
-    )
-    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(plan.epochs)}"
-    _require_few_updates(plan.total_steps, length)
-    return plan
-
-
-def _require_few_updates(count: int, flags: str) -> None:
-    require(
-        count <= MOST_UPDATES,
-        f"{flags}: {count} optimizer steps in total; {MOST_UPDATES} already take more than a year",
-    )
+    return SupervisedPlan(rows, world_size, per_device, accumulation, epochs, tokens, packing, shared, max_steps)
 
 
 @dataclass(frozen=True)
@@ -252,11 +232,6 @@ def plan_ppo(
         f"--per_device_generation_batch_size {flags.per_device_generation_batch_size} x --generation_batches "
         f"{flags.generation_batches} x --n_samples_per_prompt {plan.samples}"
     )
-    require(
-        plan.rollout_rows <= MOST_ROWS,
-        f"{collected} x {world_size} ranks = {plan.rollout_rows} rows per PPO step; every rank holds all of them, and "
-        f"at most {MOST_ROWS} fit in memory",
-    )
     # per device, or per group of ranks that share rows
     rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation
     sharing, device = (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
@@ -269,16 +244,4 @@ def plan_ppo(
         f"--gradient_accumulation_steps {plan.accumulation} = {rows_per_update}; {rows} / {rows_per_update} leaves "
         f"{rows % rows_per_update}. Set --generation_batches {-(-flags.generation_batches // multiple) * multiple}",
     )
-    length = f"--max_steps {max_steps}" if max_steps else f"--num_train_epochs {_shown(flags.num_train_epochs)}"
-    _require_few_updates(plan.total_updates, f"{length} x --ppo_epochs {flags.ppo_epochs}")
     return plan
-
-
-def check_evaluation(flags: EvaluationFlags, prompts: int) -> None:
-    """Check that the answers to `prompts` held-out prompts fit in memory."""
-    used = min(flags.eval_max_prompts or prompts, prompts)
-    require(
-        used * flags.eval_samples <= MOST_ANSWERS,
-        f"--eval_samples {flags.eval_samples} x {used} held-out prompts: at most {MOST_ANSWERS} answers fit in memory; "
-        "lower --eval_samples or --eval_max_prompts",
-    )

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import MOST_PROCESSES, flag, refuse, require, require_at_most, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
@@ -50,7 +50,7 @@ class DataFlags:
     data_split: str = flag("2,4,4",
         "shares of each data set for SFT, reward model and PPO; the parts are disjoint", commas=True)
     data_output_path: str | None = flag(None, "folder for prepared data; not given: the cache of `datasets`")
-    preprocessing_num_workers: int | None = flag(None,
+    preprocessing_num_workers: int | None = positive(None,
         "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones")
     data_format: DATA_FORMATS | str = flag("auto",
         "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a "
@@ -100,13 +100,12 @@ class DataFlags:
         "drops them however many they are, and rows that repeat another one; 'error' stops if there is one")
     streaming: bool = flag(False,
         "read and tokenise the training rows during training, in pieces, for data sets larger than the disk")
-    streaming_rows: int | None = flag(None, "number of training rows of an epoch; required with --streaming")
+    streaming_rows: int | None = positive(None, "number of training rows of an epoch; required with --streaming")
     # fmt: on
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require_ranges(self, positive="preprocessing_num_workers streaming_rows")
-        require_at_most(self, "preprocessing_num_workers", MOST_PROCESSES, "each is a process on this machine")
+        require_ranges(self)
         template = self.input_template
         refuse({
             "--data_path is required: name at least one data set": not self.data_path,

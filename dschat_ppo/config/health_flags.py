@@ -24,7 +24,6 @@ class Rule:
         level: "error" if training on is likely wasted.
         comparison: of the metric with the threshold ("it"); "mean" is that over the window before the step.
         threshold: its default; None if there is none to choose.
-        kind: "value" keeps the sign of the default, "share" is in [0, 1), "factor" above 1, "count" a whole number.
         change: what to change; flags by name.
         lasts: whether it must hold at this step and at each one of the window before it.
     """
@@ -34,108 +33,107 @@ class Rule:
     metric: str
     comparison: str
     threshold: float | None
-    kind: Literal["value", "share", "factor", "count", "none"]
     cause: str
     change: str
     lasts: bool = False
 
 
 # fmt: off
-_SKIPPED = Rule("updates_skipped", "warning", "optim/nonfinite_skipped", "grows", None, "none",
+_SKIPPED = Rule("updates_skipped", "warning", "optim/nonfinite_skipped", "grows", None,
     "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped (--on_nonfinite skip)",
     "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use --dtype fp32")
-_OVERFLOWS = Rule("fp16_overflows", "warning", "optim/overflow/ROLE", "grows in every second step", None, "none",
+_OVERFLOWS = Rule("fp16_overflows", "warning", "optim/overflow/ROLE", "grows in every second step", None,
     "gradients overflow in fp16 even at small loss scales, so many updates are skipped",
     "use --dtype bf16 or fp32, or lower the learning rate")
 PPO_RULES: tuple[Rule, ...] = (
-    Rule("kl_negative", "error", "kl/ref_k1", "below", -0.02, "value",
+    Rule("kl_negative", "error", "kl/ref_k1", "below", -0.02,
         "sampling and scoring use different settings or models, so that answers are not samples of the scored policy",
         "compare --temperature, --top_p and --top_k with what you expect; try --rollout_engine padded and --dtype "
         "fp32"),
-    Rule("kl_spike", "warning", "kl/ref_k1", "above it and three times the mean", 0.5, "value",
+    Rule("kl_spike", "warning", "kl/ref_k1", "above it and three times the mean", 0.5,
         "the last updates were too large, or a single kind of answer suddenly pays off",
         "lower --actor_learning_rate or --ppo_epochs, raise --kl_coef, or set --target_kl"),
-    Rule("entropy_collapse", "error", "policy/entropy", "below the mean divided by it", 3.0, "factor",
+    Rule("entropy_collapse", "error", "policy/entropy", "below the mean divided by it", 3.0,
         "the policy puts nearly all probability on few answers and stops exploring",
         "lower --actor_learning_rate, raise --entropy_coef or --kl_coef, or sample with a higher --temperature"),
-    Rule("entropy_explosion", "error", "policy/entropy", "above the mean times it", 3.0, "factor",
+    Rule("entropy_explosion", "error", "policy/entropy", "above the mean times it", 3.0,
         "the policy falls apart: its updates are too large, or nothing holds it near the reference",
         "resume from an earlier checkpoint with a lower --actor_learning_rate, a higher --kl_coef or a lower "
         "--entropy_coef"),
-    Rule("scores_equal", "warning", "reward/score_std", "below, also of the clipped scores", 0.001, "value",
+    Rule("scores_equal", "warning", "reward/score_std", "below, also of the clipped scores", 0.001,
         "the reward does not tell the answers apart: it is constant, fails on all of them, is clipped, or the task is "
         "solved",
         "read the answers (--print_answers) and test the reward on them; raise --reward_clip if it clips them; use "
         "harder prompts, a higher --temperature or more --n_samples_per_prompt"),
-    Rule("source_constant", "warning", "reward/NAME_std", "below, of one of several sources", 0.001, "value",
+    Rule("source_constant", "warning", "reward/NAME_std", "below, of one of several sources", 0.001,
         "this reward source gives every answer the same score, so it teaches nothing",
         "test the source on some answers; correct it, or remove it from --reward_function", lasts=True),
-    Rule("reward_faults", "warning", "reward/function_faults", "at least this share of the answers", 0.1, "share",
+    Rule("reward_faults", "warning", "reward/function_faults", "at least this share of the answers", 0.1,
         "a reward function raises an exception or exceeds --reward_timeout; such answers get --reward_default",
         "read the first traceback in logs/rank_R.log and correct the function or raise --reward_timeout"),
-    Rule("duplicate_answers", "warning", "rollout/distinct_share", "below, if not short", 0.5, "share",
+    Rule("duplicate_answers", "warning", "rollout/distinct_share", "below, if not short", 0.5,
         "the policy collapses to few answers, or the sampling is nearly greedy",
         "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or --top_k"),
-    Rule("reward_exploited", "error", "reward/score_mean", "rises while the KL or the length does", None, "none",
+    Rule("reward_exploited", "error", "reward/score_mean", "rises while the KL or the length does", None,
         "the policy exploits a weakness of the reward: it scores higher by length or by moving far from the reference",
         "read the answers; raise --kl_coef, lower --actor_learning_rate, stop at an earlier checkpoint, or correct the "
         "reward (a length penalty: --overlong_buffer)"),
-    Rule("length_creep", "warning", "rollout/length_mean", "above the first window times it", 1.5, "factor",
+    Rule("length_creep", "warning", "rollout/length_mean", "above the first window times it", 1.5,
         "longer answers score higher, or the loss favours them; this is expected when you train reasoning",
         "check whether the longer answers are better; if not, use a reward that ignores length, --overlong_buffer, or "
         "--loss_aggregation token_mean"),
-    Rule("fewer_answers_end", "warning", "rollout/ended_share", "below the mean minus it", 0.3, "share",
+    Rule("fewer_answers_end", "warning", "rollout/ended_share", "below the mean minus it", 0.3,
         "answers run into the length limit, and the reward does not penalise that",
         "raise --missing_eos_penalty or --max_answer_seq_len"),
-    Rule("answers_never_end", "error", "rollout/ended_share", "below", 0.1, "share",
+    Rule("answers_never_end", "error", "rollout/ended_share", "below", 0.1,
         "the SFT model has not learned its end token, or --max_answer_seq_len is shorter than any answer",
         "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1 longer, set "
         "--stop_token_ids, or raise --max_answer_seq_len", lasts=True),
-    Rule("clip_fraction_high", "warning", "policy/clip_fraction", "above", 0.3, "share",
+    Rule("clip_fraction_high", "warning", "policy/clip_fraction", "above", 0.3,
         "the policy moves far within one PPO step, so that the loss clips its updates",
         "lower --actor_learning_rate or --ppo_epochs, or raise --per_device_training_batch_size"),
-    Rule("first_ratio_not_one", "warning", "policy/first_log_ratio_abs_mean", "above, in training", 0.05, "value",
+    Rule("first_ratio_not_one", "warning", "policy/first_log_ratio_abs_mean", "above, in training", 0.05,
         "before any update, training computes different log-probs from scoring or sampling: dropout, rounding, or "
         "different kernels",
         "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it persists, report it as a bug"),
-    Rule("critic_explains_nothing", "warning", "value/explained_variance", "below", 0.02, "share",
+    Rule("critic_explains_nothing", "warning", "value/explained_variance", "below", 0.02,
         "the critic does not learn, or the score is noise to it",
         "raise --critic_learning_rate or --critic_warmup_rollouts, check the reward, or use an --advantage_estimator "
         "without a critic", lasts=True),
-    Rule("critic_lags", "warning", "value/mean", "a standard deviation from the mean return", None, "none",
+    Rule("critic_lags", "warning", "value/mean", "a standard deviation from the mean return", None,
         "the critic is too slow for the returns, which change faster or have another scale",
         "raise --critic_learning_rate or --critic_warmup_rollouts, widen --value_clip_eps, or scale the scores "
         "(--normalize_rewards running)", lasts=True),
-    Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above", 0.1, "value",
+    Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above", 0.1,
         "the precision is too low, or generation and training run different weights or kernels",
         "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with --importance_correction"),
-    Rule("logprob_diff_grows", "warning", "rollout/logprob_diff_mean", "triples, and is above it", 0.02, "value",
+    Rule("logprob_diff_grows", "warning", "rollout/logprob_diff_mean", "triples, and is above it", 0.02,
         "rounding matters more as the policy gets sharper, or generation does not see all updates",
         "watch it; correct for it with --importance_correction, or use --dtype fp32"),
-    Rule("gradient_explodes", "warning", "optim/grad_norm/ROLE", "above the mean times it", 10.0, "factor",
+    Rule("gradient_explodes", "warning", "optim/grad_norm/ROLE", "above the mean times it", 10.0,
         "a batch with extreme rewards, ratios or values; the gradient is clipped to --max_grad_norm",
         "if it repeats, lower the learning rate of this model, clip the scores (--reward_clip), or lower "
         "--max_grad_norm"),
     _SKIPPED,
     _OVERFLOWS,
-    Rule("ranks_uneven", "warning", "time/PHASE_imbalance", "ranks wait for a larger share", 0.3, "share",
+    Rule("ranks_uneven", "warning", "time/PHASE_imbalance", "ranks wait for a larger share", 0.3,
         "one rank has longer answers, slower rewards or a slower device than the others",
         "raise --reward_workers for slow rewards, check the load of the machine, and use --rollout_engine auto for "
         "answers of different lengths", lasts=True),
 )
 FIT_RULES: tuple[Rule, ...] = (
-    Rule("loss_grows", "error", "loss", "mean above the lowest mean so far times it", 1.5, "factor",
+    Rule("loss_grows", "error", "loss", "mean above the lowest mean so far times it", 1.5,
         "training diverges: the learning rate is too high, or later rows differ from earlier ones",
         "resume from an earlier checkpoint with a lower --learning_rate or more --num_warmup_steps"),
-    Rule("overfitting", "warning", "eval_loss", "this many evaluations are worse than the best", 2, "count",
+    Rule("overfitting", "warning", "eval_loss", "this many evaluations are worse than the best", 2,
         "the model memorises the training rows",
         "stop here and use the best model (--metric_for_best eval_loss); use fewer --num_train_epochs, more rows or a "
         "lower --learning_rate"),
-    Rule("accuracy_of_guessing", "warning", "accuracy", "mean below", 0.55, "share",
+    Rule("accuracy_of_guessing", "warning", "accuracy", "mean below", 0.55,
         "the model does not learn which answer is preferred: the preferences look like noise to it, or the learning "
         "rate is too low",
         "look at the pairs (python -m dschat_ppo.tools.data), raise --learning_rate, or train longer"),
-    Rule("gradient_explodes", "warning", "grad_norm", "above the mean times it", 10.0, "factor",
+    Rule("gradient_explodes", "warning", "grad_norm", "above the mean times it", 10.0,
         "a batch with unusual rows, or a learning rate at which training is about to diverge",
         "if it repeats, lower --learning_rate or --max_grad_norm, and look at the rows"),
     _SKIPPED,
@@ -190,36 +188,29 @@ class FitHealthFlags:
 
 def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
-    window, limits = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}
-    kinds, off = {WINDOW: "count"} | {rule.name: rule.kind for rule in flags.rules}, set()
+    window, limits, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
     for text in flags.health:
         name, _, value = text.partition("=")
-        if name not in kinds:
-            near = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(name, kinds, n=1))
-            raise UserError(f"--health {text}: there is no rule {name!r}{near or '; there are: ' + ', '.join(kinds)}")
-        if value == OFF and name != WINDOW:
-            off.add(name)
-            continue
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        wanted, is_right = {
-            "value": (
-                "-NUMBER" if (limits.get(name) or 0) < 0 else "NUMBER above 0",
-                number * (limits.get(name) or 0) > 0,
-            ),
-            "share": ("a share from 0 up to, but not, 1", 0 <= number < 1),
-            "factor": ("a factor above 1", number > 1),
-            "count": ("a whole number", number >= 1 + (name == WINDOW) and number % 1 == 0),
-            "none": ("off", False),
-        }[kinds[name]]
-        if not (is_right and math.isfinite(number)):
-            more = " of 2 or more" if name == WINDOW else "" if kinds[name] == "none" else ", or off"
-            raise UserError(f"--health {text}: {name} takes {wanted}{more}")
+        if name not in (WINDOW, *limits):
+            near = difflib.get_close_matches(name, [WINDOW, *limits], n=1)
+            meant = f"did you mean {near[0]}?" if near else f"there are: {WINDOW}, {', '.join(limits)}"
+            raise UserError(f"--health {text}: there is no rule {name!r}; {meant}")
+        limit = limits.get(name)
         if name == WINDOW:
-            window = int(number)
+            if not value.isdecimal() or int(value) < 2:
+                raise UserError(f"--health {text}: {WINDOW} takes a whole number of 2 or more")
+            window = int(value)
+        elif value == OFF:
+            off.add(name)
+        elif limit is None:
+            raise UserError(f"--health {text}: {name} takes off")
         else:
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not 0 <= number / limit < math.inf:  # of the sign of the default
+                raise UserError(f"--health {text}: {name} takes {'-' if limit < 0 else ''}NUMBER, or off")
             limits[name] = number
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

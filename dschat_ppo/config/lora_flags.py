@@ -8,16 +8,13 @@ from typing import Any
 
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import RunFlags
-from dschat_ppo.config.schema import flag, refuse, require, require_at_most, require_ranges
+from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, require_ranges, share
 
 _TARGETS = (
     "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
     "linear layers of the decoder blocks, without routers"
 )
-_BOUND = "an update of AdamW moves each weight by about this rate"
 _GIVEN = "not given: with --only_optimize_lora, a given {}"
-_MOST_RANK = 2**16
-_RANK_BOUND = "no weight matrix of a layer has a higher rank"
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,9 @@ class AdapterFlags:
     """Adapters of all models."""
 
     # fmt: off
-    lora_alpha: float = flag(32.0,
+    lora_alpha: float = positive(32.0,
         "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: / sqrt(rank))")
-    lora_dropout: float = flag(0.0, "dropout of the adapter's input")
+    lora_dropout: float = fraction(0.0, "dropout of the adapter's input")
     use_rslora: bool = flag(False, "rank-stabilised LoRA: scale alpha / sqrt(rank)")
     use_dora: bool = flag(False, "DoRA: also train the magnitude of each row of the adapted weights")
     only_optimize_lora: bool = flag(False,
@@ -43,7 +40,7 @@ class AdapterFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="lora_alpha", fraction="lora_dropout")
+        require_ranges(self)
         require(not (self.load_in_4bit and self.load_in_8bit), "--load_in_4bit and --load_in_8bit: use one of the two")
 
 
@@ -52,17 +49,15 @@ class LoraFlags:
     """LoRA of the one model of steps 1 and 2."""
 
     # fmt: off
-    lora_dim: int = flag(0,
+    lora_dim: int = not_negative(0,
         "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off")
     lora_module_name: str | None = flag(None, f"layers {_TARGETS}", commas=True)
-    lora_learning_rate: float = flag(5e-4,
+    lora_learning_rate: float = share(5e-4,
         f"peak learning rate of the LoRA parameters, at most 1; {_GIVEN.format('--learning_rate')}")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="lora_learning_rate", not_negative="lora_dim")
-        require_at_most(self, "lora_dim", _MOST_RANK, _RANK_BOUND)
-        require_at_most(self, "lora_learning_rate", 1, _BOUND)
+        require_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -70,13 +65,13 @@ class PPOLoraFlags:
     """LoRA of actor and critic."""
 
     # fmt: off
-    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0 = off")
+    actor_lora_dim: int = not_negative(0, "LoRA rank of the actor; 0 = off")
     actor_lora_module_name: str | None = flag(None, f"layers of the actor {_TARGETS}", commas=True)
-    actor_lora_learning_rate: float = flag(5e-4,
+    actor_lora_learning_rate: float = share(5e-4,
         f"peak learning rate of the actor's LoRA parameters, at most 1; {_GIVEN.format('--actor_learning_rate')}")
-    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0 = off")
+    critic_lora_dim: int = not_negative(0, "LoRA rank of the critic; 0 = off")
     critic_lora_module_name: str | None = flag(None, f"layers of the critic {_TARGETS}", commas=True)
-    critic_lora_learning_rate: float = flag(5e-4,
+    critic_lora_learning_rate: float = share(5e-4,
         f"peak learning rate of the critic's LoRA parameters, at most 1; {_GIVEN.format('--critic_learning_rate')}")
     share_base: bool = flag(False,
         "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
@@ -84,14 +79,7 @@ class PPOLoraFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            positive="actor_lora_learning_rate critic_lora_learning_rate",
-            not_negative="actor_lora_dim critic_lora_dim",
-        )
-        require_at_most(self, "actor_lora_dim critic_lora_dim", _MOST_RANK, _RANK_BOUND)
-        rates = "actor_lora_learning_rate critic_lora_learning_rate"
-        require_at_most(self, rates, 1, _BOUND)
+        require_ranges(self)
 
 
 def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:

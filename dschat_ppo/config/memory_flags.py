@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.schema import flag, refuse, require, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class MemoryFlags:
         "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "
         "logits; flash_attention_2 needs a GPU, bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; "
         "eager: products and a softmax")
-    sequence_parallel_size: int = flag(1,
+    sequence_parallel_size: int = positive(1,
         "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
         "rows, so a batch size per device counts for all of them together. The number of ranks and that of the model's "
         "attention heads must be multiples of it; 1 = off")
-    zero_hpz_partition_size: int = flag(1,
+    zero_hpz_partition_size: int = positive(1,
         "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of the weights for "
         "the backward pass; 1 = off (needs ZeRO stage 3)")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="sequence_parallel_size zero_hpz_partition_size")
+        require_ranges(self)
 
 
 def possible_sizes(ranks: int, heads: int | None = None) -> str:
@@ -79,17 +79,18 @@ class PPOMemoryFlags:
     sleep_in_rollout: bool = flag(False,
         "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
         "gradient buffers of actor and critic, and the weights of critic, reference and reward model")
-    inference_tp_size: int = flag(1,
+    inference_tp_size: int = positive(1,
         "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
         "actor that does not fit on one device; 1 = off")
-    tp_gather_partition_size: int = flag(8, "decoder layers that --inference_tp_size gathers at a time to divide them")
+    tp_gather_partition_size: int = positive(8,
+        "decoder layers that --inference_tp_size gathers at a time to divide them")
     enable_mixed_precision_lora: bool = flag(False,
         "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
         "--dtype fp16 and a GPU)")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="inference_tp_size tp_gather_partition_size")
+        require_ranges(self)
 
 
 def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:

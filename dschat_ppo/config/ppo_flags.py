@@ -7,18 +7,19 @@ from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
-    MOST_EPOCHS,
     REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
     flag,
+    fraction,
+    not_negative,
     old_flag,
+    positive,
     refuse,
     require,
-    require_at_most,
-    require_bounded_updates,
     require_ranges,
+    share,
 )
 
 EMA_DECAY = 0.992  # as in DeepSpeed-Chat
@@ -36,32 +37,33 @@ class PPOFlags:
         "needed without a critic and a learned reward. With --use_reward_model False it may lack a score head: the "
         "critic gets a new one")
 
-    per_device_generation_batch_size: int = flag(16,
+    per_device_generation_batch_size: int = positive(16,
         "prompts per generation batch and device; a PPO step takes this times --generation_batches prompts per device")
-    per_device_training_batch_size: int = flag(16,
+    per_device_training_batch_size: int = positive(16,
         "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)")
-    micro_batch_tokens: int = flag(0,
+    micro_batch_tokens: int = not_negative(0,
         "maximum tokens per forward pass of scoring and training, padding included; shorter rows make larger "
         "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)")
-    generation_batches: int = flag(1, "generation batches per PPO step (multiplies --per_device_generation_batch_size)")
-    ppo_epochs: int = flag(1, "epochs over the experience of a PPO step")
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step, for answers of maximum length")
-    num_train_epochs: float = flag(1, EPOCHS_HELP.format("prompts"))
-    max_prompt_seq_len: int = flag(256, "maximum tokens of a prompt (see --truncation)")
-    max_answer_seq_len: int = flag(256, "maximum new tokens of an answer")
+    generation_batches: int = positive(1,
+        "generation batches per PPO step (multiplies --per_device_generation_batch_size)")
+    ppo_epochs: int = positive(1, "epochs over the experience of a PPO step")
+    gradient_accumulation_steps: int = positive(1, "micro-batches per optimizer step, for answers of maximum length")
+    num_train_epochs: float = positive(1, EPOCHS_HELP.format("prompts"))
+    max_prompt_seq_len: int = positive(256, "maximum tokens of a prompt (see --truncation)")
+    max_answer_seq_len: int = positive(256, "maximum new tokens of an answer")
 
-    temperature: float = flag(1.0, "sampling temperature; log-probs are computed at the same temperature")
-    top_p: float = flag(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
-    top_k: int = flag(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
-    min_p: float = flag(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
-    repetition_penalty: float = flag(1.0,
+    temperature: float = positive(1.0, "sampling temperature; log-probs are computed at the same temperature")
+    top_p: float = share(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
+    top_k: int = not_negative(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
+    min_p: float = fraction(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
+    repetition_penalty: float = positive(1.0,
         "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off")
-    n_samples_per_prompt: int = flag(1, "number of answers sampled for each prompt")
-    min_answer_seq_len: int = flag(0,
+    n_samples_per_prompt: int = positive(1, "number of answers sampled for each prompt")
+    min_answer_seq_len: int = not_negative(0,
         "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in log-probs and KL too")
     stop_strings: list[str] = flag([], "strings that end an answer; they are part of it")
     stop_token_ids: list[int] = flag([], "token ids that end an answer, in addition to EOS", commas=True)
-    rollout_rows: int = flag(0,
+    rollout_rows: int = not_negative(0,
         "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)")
     rollout_engine: Literal["auto", "padded"] = flag("auto",
         "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches, "
@@ -74,13 +76,13 @@ class PPOFlags:
         "sampling and saves the pass; 'auto' takes them, and the values, from the forward passes of the update where a "
         "PPO step makes one optimizer step and nothing needs them before it; else it is 'rollout' in fp32 and "
         "'recompute' in bf16 and fp16")
-    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor, at most 1")
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic, at most 1")
-    actor_weight_decay: float = flag(0.0, "weight decay of the actor; biases and norm weights are exempt")
-    critic_weight_decay: float = flag(0.0, "weight decay of the critic; biases and norm weights are exempt")
+    actor_learning_rate: float = share(9.65e-6, "peak learning rate of the actor, at most 1")
+    critic_learning_rate: float = share(5e-6, "peak learning rate of the critic, at most 1")
+    actor_weight_decay: float = not_negative(0.0, "weight decay of the actor; biases and norm weights are exempt")
+    critic_weight_decay: float = not_negative(0.0, "weight decay of the critic; biases and norm weights are exempt")
     lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
-    num_warmup_steps: int = flag(100, "warm-up steps of the learning rate, in optimizer steps")
-    max_grad_norm: float = flag(1.0, "clip gradients to this global norm; 0 = off")
+    num_warmup_steps: int = not_negative(100, "warm-up steps of the learning rate, in optimizer steps")
+    max_grad_norm: float = not_negative(1.0, "clip gradients to this global norm; 0 = off")
 
     actor_zero_stage: ZERO_STAGES = flag(0,
         "ZeRO stage of the actor; 3 also shards the reference; in bf16 and fp16, 0 runs as 1")
@@ -93,18 +95,18 @@ class PPOFlags:
         "keep the parameters of the reward model in host memory (needs --critic_zero_stage 3)")
     actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations in the backward pass")
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations in the backward pass")
-    actor_dropout: float | None = flag(None, "dropout of the actor in training; not given: 0")
-    critic_dropout: float | None = flag(None, "dropout of the critic in training; not given: 0")
+    actor_dropout: float | None = fraction(None, "dropout of the actor in training; not given: 0")
+    critic_dropout: float | None = fraction(None, "dropout of the critic in training; not given: 0")
 
     metrics: list[str] = flag([],
         "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers are logged as "
         "own/NAME (docs/extending.md)")
     print_answers: bool = flag(False, "print the prompts, answers and scores of all ranks")
-    print_answers_interval: int = flag(1, "print answers every N PPO steps")
-    sample_interval: int = flag(10,
+    print_answers_interval: int = positive(1, "print answers every N PPO steps")
+    sample_interval: int = not_negative(10,
         "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off")
     enable_test_mode: bool = flag(False, "stop after --test_stop_step PPO steps")
-    test_stop_step: int = flag(0, "number of PPO steps with --enable_test_mode")
+    test_stop_step: int = not_negative(0, "number of PPO steps with --enable_test_mode")
 
     num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
     add_eot_token: bool = old_flag("add_eot_token", False)
@@ -113,34 +115,16 @@ class PPOFlags:
     unsupervised_dataset_name: str | None = flag(None,
         "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off")
     unsupervised_dataset_config_name: str | None = flag(None, "configuration of --unsupervised_dataset_name on the hub")
-    unsup_coef: float = flag(27.8, "weight of the PTX loss")
+    unsup_coef: float = not_negative(27.8, "weight of the PTX loss")
     enable_ema: bool = flag(False, "keep an exponential moving average of the actor's weights, saved in `actor_ema/`")
-    ema_decay: float = flag(EMA_DECAY, "decay of the moving average, applied at each update of the actor")
+    ema_decay: float = fraction(EMA_DECAY, "decay of the moving average, applied at each update of the actor")
     align_overflow: bool = flag(False,
         "skip the updates of both actor and critic when the fp16 gradients of either overflow")
     # fmt: on
 
     def __post_init__(self) -> None:
         require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
-        require_ranges(
-            self,
-            positive=(
-                "per_device_generation_batch_size per_device_training_batch_size generation_batches "
-                "ppo_epochs gradient_accumulation_steps num_train_epochs max_prompt_seq_len "
-                "max_answer_seq_len temperature actor_learning_rate critic_learning_rate "
-                "print_answers_interval n_samples_per_prompt repetition_penalty"
-            ),
-            not_negative=(
-                "micro_batch_tokens top_k min_answer_seq_len rollout_rows unsup_coef "
-                "actor_weight_decay critic_weight_decay num_warmup_steps test_stop_step max_grad_norm "
-                "sample_interval"
-            ),
-            fraction="actor_dropout critic_dropout ema_decay min_p",
-            share="top_p",
-        )
-        require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
-        for role in ("actor", "critic"):
-            require_bounded_updates(self, f"{role}_learning_rate", f"{role}_weight_decay")
+        require_ranges(self)
         refuse({
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
                 self.min_answer_seq_len > self.max_answer_seq_len,
@@ -163,12 +147,13 @@ class EvaluationFlags:
     # fmt: off
     eval_data_path: list[str] = flag([],
         "data sets of held-out prompts, used whole; not given: no evaluation", commas=True)
-    eval_interval: int = flag(0,
+    eval_interval: int = not_negative(0,
         "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two")
-    eval_samples: int = flag(1, "number of answers to each held-out prompt, for pass@k and majority@n")
+    eval_samples: int = positive(1, "number of answers to each held-out prompt, for pass@k and majority@n")
     eval_greedy: bool = flag(False, "decode greedily instead of sampling as in training")
-    eval_batch_size: int = flag(64, "held-out prompts per generation batch and device")
-    eval_max_prompts: int = flag(0, "maximum number of held-out prompts, taken from the start of the data; 0 = all")
+    eval_batch_size: int = positive(64, "held-out prompts per generation batch and device")
+    eval_max_prompts: int = not_negative(0,
+        "maximum number of held-out prompts, taken from the start of the data; 0 = all")
     eval_pass_score: float = flag(1.0, "minimum score of an answer that passes")
     eval_reward_function: str | None = flag(None,
         "reward function for evaluation, written as for --reward_function; not given: the training reward")
@@ -177,7 +162,7 @@ class EvaluationFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="eval_samples eval_batch_size", not_negative="eval_interval eval_max_prompts")
+        require_ranges(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]
         given = [f"--{field.name}" for field in others if vars(self)[field.name] != field.default]
         refuse({

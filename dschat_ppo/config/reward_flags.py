@@ -8,7 +8,7 @@ from typing import Literal
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import MOST_PROCESSES, flag, refuse, require, require_at_most, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class RewardSourceFlags:
     reward_function: list[str] = flag([],
         "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with optional "
         "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)")
-    reward_workers: int = flag(2, "number of worker processes on each rank, for each reward function")
-    reward_timeout: float = flag(10.0, "timeout of a reward function call, in seconds")
+    reward_workers: int = positive(2, "number of worker processes on each rank, for each reward function")
+    reward_timeout: float = positive(10.0, "timeout of a reward function call, in seconds")
     reward_default: float = flag(0.0, "score of a row whose reward function call failed, or that no source scores")
     allow_weak_sandbox: bool = flag(False,
         "run code_tests also where bubblewrap does not work: programs of the model can then write and delete the files "
@@ -41,13 +41,11 @@ class RewardSourceFlags:
     remote_reward_weight: float = flag(1.0, "weight of the remote reward; 0 = only log it")
     remote_reward_sources: list[str] = flag([],
         "data sources whose rows are sent to the reward service; not given: all rows", commas=True)
-    remote_reward_timeout: float = flag(60.0, "timeout of a request, in seconds")
+    remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="reward_workers reward_timeout remote_reward_timeout")
-        require_at_most(self, "reward_workers", MOST_PROCESSES, "each is a process on this machine")
-        require_at_most(self, "reward_timeout remote_reward_timeout", 10**6, "10^6 seconds are eleven days")
+        require_ranges(self)
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),
@@ -58,6 +56,8 @@ class RewardSourceFlags:
         idle = "has no effect with --use_reward_model False; omit one of them"
         unused = "has no effect without the source that it routes"
         refuse({
+            "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, eleven days":
+                max(self.reward_timeout, self.remote_reward_timeout) > 10**6,
             "--reward_function must not be an empty string": not all(self.reward_function),
             "--remote_reward_url contains an empty URL": not all(self.remote_urls),
             "--use_reward_model False leaves no reward: give --reward_function or --remote_reward_url":

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from dschat_ppo.config.schema import (
-    LARGEST_BETA,
-    SMALLEST_EPSILON,
     flag,
+    fraction,
+    not_negative,
     old_flag,
+    positive,
     refuse,
     require,
-    require_at_most,
     require_ranges,
+    share,
 )
 
 AUTO, NEVER = "auto", "never"
@@ -33,7 +34,7 @@ class RunFlags:
     overwrite_output_dir: bool = flag(False,
         "start from the beginning if --output_dir holds another run; an interrupted run with the same settings still "
         "resumes (see --resume)")
-    seed: int = flag(1234, "global seed; it makes a run reproducible")
+    seed: int = not_negative(1234, "global seed; it makes a run reproducible")
     deterministic: bool = flag(False,
         "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit; slower, and an operation "
         "without such an algorithm stops the run (not needed on a CPU)")
@@ -43,9 +44,9 @@ class RunFlags:
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
         "initialised with the mean of the existing rows")
     compute_fp32_loss: bool = old_flag("compute_fp32_loss", False)
-    adam_beta1: float = flag(0.9, "first beta of AdamW")
-    adam_beta2: float = flag(0.95, "second beta of AdamW; above the square of the first")
-    adam_epsilon: float = flag(1e-8, "epsilon of AdamW, from 1.1e-19 to 1")
+    adam_beta1: float = fraction(0.9, "first beta of AdamW")
+    adam_beta2: float = fraction(0.95, "second beta of AdamW")
+    adam_epsilon: float = share(1e-8, "epsilon of AdamW")
     report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag([],
         "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
         '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard', commas=True)
@@ -57,7 +58,7 @@ class RunFlags:
     enable_tensorboard: bool = flag(False, "the same as --report_to tensorboard, in addition to that flag's trackers")
     tensorboard_path: str = flag("tensorboard",
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there")
-    profile: int | None = flag(None,
+    profile: int | None = positive(None,
         "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
         "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing")
     deepspeed: bool = old_flag("deepspeed", False, "; --deepspeed FILE.json is --deepspeed_config FILE.json")
@@ -67,27 +68,17 @@ class RunFlags:
     dry_run: bool = flag(False,
         "check flags, models and data, print the batches and the expected peak of memory, and end; reads no weights, "
         "starts no ranks and writes nothing to --output_dir")
-    dry_run_ranks: int | None = flag(None,
+    dry_run_ranks: int | None = positive(None,
         "with --dry_run: the number of ranks to compute batches for; not given: that of the launch")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="profile dry_run_ranks", not_negative="seed", fraction="adam_beta1 adam_beta2")
-        # AdamW divides m by sqrt(v), and |m| <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) sqrt(v) for all gradients
-        # (Cauchy-Schwarz on the two sums). So an update is at most the learning rate times a function of the betas.
-        smallest, epsilon, beta1, beta2 = SMALLEST_EPSILON, self.adam_epsilon, self.adam_beta1, self.adam_beta2
-        too_high = f"must be at most {LARGEST_BETA:g}, got"
+        require_ranges(self)
         refuse({
             "--output_dir is required: name the folder for the model and its metrics": self.output_dir is None,
             f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them":
                 "none" in self.report_to and len(set(self.report_to)) > 1,
             "--dry_run_ranks needs --dry_run": self.dry_run_ranks is not None and not self.dry_run,
-            f"--adam_epsilon must be at least {smallest:.2g} and at most 1, got {epsilon}: a smaller one can make fp32 "
-            "divide by 0, and with a larger one the weights hardly move": not smallest <= epsilon <= 1,
-            f"--adam_beta1 {too_high} {beta1}: above, fp32 rounds gradients away": beta1 > LARGEST_BETA,
-            f"--adam_beta2 {too_high} {beta2}: above, fp32 rounds gradients away": beta2 > LARGEST_BETA,
-            f"--adam_beta2 must be above the square of --adam_beta1 ({beta1**2:g}), got {beta2}: otherwise an update "
-            "has no bound when small gradients follow large ones": beta1**2 >= beta2,
         })  # fmt: skip
 
     @property
@@ -122,40 +113,35 @@ class SafetyFlags:
     """Checkpoints, saved models, resuming and failures."""
 
     # fmt: off
-    save_steps: int = flag(0, "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
-    save_minutes: float = flag(30.0, "save a checkpoint when the last one is this many minutes old; 0 = off")
-    save_total_limit: int = flag(2,
+    save_steps: int = not_negative(0,
+        "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
+    save_minutes: float = not_negative(30.0, "save a checkpoint when the last one is this many minutes old; 0 = off")
+    save_total_limit: int = positive(2,
         "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation")
     keep_final_checkpoint: bool = flag(False,
         "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
         "--num_train_epochs; without the flag they are removed once the models are saved")
-    save_hf_steps: int = flag(0,
+    save_hf_steps: int = not_negative(0,
         "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
         "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off")
     resume: str = flag(AUTO,
         "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder "
         "names the checkpoint to resume from")
     resume_force: bool = flag(False, "resume even if flags or data that affect the result have changed")
-    collective_timeout: float = flag(1800.0,
+    collective_timeout: float = positive(1800.0,
         "seconds after which the run ends if no rank makes progress (the logs then have the stacks)")
     on_nonfinite: Literal["stop", "skip"] = flag("stop",
         "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip the update; either "
         "way the batch is written to a file")
-    max_nonfinite_skips: int = flag(3, "with --on_nonfinite skip: stop after this many skipped updates in a row")
+    max_nonfinite_skips: int = positive(3, "with --on_nonfinite skip: stop after this many skipped updates in a row")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            positive="save_total_limit collective_timeout max_nonfinite_skips",
-            not_negative="save_steps save_minutes save_hf_steps",
-        )
-        require(
-            self.collective_timeout >= 1,
+        require_ranges(self)
+        refuse({
             f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
-            "every half second",
-        )
-        require_at_most(self, "collective_timeout", 10**8, "10^8 seconds are three years")
+            "every half second, and at most 10^8, three years": not 1 <= self.collective_timeout <= 10**8,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,14 +149,14 @@ class ConsoleFlags:
     """Console."""
 
     # fmt: off
-    logging_steps: int = flag(10,
+    logging_steps: int = positive(10,
         "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last "
         "step; metrics.jsonl always has every step")
     verbose: bool = flag(False, "also print the informational messages of DeepSpeed and transformers, on every rank")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, positive="logging_steps")
+        require_ranges(self)
 
     def prints(self, step: int, total: int) -> bool:
         """Whether the run prints a line after `step`, counted from 1, of `total`."""

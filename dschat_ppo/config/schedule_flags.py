@@ -8,7 +8,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.lora_flags import PPOLoraFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import SCHEDULERS, flag, refuse, require, require_clip_norm, require_ranges
+from dschat_ppo.config.schema import SCHEDULERS, flag, fraction, not_negative, refuse, require, require_ranges, share
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
@@ -21,18 +21,18 @@ class ScheduleFlags:
     """Schedule and length of a run."""
 
     # fmt: off
-    warmup_ratio: float = flag(0.0,
+    warmup_ratio: float = fraction(0.0,
         "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps")
-    min_lr_ratio: float = flag(0.0,
+    min_lr_ratio: float = fraction(0.0,
         "lowest learning rate after the warm-up, as a share of the peak; for the schedules linear, cosine, "
         "cosine_with_restarts and polynomial")
-    max_steps: int = flag(0,
+    max_steps: int = not_negative(0,
         "length of the run in optimizer steps (step 3: PPO steps); replaces --num_train_epochs. The learning rate "
         "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self, not_negative="max_steps", fraction="warmup_ratio min_lr_ratio")
+        require_ranges(self)
 
     def warmup_steps(self, number: int, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
@@ -58,24 +58,19 @@ class PPOScheduleFlags:
     # fmt: off
     critic_lr_scheduler_type: SCHEDULERS | None = flag(None,
         "learning rate schedule of the critic; not given: that of --lr_scheduler_type")
-    critic_num_warmup_steps: int | None = flag(None,
+    critic_num_warmup_steps: int | None = not_negative(None,
         "warm-up steps of the critic; not given: --warmup_ratio or --num_warmup_steps")
-    critic_max_grad_norm: float | None = flag(None,
+    critic_max_grad_norm: float | None = not_negative(None,
         "clip gradients of the critic to this global norm; 0 = off; not given: --max_grad_norm")
     ref_model_name_or_path: str | None = flag(None,
         "model of the reference, with the actor's tokenizer; not given: the model of --actor_model_name_or_path")
-    ref_sync_interval: int = flag(0, "move the reference towards the actor after every N PPO steps; 0 = never")
-    ref_sync_mixup: float = flag(1.0,
+    ref_sync_interval: int = not_negative(0, "move the reference towards the actor after every N PPO steps; 0 = never")
+    ref_sync_mixup: float = share(1.0,
         "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the actor")
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            not_negative="critic_num_warmup_steps critic_max_grad_norm ref_sync_interval",
-            share="ref_sync_mixup",
-        )
-        require_clip_norm(self, "critic_max_grad_norm")
+        require_ranges(self)
         require(
             self.ref_sync_interval > 0 or self.ref_sync_mixup == 1,
             "--ref_sync_mixup has no effect without --ref_sync_interval",

@@ -7,18 +7,19 @@ from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
-    MOST_EPOCHS,
     REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
     flag,
+    fraction,
+    not_negative,
     old_flag,
+    positive,
     refuse,
     require,
-    require_at_most,
-    require_bounded_updates,
     require_ranges,
+    share,
 )
 
 OBJECTIVES = Literal[
@@ -55,57 +56,47 @@ class SupervisedFlags:
     model_name_or_path: str = flag(REQUIRED, "Hugging Face model: a folder or a hub name")
     max_seq_len: int = flag(512,
         "maximum tokens of a row, prompt and answer together; batches are padded to their longest row")
-    per_device_train_batch_size: int = flag(16, "micro-batch size per device")
+    per_device_train_batch_size: int = positive(16, "micro-batch size per device")
     packing: bool = flag(False,
         "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for "
         "each packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has "
         "fewer steps")
-    per_device_eval_batch_size: int = flag(16, "evaluation batch size per device")
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
-    learning_rate: float = flag(2e-5, "peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model")
-    weight_decay: float = flag(0.0, "weight decay; biases and norm weights are exempt")
-    num_train_epochs: float = flag(1, EPOCHS_HELP.format("training rows"))
+    per_device_eval_batch_size: int = positive(16, "evaluation batch size per device")
+    gradient_accumulation_steps: int = positive(1, "micro-batches per optimizer step")
+    learning_rate: float = share(2e-5, "peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model")
+    weight_decay: float = not_negative(0.0, "weight decay; biases and norm weights are exempt")
+    num_train_epochs: float = positive(1, EPOCHS_HELP.format("training rows"))
     lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
-    num_warmup_steps: int = flag(0, "warm-up steps of the learning rate, in optimizer steps")
-    max_grad_norm: float = flag(1.0, "clip gradients to this global norm; 0 = off")
+    num_warmup_steps: int = not_negative(0, "warm-up steps of the learning rate, in optimizer steps")
+    max_grad_norm: float = not_negative(1.0, "clip gradients to this global norm; 0 = off")
     zero_stage: ZERO_STAGES = flag(0,
         "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory")
     offload: bool = flag(False, "keep optimizer states (and parameters at stage 3) in host memory")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
-    dropout: float | None = flag(None,
+    dropout: float | None = fraction(None,
         "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
         "policy itself is trained)")
-    router_loss_coef: float = flag(0.0,
+    router_loss_coef: float = not_negative(0.0,
         "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to "
         "0.01 is usual). Each step then needs a second forward pass without gradients; 0 = off")
-    eval_interval: int = flag(0,
+    eval_interval: int = not_negative(0,
         "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then")
-    eval_iters: int = flag(100, "maximum evaluation batches per device; 0 = all")
+    eval_iters: int = not_negative(100, "maximum evaluation batches per device; 0 = all")
     eval_data_path: list[str] = flag([], "evaluation data sets; not given: see --eval_fraction", commas=True)
-    eval_fraction: float = flag(0.05,
+    eval_fraction: float = fraction(0.05,
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split")
     validate_only: bool = flag(False, VALIDATE_ONLY)
     add_eot_token: bool = old_flag("add_eot_token", False)
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            positive=(
-                "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-                "learning_rate num_train_epochs"
-            ),
-            not_negative=("weight_decay num_warmup_steps max_grad_norm router_loss_coef eval_interval eval_iters"),
-            fraction="dropout eval_fraction",
-        )
+        require_ranges(self)
         refuse({
             f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}":
                 self.max_seq_len < 2,
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device":
                 self.offload and self.zero_stage == 0,
         })  # fmt: skip
-        require_at_most(self, "num_train_epochs", MOST_EPOCHS, "2^31 - 1, the limit of all counts")
-        require_bounded_updates(self, "learning_rate", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -136,18 +127,19 @@ class PreferenceFlags:
         "'cpo'. Policies train without dropout unless --dropout is given")
     use_margin: bool = flag(True,
         "reward: require a lead of the chosen score, given by the column `margin` if the data have one")
-    center_rewards_coef: float = flag(0.0,
+    center_rewards_coef: float = not_negative(0.0,
         "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off")
-    beta: float | None = flag(None,
+    beta: float | None = positive(None,
         "objectives with a reference: strength of the constraint to the initial model; simpo, cpo: scale of the "
         "difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not given: 0.1, for simpo 2")
-    label_smoothing: float = flag(0.0, "cdpo and robust_dpo: assumed share of wrong labels")
-    nll_coef: float | None = flag(None,
+    label_smoothing: float = not_negative(0.0, "cdpo and robust_dpo: assumed share of wrong labels")
+    nll_coef: float | None = not_negative(None,
         "dpo_nll, cpo and simpo: weight of the mean negative log-prob of the chosen answer's tokens. Not given: 0.2 "
         "for dpo_nll, 1 for cpo, 0 for simpo")
-    simpo_gamma: float = flag(1.0, "simpo: required lead of beta x mean log-prob of the chosen over the rejected one")
-    kto_desirable_weight: float = flag(1.0, "kto: weight of the losses of desirable answers")
-    kto_undesirable_weight: float = flag(1.0, "kto: weight of the losses of undesirable answers")
+    simpo_gamma: float = not_negative(1.0,
+        "simpo: required lead of beta x mean log-prob of the chosen over the rejected one")
+    kto_desirable_weight: float = positive(1.0, "kto: weight of the losses of desirable answers")
+    kto_undesirable_weight: float = positive(1.0, "kto: weight of the losses of undesirable answers")
     step_separator: str = flag("\\n",
         "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab); the score of a "
         "step is read at the token that completes it, that of the last step at the answer's final token")
@@ -158,11 +150,7 @@ class PreferenceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(
-            self,
-            positive="beta kto_desirable_weight kto_undesirable_weight",
-            not_negative="center_rewards_coef label_smoothing nll_coef simpo_gamma",
-        )
+        require_ranges(self)
         defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
             value = vars(self)[name]

@@ -16,7 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.batch_plan import PPOPlan, check_evaluation, plan_ppo
+from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schedule_flags import ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
@@ -289,7 +289,6 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
-    check_evaluation(config.validation, 0 if rows.eval is None else len(rows.eval))
     known = rows_at_hand(rows.train)
     check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
     return rows

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from dschat_ppo.common.heartbeat import TimeLeft
-from dschat_ppo.config.schema import MOST_PROCESSES
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
@@ -46,7 +45,7 @@ def worker_count(chosen: int | None, rows: int) -> int:
     """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait); one for few rows."""
     if chosen is not None:
         return chosen
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if rows >= FEW_ROWS else 1
+    return len(os.sched_getaffinity(0)) if rows >= FEW_ROWS else 1
 
 
 @contextmanager
