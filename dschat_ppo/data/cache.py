@@ -2,18 +2,17 @@
 
 `datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated or
 full of zeros under its final name, and a file truncated between two record batches reads as a shorter table. An entry
-of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name was
-complete once. The sizes of its files tell whether something removed or cut one since.
+of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name is
+complete.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,13 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.atomic_files import (
-    PARTIAL,
-    empty_folder,
-    make_folder,
-    remove_folder,
-    replace_folder,
-)
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, remove_folder, replace_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 POLL_SECONDS = 0.5
-_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of a data file in its key
-SIZES_FILE = "sizes.json"  # of the files of an entry
+_ENDS = 2**16  # bytes at either end of a data file in its key
 NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
 
@@ -49,12 +41,17 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
     least one) in them. `StopRequested` if the run receives a stop request while another process makes the entry.
     """
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
-    if not _is_whole(folder):
-        with _entry_lock(folder):
-            if not _is_whole(folder):  # another process may have made the entry in the meantime
-                if folder.is_dir():
-                    logger().warning(f"data: {folder} is damaged and is made again")
-                _write_entry(folder, make)
+    if not folder.is_dir():
+        try:
+            make_folder(folder.parent)
+            with _locked(folder):
+                if not folder.is_dir():  # another process may have made the entry in the meantime
+                    _write_entry(folder, make)
+        except OSError as problem:
+            raise UserError(
+                f"{folder.parent}: cannot be written ({problem.strerror or problem}), and prepared data are stored "
+                "there; free disk space there, or name another folder with --data_output_path"
+            ) from None
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
         files = sorted(folder.glob("rows_*.arrow"))
@@ -63,38 +60,23 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
     return rows
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether an entry has all its files, of the sizes that they had when it was made."""
-    try:
-        sizes = json.loads((folder / SIZES_FILE).read_bytes())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):  # there is none, or a file was removed or damaged
-        return False
-
-
 def notes_of(rows: Dataset) -> Any:
     """The JSON that the maker of an entry left in `NOTES_FILE`."""
     return json.loads(Path(rows.cache_files[0]["filename"]).with_name(NOTES_FILE).read_bytes())
 
 
 @contextmanager
-def _entry_lock(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of an entry, so that one process at a time makes it. The kernel frees it when its holder ends."""
-    lock, logged = FileLock(f"{folder}.lock"), False
+    lock = FileLock(f"{folder}.lock")
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+    if not lock.is_locked:
+        logger().info(f"data: another process prepares {folder}; waiting for it")
     while not lock.is_locked:
-        try:
-            make_folder(folder.parent)
+        raise_if_stop_requested("waited for prepared data")
+        with suppress(Timeout):
             lock.acquire(timeout=POLL_SECONDS)
-        except Timeout:
-            if not logged:
-                logger().info(f"data: another process prepares {folder}; waiting for it")
-            logged = True
-            raise_if_stop_requested("waited for prepared data")
-        except OSError as problem:
-            raise UserError(
-                f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are stored there; name "
-                "another folder with --data_output_path"
-            ) from None
     try:
         yield
     finally:
@@ -110,16 +92,7 @@ def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> None:
         if (work / NOTES_FILE).exists():
             os.replace(work / NOTES_FILE, unfinished / NOTES_FILE)
         remove_folder(work)
-        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
-        (unfinished / SIZES_FILE).write_text(json.dumps(sizes), encoding="utf-8")
         replace_folder(folder, unfinished)
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"{folder.parent}: cannot be written ({problem.strerror}), and prepared data are stored there; free disk "
-            "space there, or name another folder with --data_output_path"
-        ) from None
     finally:
         remove_folder(unfinished)  # what a failure leaves may have filled the disk
 
@@ -130,16 +103,22 @@ def rows_key(*parts: object) -> str:
 
 
 def file_key(path: Path) -> str:
-    """Key of a data file: path, size, modification time and a sample of its content. Tools that copy files may keep the
-    modification time. The sample finds a change of a file up to 1 MiB, and most of those of a larger one, without
-    reading it whole at each start."""
-    found = path.stat()
-    sample = hashlib.sha256()
-    with path.open("rb") as file:
-        for number in range(_SAMPLES):
-            file.seek(max(number * _SAMPLE_BYTES, number * (found.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1)))
-            sample.update(file.read(_SAMPLE_BYTES))
-    return _digest(str(path.resolve()), found.st_size, found.st_mtime_ns, sample.hexdigest())
+    """Key of a data file in its place: path, the time of its last change (also where a tool that copies files keeps
+    the modification time), and its content as `content_key` sees it."""
+    return _digest(str(path.resolve()), path.stat().st_ctime_ns, content_key([path]))
+
+
+def content_key(paths: Sequence[Path]) -> str:
+    """What identifies data files wherever they lie, without reading them whole at each start: names, sizes and ends."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()
 
 
 def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:

@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
-from dschat_ppo.data.cache import token_key
+from dschat_ppo.data.cache import content_key, token_key
 from dschat_ppo.data.examples import PARTS, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED
-from dschat_ppo.data.parts import FilePart, Part, Row, TablePart
+from dschat_ppo.data.parts import FilePart, HubPart, Part, Row
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch, raw_batches
 from dschat_ppo.data.streaming import StreamedRows, start_stream
@@ -27,7 +27,6 @@ from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_feature
 from dschat_ppo.errors import UserError, reading
 
 NOTHING = "without a sample for this step (as bad answers in SFT)"
-_ENDS = 2**16  # bytes at either end of a file that identify it, with its size
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,11 @@ def stream_of(found: StreamedSet, settings: TokeniseSettings, flags: DataFlags) 
 
 
 def content_of(part: Part) -> str:
-    """What identifies the rows of a part: of each of its files the name, the size and the ends."""
-    if not isinstance(part, FilePart | TablePart):
+    """What identifies the rows of a part wherever its files lie."""
+    if isinstance(part, HubPart):
         return part.key
-    digest = hashlib.sha256()
-    for path in [part.path] if isinstance(part, FilePart) else part.files:
-        with reading(f"{part.flag} {path}: cannot be read"), path.open("rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name}\0{size}\0".encode())
-            digest.update(file.read(_ENDS))
-            file.seek(max(0, size - _ENDS))
-            digest.update(file.read(_ENDS))
-    return digest.hexdigest()
+    with reading(f"{part.flag} {part.name}: cannot be read"):
+        return content_key([part.path] if isinstance(part, FilePart) else part.files)
 
 
 def start(
