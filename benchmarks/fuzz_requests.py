@@ -75,7 +75,7 @@ def ask_reward_server(rng: random.Random, material: Path, own: Path) -> int:
 
     quiet_libraries()
     scorer = TextScorer(str(material / "reward"), "fp32", 256)
-    app = reward_app(scorer, max_rows=16, max_request_bytes=2**20, max_request_seconds=2.0)
+    app = reward_app(scorer)
     server, listening = uvicorn.Server(server_options(app, timeout_keep_alive=1)), listen("127.0.0.1", 0, "--port")
     path = rng.choice(("/get_reward", "/get_reward", "/get_reward", "/health", "/", "//x", "http://[::1"))
     query = {"query": ["a word", "", "<|end|>"], "prompts": ["a", "", "b"], "labels": [None, 1, "x"]}
