@@ -1,6 +1,6 @@
 """The cases of `memory.py --planner`: settings whose measured peaks are compared with the planner's.
 
-The comparison takes the largest peak of the second step over its phases, and that of loading. Measured: resident memory
+The comparison takes the largest peak of the second step over its phases. Measured: resident memory
 of a rank beyond an idle one, minus the same measurement of a model of 0.3 M parameters (`BASELINES`), which is what the
 libraries take while they work. Planned: weights, states, activations and buffers of one rank. On a CPU, device and host
 memory are the same, so both count; sleep moves tensors as if there were a device.
@@ -20,7 +20,7 @@ from dschat_ppo.planner.plan_step import plan_step
 GIB = 2**30
 # phase of `memory.py` -> phases of a plan
 SAME = {
-    "load": "load", "rollout": "rollout", "score": "scoring", "actor": "actor update", "critic": "critic update",
+    "rollout": "rollout", "score": "scoring", "actor": "actor update", "critic": "critic update",
     "update": "update",
 }  # fmt: skip
 

@@ -272,20 +272,3 @@ def _memory_table(plan: Plan) -> str:
         return "  ".join([cell.ljust(w) for cell, w in names] + [cell.rjust(w) for cell, w in sizes]).rstrip()
 
     return "\n".join(map(line, table))
-
-
-def json_of(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values; sizes in bytes, of one rank unless the name says otherwise."""
-    phases = []
-    for phase in plan.phases:
-        held = [
-            {"role": role, "part": part, "device": memory.device, "host": memory.host}
-            for (role, part), memory in phase.held.items()
-        ]
-        needs = plan.needs(phase)
-        phases.append({"phase": phase.name, "held": held, "needs_of_device": needs.device, "needs_of_host": needs.host})
-    return {
-        "fits": plan.fits, "shortages": plan.shortages(), "phases": phases, "ranks": plan.ranks,
-        "ranks_per_node": plan.ranks_per_node, "device_memory": plan.device_memory, "host_memory": plan.host_memory,
-        "running_rows": plan.rows,
-    }  # fmt: skip

@@ -51,21 +51,6 @@ def steady_phase(name: str, roles: Sequence[Role], ema: bool = False) -> Phase:
     return phase
 
 
-def load_phase(roles: Sequence[Role], ema: bool) -> Phase:
-    """Building the engines: all of them but for the moments, which the first update makes. For the last model that
-    trains, its weights once more, while DeepSpeed moves them into one buffer (stage 3: this rank's part in fp32, and
-    the weights that the probe of its kernels gathers)."""
-    phase = steady_phase("load", roles, ema)
-    trained = [role for role in roles if role.trained]
-    for role in trained:
-        moments = role.part * role_memory.MOMENTS
-        phase.add(role.name, "optimizer", Memory(0, -moments) if role.offloads_optimizer else Memory(-moments))
-    for role in trained[-1:]:
-        again = FP32 * role.part if role.stage == 3 else role.itemsize * role.trained
-        phase.add(role.name, "buffers", Memory.of(again) + role_memory.gathered_layer_by_layer(role))
-    return phase
-
-
 def update_phase(
     name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, micro_batches: int, config: StepConfig,
     ema: bool = False,
@@ -106,7 +91,7 @@ def supervised_phases(config: SFTConfig | PreferenceConfig, role: Role) -> list[
     rows = fit.per_device_train_batch_size * (2 if is_pair else 1)
     tokens = -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size)
     update = update_phase("update", role, roles, tokens, tokens, fit.gradient_accumulation_steps, config)
-    return [load_phase(roles, False), update, checkpoint_phase(roles, False)]
+    return [update, checkpoint_phase(roles, False)]
 
 
 def ppo_phases(
@@ -121,23 +106,15 @@ def ppo_phases(
     tokens = -(-min(budget, plan.rows_per_rank * plan.shared * longest) // plan.shared)
     scored = -(-tokens * ppo.max_answer_seq_len // longest)  # of answers
     micro_batches = -(-plan.rows_per_rank * longest * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
-    # the rows of a PPO step, which every rank holds: 9 bytes (id, mask) for each token of the prompt, and 41 for each
-    # of the answer (id, two masks, and six or seven fp32 numbers, such as log-probs, values and advantages)
-    experience = Memory.of(
-        plan.rollout_rows * (9 * ppo.max_prompt_seq_len + 41 * ppo.max_answer_seq_len),
-        config.ppo_memory.experience_on_host and roles[0].on_gpu,
-    )
     rollout, rows = _rollout_phase(config, plan, roles, actor_config, device_memory, sleeps)
-    phases = [load_phase(roles, ema), rollout, _score_phase(roles, tokens, scored, ema)]
+    phases = [rollout, _score_phase(roles, tokens, scored, ema)]
     phases += [
         update_phase(f"{role.name} update", role, roles, tokens, scored, micro_batches, config, ema)
         for role in roles if role.trained
     ]  # fmt: skip
-    for phase in phases[2:]:
-        phase.add("experience", "buffers", experience)
     phases.append(checkpoint_phase(roles, ema))
     if sleeps:
-        for phase in phases[2:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)
+        for phase in phases[1:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)
             _add_host_copies(phase, roles)
     return phases, rows
 

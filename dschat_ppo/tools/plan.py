@@ -1,7 +1,7 @@
 """Plan a run from its flags and model configurations: memory by phase, whether it fits, and flags with which it fits.
 
     python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB --host_memory 1TiB
-        [--devices_per_node 8] [--json] [flags of step 3]
+        [--devices_per_node 8] [flags of step 3]
     python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
 
 --step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at least config.json,
@@ -12,7 +12,6 @@ are accepted; --data_path and --output_dir may be left out. docs/memory.md expla
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -71,7 +70,6 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--device_memory", type=size_of, default=0, metavar="SIZE",
         help="memory of a GPU, such as 80GiB (default: the run is on a CPU)")  # fmt: skip
     add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
-    add("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
     words, rest = parser.parse_known_args(argv)
     for name, flag in _MODELS.items():
         if getattr(words, name) is not None:
@@ -116,7 +114,7 @@ def _print_plan(words: argparse.Namespace, rest: list[str], config: StepConfig) 
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.planner.model_parts import read_model_configs
-    from dschat_ppo.planner.plan_step import full_text, json_of, plan_step
+    from dschat_ppo.planner.plan_step import full_text, plan_step
 
     quiet_hugging_face()
     models = read_model_configs(config, settings_folder)
@@ -127,12 +125,6 @@ def _print_plan(words: argparse.Namespace, rest: list[str], config: StepConfig) 
 
     plan = plan_with([])
     proposal = None if plan.fits else flags_that_fit(config, plan_with)
-    if words.json:
-        found = json_of(plan) | {"proposal": None}
-        if proposal is not None:
-            found["proposal"] = {"flags": proposal[0]} | json_of(proposal[1])
-        print(json.dumps(found, indent=2))
-        return
     print(full_text(plan, TITLES[words.step]))
     if proposal is not None:
         print(f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n  {shlex.join(proposal[0])}")

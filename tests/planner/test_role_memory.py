@@ -148,7 +148,7 @@ def test_a_shared_base_counts_elsewhere():
 def test_quantised_weights():
     parts = replace(PARTS, adapted=400, trained=100)
     four = replace(role(2, bits=4), parts=parts)
-    assert role_memory.weights(four) == Memory(int(2000 - int(400 * (2 - 4.127 / 8))))
+    assert role_memory.weights(four) == Memory(2000 - 600)
     eight = replace(role(2, bits=8), parts=parts)
     assert role_memory.weights(eight) == Memory(2000 - 400)
 
