@@ -1,4 +1,4 @@
-"""The length limit: what is cut from a row that is too long, and the lengths of a data set for the log."""
+"""The length limit: what is cut from a row that is too long."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import EncodedExample
-
-_RAMP, _BINS = " .:-=+*#%@", 32  # of the text histogram, from few rows to many
+from dschat_ppo.data.examples import Example
 
 
 class Fitted(IntEnum):
@@ -33,6 +31,25 @@ FITTED_NAMES = {
     Fitted.DROPPED: "dropped",
     Fitted.BLOCK: "blocks of longer texts",
 }
+
+
+def fit(
+    ids: EncodedExample, example: Example, tokenizer: PreTrainedTokenizerBase, limit: int, policy: str
+) -> list[tuple[EncodedExample, Fitted]]:
+    """One row of at most `limit` tokens, and what `--truncation` did to it. A plain text over the limit is divided into
+    blocks: the first token of each is the last one of the block before it, so each token is predicted once."""
+    if example.prompt == "":
+        text = [*ids.prompt, *ids.answers[0]]
+        if len(text) > limit and policy not in ("drop", "error"):
+            starts = range(0, len(text) - 1, limit - 1)
+            blocks = [replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]]) for at in starts]
+            return [(block, Fitted.BLOCK) for block in blocks]
+        if not ids.prompt:  # nothing before its first token predicts it
+            ids = replace(ids, prompt=text[:1], answers=[text[1:]])
+    fitted = fit_row(ids, limit, policy)
+    if fitted[1] in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
+        fitted = fit_row(ids, limit, policy, *fixed_ends(tokenizer, ids.prompt, not isinstance(example.prompt, str)))
+    return [fitted]
 
 
 def fit_row(
@@ -77,14 +94,6 @@ def fit_row(
     return fitted, Fitted.ANSWER_CUT if longest > room_for_answer else Fitted.PROMPT_CUT
 
 
-def text_blocks(text: EncodedExample, limit: int) -> list[EncodedExample]:
-    """A plain text over the limit as blocks of at most `limit` tokens. The first token of a block is the last one of
-    the block before it, so each token of the text is predicted once; [] for a text within the limit."""
-    ids = [*text.prompt, *text.answers[0]]
-    starts = range(0, len(ids) - 1, limit - 1) if len(ids) > limit else ()
-    return [replace(text, prompt=ids[at : at + 1], answers=[ids[at + 1 : at + limit]]) for at in starts]
-
-
 def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
     """How many first and last tokens of a prompt a cut keeps: `keep_start` and `keep_end` of `fit_row`. The first one
     if it is BOS. Of a chat prompt also the end that the template writes: the last special tokens with at most two
@@ -104,22 +113,3 @@ def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: b
 def _added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
     """Cached: a tokenizer with thousands of added tokens takes 20 ms to list them. `size`: of its vocabulary."""
     return frozenset(tokenizer.added_tokens_decoder)
-
-
-def describe_lengths(lengths: np.ndarray) -> str:
-    """Percentiles and a histogram of (N,) token counts, N at least 1, in one line. The histogram has equal steps from 0
-    to the longest row; a denser character stands for more rows, and any row shows."""
-    low, median, high, highest, most = (
-        int(value) for value in np.percentile(lengths, [0, 50, 90, 99, 100], method="inverted_cdf")
-    )
-    counts, _ = np.histogram(lengths, bins=_BINS, range=(0, max(1, most)))
-    heights = np.ceil(counts / counts.max() * (len(_RAMP) - 1)).astype(int)
-    bars = "".join(_RAMP[height] for height in heights)
-    shown = f"min {low}, median {median}, 90% {high}, 99% {highest}, max {most}"
-    return f"{shown}; rows by length (. few, @ most): 0 [{bars}] {most}"
-
-
-def describe_counts(fitted: np.ndarray) -> str:
-    """How many rows the length limit kept, cut and dropped; `fitted` are (N,) values of `Fitted`."""
-    counts = ((int((fitted == code).sum()), name) for code, name in FITTED_NAMES.items())
-    return ", ".join(f"{count} {name}" for count, name in counts if count)

@@ -3,7 +3,6 @@ All are row numbers in arrays, equal on every rank and after a resume: they depe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import datasets
@@ -48,45 +47,34 @@ class Part:
 
 
 def mix(parts: list[Part]) -> list[Part]:
-    """The parts with the rows that an epoch has of each, which the log shows as a table."""
-    available = [len(part.order) for part in parts]
-    used = used_rows([part.source for part in parts], available)
-    if len(parts) > 1 or used != available:
-        logger().info(table_of([part.source.name for part in parts], available, used))
-    return [
-        replace(part, order=repeated(part.order, count, SPLIT_SEED, number))
-        for number, (part, count) in enumerate(zip(parts, used, strict=True))
-    ]
-
-
-def used_rows(sources: Sequence[DataSource], available: Sequence[int]) -> list[int]:
-    """How many rows of each data set an epoch has. Data sets with a weight share the sum of their sizes in proportion
-    to their weights, rounded so that the total is exact. `@ROWS` sets a number. All others are used once."""
-    used = [count if source.samples is None else source.samples
-            for source, count in zip(sources, available, strict=True)]  # fmt: skip
-    weighted = [place for place, source in enumerate(sources) if source.weight is not None]
-    weights, total = [float(sources[place].weight or 0) for place in weighted], sum(available[p] for p in weighted)
-    before = 0
+    """The parts with the rows that an epoch has of each: all of them as often as they fit, then a random remainder in
+    the order of the file. Data sets with a weight share the sum of their sizes in proportion to their weights, rounded
+    so that the total is exact; `@ROWS` sets a number; all others are used once."""
+    used = [len(part.order) if part.source.samples is None else part.source.samples for part in parts]
+    weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
+    weights = [float(parts[place].source.weight or 0) for place in weighted]
+    total, before = sum(len(parts[place].order) for place in weighted), 0
     for number, place in enumerate(weighted, start=1):
         bound = round(total * sum(weights[:number]) / sum(weights))
         used[place], before = bound - before, bound
-    return used
+    mixed = []
+    for number, (part, count) in enumerate(zip(parts, used, strict=True)):
+        there = len(part.order)
+        whole, rest = divmod(count, there)
+        chosen = torch.randperm(there, generator=shared_generator(SPLIT_SEED, _MIX, number))[:rest].sort().values
+        mixed.append(replace(part, order=np.concatenate([*[part.order] * whole, part.order[chosen.numpy()]])))
+        if len(parts) > 1 or count != there:
+            share = f"{count} rows of an epoch ({100 * count / sum(used):.1f} %)"
+            logger().info(f"data: {part.source.spec}: {share}, {count / there:.2f} times its {there}")
+    return mixed
 
 
-def repeated(rows: np.ndarray, used: int, seed: int, number: int) -> np.ndarray:
-    """`used` of these (N,) row numbers, N above 0 unless `used` is 0: all of them as often as they fit, then a random
-    remainder in the order of `rows`. `number` is that of the data set, so that sets of equal size draw differently."""
-    if used == len(rows):
-        return rows
-    whole, rest = divmod(used, len(rows))
-    chosen = torch.randperm(len(rows), generator=shared_generator(seed, _MIX, number))[:rest].sort().values
-    return np.concatenate([*[rows] * whole, rows[chosen.numpy()]])
-
-
-def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:
-    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order."""
+def joined(parts: list[Part]) -> tuple[Dataset, tuple[str, ...]]:
+    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order. And
+    the names of the data sets that this column numbers."""
+    names = tuple(dict.fromkeys(part.source.name for part in parts))
     if not parts:
-        return Dataset.from_dict({})
+        return Dataset.from_dict({}), names
     tables, orders, before = [], [], 0
     for part in parts:
         source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
@@ -95,18 +83,4 @@ def joined(parts: list[Part], names: tuple[str, ...]) -> Dataset:
         before += len(part.rows)
     order = np.concatenate(orders)
     rows = datasets.concatenate_datasets(tables)
-    return rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)
-
-
-def table_of(names: Sequence[str], available: Sequence[int], used: Sequence[int]) -> str:
-    """The mixture for the log, one line for each data set."""
-    rows = [("data set", "rows", "used", "repeats", "share")]
-    for name, there, count in zip(names, available, used, strict=True):
-        repeats = f"{count / there:.2f}" if there else "-"
-        rows.append((name, str(there), str(count), repeats, f"{100 * count / sum(used):.1f} %"))
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for name, *cells in rows
-    ]
-    return "data: mixture of an epoch\n" + "\n".join(f"  {line}" for line in lines)
+    return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names

@@ -20,18 +20,17 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_rows import report_bad_rows, report_duplicates, report_left_out, report_unreadable
+from dschat_ppo.data.bad_rows import repetitions, report_bad_rows, report_unreadable
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths
+from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.stream_pieces import StreamSource
 from dschat_ppo.data.stream_sources import find_rows, start, stream_of
 from dschat_ppo.data.streaming import StreamedRows
-from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
@@ -53,16 +52,6 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
-class TokenisedSet:
-    """Rows of one data set before bad rows and duplicates are judged, for `tools/data.py`."""
-
-    raw: Rows
-    origins: Origins
-    table: TokenTable
-    numbers: np.ndarray  # of the raw rows, in the order of use
-
-
-@dataclass(frozen=True)
 class Preparation:
     """What `prepare` knows while it reads one data set after another. With `most_rows` it uses only the first rows of
     each, as if there were no others. `seen` holds each data set that was tokenised, also one that was refused
@@ -78,7 +67,7 @@ class Preparation:
     all_turns: bool = False
     step_separator: str = "\n"
     most_rows: int | None = None
-    seen: list[TokenisedSet] = field(default_factory=list)
+    seen: list[TokenTable] = field(default_factory=list)
     train: list[Part] = field(default_factory=list)
     eval: list[Part] = field(default_factory=list)
     streams: list[StreamSource] = field(default_factory=list)
@@ -103,11 +92,12 @@ class Preparation:
         raw = splits.train
         if self.most_rows is not None:
             raw = raw.select(range(min(self.most_rows, len(raw))))
-        form = self.form_of(source, list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))])
-        raw = self.grouped(form, raw)
+        first = [raw[number] for number in range(min(FIRST_ROWS, len(raw)))]
+        settings = self.settings_of(source, list(raw.columns), first)
+        raw = self.grouped(settings.form, raw)
         numbers = np.arange(len(raw))
         if is_eval:
-            self.tokenise(source, raw, splits.origins, form, [(numbers, "", False)])
+            self.tokenise(source, raw, splits.origins, settings, [(numbers, "", False)])
             return
         if source.flag == "--data_path":
             numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
@@ -119,17 +109,17 @@ class Preparation:
         evaluates, held_out = self.eval_fraction is not None and not self.eval_paths, numbers[:0]
         if evaluates and splits.eval is None:
             numbers, held_out = hold_out(numbers, self.eval_fraction or 0, SPLIT_SEED)
-        self.tokenise(source, raw, splits.origins, form, [(numbers, "", True), (held_out, " (eval)", False)])
+        self.tokenise(source, raw, splits.origins, settings, [(numbers, "", True), (held_out, " (eval)", False)])
         if splits.eval is None:
             return
         if evaluates:
-            raw = self.grouped(form, splits.eval)
-            self.tokenise(source, raw, splits.origins, form, [(np.arange(len(raw)), " (eval)", False)])
+            raw = self.grouped(settings.form, splits.eval)
+            self.tokenise(source, raw, splits.origins, settings, [(np.arange(len(raw)), " (eval)", False)])
         else:
             how = f"replaced by those of {EVAL_FLAG}" if self.eval_paths else f"not used; {EVAL_FLAG} FILE uses them"
             logger().info(f"data: {source.spec}: its {len(splits.eval)} evaluation rows are {how}")
 
-    def form_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> Form:
+    def settings_of(self, source: DataSource, columns: list[str], first: list[dict[str, Any]]) -> TokeniseSettings:
         """Detect how the rows are read. The first rows of the file decide, so that all steps agree."""
         is_only = len([*self.flags.data_path, *(self.whole_paths or []), *(self.eval_paths or [])]) == 1
         has_template = self.tokenizer.chat_template is not None
@@ -139,7 +129,9 @@ class Preparation:
             logger().warning(f"data: {source.spec}: {form.warning}")
         form.require(self.use)
         self.forms[source.spec] = form
-        return form
+        return TokeniseSettings(
+            form, source.name, self.use, self.tokenizer, self.flags, self.limit, self.all_turns, self.step_separator
+        )
 
     def grouped(self, form: Form, raw: Rows) -> Rows:
         """The rows that the form reads: some forms join several rows of a file into one."""
@@ -147,40 +139,35 @@ class Preparation:
             return raw
         return regrouped(raw, form.identity, form.regroup, self.flags.data_output_path)
 
-    def settings_of(self, source: DataSource, form: Form) -> TokeniseSettings:
-        """How the rows of a data set become token rows."""
-        truth_replaces = self.flags.answer_column is not None or self.flags.answer_pattern is not None
-        return TokeniseSettings(
-            form, self.use, self.tokenizer, self.limit, self.flags.truncation, self.all_turns, source.name,
-            truth_replaces, self.step_separator,
-        )  # fmt: skip
-
-    def tokenise(self, source: DataSource, raw: Rows, origins: Origins, form: Form, parts: list[Numbers]) -> None:
+    def tokenise(
+        self, source: DataSource, raw: Rows, origins: Origins, settings: TokeniseSettings, parts: list[Numbers]
+    ) -> None:
         """Tokenise rows of one data set, and add those of its parts that are within the length limit, can be used and
-        are no duplicates. Log what is dropped, and why. `UserError` if `--bad_rows` does not accept it, or if the limit
-        leaves training no row or no whole answer."""
+        are no repetitions. Log what is dropped, and why. `UserError` if `--bad_rows` does not accept it, or if the
+        limit leaves training no row or no whole answer."""
         name, policy = f"{source.spec}{parts[0][1]}", self.flags.bad_rows
         used = np.concatenate([numbers for numbers, _, _ in parts])
         if len(used) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(used)} rows (immediate if they are cached)")
-        table = tokenise_rows(raw, used, origins, self.settings_of(source, form), self.flags)
-        self.seen.append(TokenisedSet(raw, origins, table, parts[0][0]))
+        table = tokenise_rows(raw, used, origins, settings)
+        self.seen.append(table)
         report_bad_rows(name, table, len(used), policy)
-        report_left_out(name, table, used, form.name, self.use)
-        repeats = report_duplicates(name, table, raw, origins, policy == "skip")
-        usable = table.usable & ~repeats
+        repeats = repetitions(name, table, policy == "skip")
+        usable = table.usable & ~repeats if policy == "skip" else table.usable
+        limit = f"{limit_flag(self.use)} {self.limit}"
         for numbers, suffix, for_training in parts:
             if len(numbers) == 0:
                 continue
-            name, order = f"{source.spec}{suffix}", table.rows_of(numbers)
+            order = table.rows_of(numbers)
             order = order[table.fitted[order] != Fitted.UNUSABLE]
-            fitted, limit = table.fitted[order], f"{limit_flag(self.use)} {self.limit}"
-            logger().info(f"data: {name}: {counted(len(order), 'row')}; {describe_counts(fitted)}")
+            fitted = table.fitted[order]
+            counts = ((int((fitted == code).sum()), what) for code, what in FITTED_NAMES.items())
+            shown = [f"{counted(len(order), 'row')} of {len(numbers)}", *(f"{n} {what}" for n, what in counts if n)]
             if len(order):
-                logger().info(f"data: {name}: prompt tokens: {describe_lengths(table.prompt_tokens[order])}")
-                if self.use != "prompt":
-                    logger().info(f"data: {name}: answer tokens: {describe_lengths(table.answer_tokens[order])}")
-            elif for_training:
+                quantiles = np.percentile(table.tokens[order], [50, 99, 100], method="inverted_cdf").astype(int)
+                shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
+            logger().info(f"data: {source.spec}{suffix}: {', '.join(shown)}")
+            if for_training and len(order) == 0:
                 raise UserError(f"{source.spec}: none of its rows for training serves this step")
             if for_training and (fitted == Fitted.ANSWER_CUT).all():
                 raise UserError(f"{source.spec}{suffix}: every answer is cut by {limit}; raise it")
@@ -188,19 +175,17 @@ class Preparation:
             if for_training and len(order) == 0:
                 raise UserError(f"{source.spec}: no row is within {limit}; raise it, or use --truncation left")
             (self.train if for_training else self.eval).append(Part(source, table.rows, order))
-        self._log_rendering(source, form)
 
     def add_stream(self, source: DataSource) -> None:
         """Add a data set whose training rows are streamed, and its own evaluation rows. None are held out of it."""
         found, flags = find_rows(source, self.flags), self.flags
-        form = self.form_of(source, found.columns, found.first)
-        if form.regroup is not None:
+        settings = self.settings_of(source, found.columns, found.first)
+        if settings.form.regroup is not None:
             raise UserError(
-                f"{source.spec}: {form.name} rows are joined by their prompts, which needs all rows; use it without "
-                "--streaming"
+                f"{source.spec}: {settings.form.name} rows are joined by their prompts, which needs all rows; use it "
+                "without --streaming"
             )
-        self.streams.append(stream_of(found, self.settings_of(source, form), flags))
-        self._log_rendering(source, form)
+        self.streams.append(stream_of(found, settings))
         names = ", ".join(found.evaluation)
         if self.eval_paths:
             return
@@ -208,7 +193,7 @@ class Preparation:
             splits = splits_named(found.opened, found.evaluation, flags.data_output_path, flags.bad_rows)
             report_unreadable(source.spec, splits, flags.bad_rows)
             whole = [(np.arange(len(splits.train)), f" ({names})", False)]
-            self.tokenise(source, splits.train, splits.origins, form, whole)
+            self.tokenise(source, splits.train, splits.origins, settings, whole)
         elif names:
             note = f"its rows for evaluation ({names}) are not used; name them with --eval_data_path"
             logger().info(f"data: {source.spec}: {note}")
@@ -216,28 +201,19 @@ class Preparation:
             note = "--eval_fraction holds no rows out of a stream; --eval_data_path FILE names rows for evaluation"
             logger().info(f"data: {source.spec}: {note}")
 
-    def _log_rendering(self, source: DataSource, form: Form) -> None:
-        if form.rendering == "chat":
-            end = self.tokenizer.convert_ids_to_tokens(turn_end(self.tokenizer).token)
-            logger().info(f"data: {source.spec}: answers to chat messages end with {end}")
-
-    def _evaluation(self, sources: tuple[str, ...]) -> tuple[Dataset | None, tuple[str, ...], tuple[str, ...]]:
-        """The fields of `TokenRows` after `train`."""
-        names = tuple(dict.fromkeys(part.source.name for part in self.eval))
-        return joined(self.eval, names) or None, sources, names
-
     def mixed(self) -> TokenRows:
         """The rows of all parts: for training as their weights say, for evaluation one part after another."""
         check_flags_used(list(self.forms.values()), self.flags)
         note = mixed_renderings(self.forms)
         if note and self.flags.apply_chat_template is None:
             logger().info(f"data: {note}")
+        evaluation, eval_names = joined(self.eval)
         if self.streams:
             names = tuple(dict.fromkeys(source.name for source in self.streams))
             stream = start(self.streams, self.use, self.tokenizer, self.limit, self.flags)
-            return TokenRows(stream, *self._evaluation(names))
-        names = tuple(dict.fromkeys(part.source.name for part in self.train))
-        return TokenRows(joined(mix(self.train), names), *self._evaluation(names))
+            return TokenRows(stream, evaluation or None, names, eval_names)
+        train, names = joined(mix(self.train))
+        return TokenRows(train, evaluation or None, names, eval_names)
 
 
 def prepare(

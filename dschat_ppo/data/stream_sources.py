@@ -23,7 +23,7 @@ from dschat_ppo.data.parts import FilePart, HubPart, Part, Row
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch, raw_batches
 from dschat_ppo.data.streaming import StreamedRows, start_stream
-from dschat_ppo.data.tokenise import TokeniseSettings, reading_of, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
 
 NOTHING = "without a sample for this step (as bad answers in SFT)"
@@ -68,15 +68,15 @@ def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
     return StreamedSet(opened, parts, rows[:FIRST_ROWS], evaluation)
 
 
-def stream_of(found: StreamedSet, settings: TokeniseSettings, flags: DataFlags) -> StreamSource:
+def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
     """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
-    source, share = found.opened.source, None
+    source, share, flags = found.opened.source, None, settings.flags
     if source.flag == "--data_path":
         share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
         if share.bounds[0] == share.bounds[1]:
             raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
     tokenise = partial(_token_batch, columns=found.columns, settings=settings, skips=flags.bad_rows != "error")
-    key = "\0".join(map(str, [source.weight, share, *reading_of(settings, flags), *(part.key for part in found.parts)]))
+    key = "\0".join(map(str, [source.weight, share, *settings.identity(), *(part.key for part in found.parts)]))
     content = "\0".join(map(content_of, found.parts))
     return StreamSource(source.name, source.weight or 1.0, found.parts, share, tokenise, flags.bad_rows, key, content)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples, joined_steps, labelled_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends, text_blocks
+from dschat_ppo.data.lengths import Fitted, fit
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
@@ -33,35 +33,35 @@ _IDS = List(Value("int32"))
 _BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
 NOTES = {  # further columns of a `TokenTable`
     "number": Value("int64"),  # of the raw row
-    "fitted": Value("int8"),  # see `Fitted`; UNUSABLE rows have no tokens but a `problem`
-    "prompt_tokens": Value("int32"),  # before the length limit
-    "answer_tokens": Value("int32"),  # of the longest answer, before the length limit
-    "key": Value("int64"),  # hash of all ids before the length limit, and of a prompt's correct answer: for duplicates
+    "fitted": Value("int8"),  # see `Fitted`; UNUSABLE and TOO_LONG rows have no tokens but a `problem`
+    "tokens": Value("int32"),  # of prompt and longest answer before the length limit
     "problem": Value("string"),
 }
+_NOTHING: dict[str, Any] = {"prompt_ids": [], "answers": [], "tokens": 0}  # of a bad row; the other columns are null
 
 
 @dataclass(frozen=True)
 class TokeniseSettings:
-    """How the rows of one data set become token rows.
-
-    Attributes:
-        limit: most tokens of a row.
-        all_turns: see `encode_examples`.
-        source: name of the data set, `data_source` of rows that have none.
-        truth_replaces: whether a row's correct answer replaces columns named `answer` and `ground_truth`.
-        step_separator: text between the steps of an answer, for the use "steps".
-    """
+    """How the rows of one data set become token rows."""
 
     form: Form
+    source: str  # name of the data set, `data_source` of rows that have none
     use: Use
     tokenizer: PreTrainedTokenizerBase
-    limit: int
-    truncation: str
-    all_turns: bool
-    source: str
-    truth_replaces: bool
-    step_separator: str = "\n"
+    flags: DataFlags
+    limit: int  # most tokens of a row
+    all_turns: bool = False  # see `encode_examples`
+    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
+
+    def identity(self) -> list[object]:
+        """Everything besides rows and tokenizer that token rows depend on."""
+        elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
+            "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
+            "bad_rows",
+        }  # fmt: skip
+        chosen = sorted((name, value) for name, value in vars(self.flags).items() if name not in elsewhere)
+        how = [self.form.identity, self.form.rendering, self.use, self.limit, self.all_turns, self.source, chosen]
+        return [*how, self.step_separator] if self.use == "steps" else how
 
 
 def token_features(use: str) -> Features:
@@ -92,10 +92,6 @@ def tokenise_batch(
     made: list[list[dict[str, Any]]] = [[] for _ in raw_rows]
     bad: dict[int, dict[str, Any]] = {}  # the first problem of each raw row
     examples: list[tuple[int, Example]] = []
-    columns = {**token_features(settings.use), **NOTES}
-    nothing: dict[str, Any] = {
-        name: [] if isinstance(kind, List) else "{}" if name == "row" else 0 for name, kind in columns.items()
-    }
 
     def refuse(number: int, problem: UserError, suffix: str = "", hint: str = "") -> None:
         where = f"{origins[number]}{suffix}"
@@ -104,7 +100,7 @@ def tokenise_batch(
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         told = f"{where}: {reason}; the row: {shown}{hint}\n{reason}"
         code = int(Fitted.TOO_LONG if hint else Fitted.UNUSABLE)
-        bad.setdefault(number, nothing | {"number": number, "fitted": code, "problem": told})
+        bad.setdefault(number, _NOTHING | {"number": number, "fitted": code, "problem": told})
 
     for number, row in enumerate(raw_rows):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
@@ -124,7 +120,7 @@ def tokenise_batch(
         except UserError as problem:
             refuse(number, problem, example.suffix)
             continue
-        if found[0]["fitted"] == Fitted.DROPPED and settings.truncation == "error":
+        if found[0]["fitted"] == Fitted.DROPPED and settings.flags.truncation == "error":
             too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
             refuse(number, too_long, example.suffix, "; --truncation left cuts such rows, drop leaves them out")
         made[number] += [{"number": number, "problem": None, **values} for values in found]
@@ -137,21 +133,14 @@ def _token_rows(
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text. `UserError` for an
     empty prompt or answer, and for steps that cannot be found."""
-    use, limit, policy = settings.use, settings.limit, settings.truncation
+    use = settings.use
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
-    labels: dict[str, Any] = {}
-    blocks = text_blocks(ids, limit) if example.prompt == "" and policy not in ("drop", "error") else []
-    found = [(block, block, Fitted.BLOCK) for block in blocks]  # each: before and after the limit
-    if not blocks:
-        if not ids.prompt:  # plain text: nothing before its first token predicts it
-            ids = replace(ids, prompt=ids.answers[0][:1], answers=[ids.answers[0][1:]])
-        fitted, outcome = fit_row(ids, limit, policy)
-        if outcome in (Fitted.PROMPT_CUT, Fitted.ANSWER_CUT):
-            fixed = fixed_ends(settings.tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
-            fitted, outcome = fit_row(ids, limit, policy, *fixed)
+    rows = []
+    for fitted, outcome in fit(ids, example, settings.tokenizer, settings.limit, settings.flags.truncation):
+        labels: dict[str, Any] = {}
         if use == "unpaired":
             labels = {"label": example.labels[0]}
         elif use == "steps":
@@ -159,41 +148,31 @@ def _token_rows(
             kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
             labels = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
             outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
-        found = [(ids, fitted, outcome)]
-
-    # For duplicates: prompts with other correct answers are none, nor are equal blocks of one text.
-    key: list[bytes | str] = [_bytes_of(ids), str(example.labels)]
-    if use == "prompt" and example.truth is not None:
-        key.append(json.dumps(example.truth, default=str))
-    rows = []
-    for place, (before, after, outcome) in enumerate(found):
-        values: dict[str, Any] = {
-            "prompt_ids": after.prompt, "answers": after.answers, "margin": example.margin, "fitted": int(outcome),
-            "prompt_tokens": len(before.prompt), "answer_tokens": max(map(len, before.answers), default=0),
-            "key": _hash(*key, str(place)), **labels,
-        }  # fmt: skip
-        content: list[bytes | str] = [_bytes_of(after), str(example.margin)]
+        more: dict[str, Any] = {}
         if use == "sft":
-            values["prompt_spans"] = [list(span) for span in after.prompt_spans]
-            content.append(str(values["prompt_spans"]))
-        if labels:
-            content.append(str(labels))
+            more["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
         if use == "prompt":
-            values["row"] = row_text(row, example, settings)
-            content.append(values["row"])
-        rows.append(values | {"digest": _hash(*content)})
+            more["row"] = row_text(row, example, settings)
+        whole = fitted if outcome == Fitted.BLOCK else ids
+        content = map(str, [example.margin, *([labels] if labels else ()), *more.values()])
+        rows.append({
+            "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin, "fitted": int(outcome),
+            "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **labels, **more,
+            "digest": _hash(fitted, *content),
+        })  # fmt: skip
     return rows
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
     """The columns of a row as JSON for reward functions, and on a second line what they do not hold themselves:
-    `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct answer, `MESSAGES` and
-    `TOOLS` of a chat."""
+    `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct answer, which the flags may name,
+    `MESSAGES` and `TOOLS` of a chat."""
     added: dict[str, Any] = {}
+    is_named = settings.flags.answer_column is not None or settings.flags.answer_pattern is not None
     if row.get("data_source") is None:
         added["data_source"] = settings.source
     if example.truth is not None:
-        names = [name for name in ("answer", "ground_truth") if settings.truth_replaces or row.get(name) is None]
+        names = [name for name in ("answer", "ground_truth") if is_named or row.get(name) is None]
         added |= dict.fromkeys([*names, TRUTH], example.truth)
     if not isinstance(example.prompt, str):
         added[MESSAGES] = example.prompt
@@ -207,23 +186,16 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays.
+    """Token rows of the raw rows `numbers` of one data set, in the order of the file, and what `prepare` must know of
+    each, (N,) arrays."""
 
-    Attributes:
-        rows: the columns of `token_features`.
-        number: int64, of the raw row; rising.
-        fitted: int8, see `Fitted`.
-        prompt_tokens: int32, before the length limit.
-        answer_tokens: int32, of the longest answer before the length limit.
-        key: int64, equal for duplicates.
-    """
-
-    rows: Dataset
-    number: np.ndarray
-    fitted: np.ndarray
-    prompt_tokens: np.ndarray
-    answer_tokens: np.ndarray
-    key: np.ndarray
+    raw: Rows
+    origins: Origins
+    numbers: np.ndarray  # of raw rows, in the order of use
+    rows: Dataset  # the columns of `token_features`
+    number: np.ndarray  # int64, of the raw row; rising
+    fitted: np.ndarray  # int8, see `Fitted`
+    tokens: np.ndarray  # int32, of prompt and longest answer before the length limit
     problems: pyarrow.ChunkedArray
 
     @property
@@ -231,9 +203,14 @@ class TokenTable:
         """(N,) bool, True on rows with tokens within the length limit."""
         return ~np.isin(self.fitted, (Fitted.DROPPED, Fitted.UNUSABLE, Fitted.TOO_LONG))
 
-    def problem(self, index: int) -> str:
-        """ "MESSAGE\\nREASON" of an unusable row."""
-        return str(self.problems[index].as_py())
+    def problem(self, index: int) -> tuple[str, str]:
+        """(message, reason) of an unusable row."""
+        message, _, reason = str(self.problems[index].as_py()).partition("\n")
+        return message, reason
+
+    def place(self, index: int) -> str:
+        """ "FILE, row N" of the raw row of a token row."""
+        return self.origins.describe(self.raw.origin(int(self.number[index])))
 
     def rows_of(self, numbers: np.ndarray) -> np.ndarray:
         """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
@@ -243,32 +220,20 @@ class TokenTable:
         return np.repeat(first - before, count) + np.arange(count.sum())
 
 
-def tokenise_rows(
-    raw: Rows, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings, flags: DataFlags
-) -> TokenTable:
+def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings) -> TokenTable:
     """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
     read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
     no row serves this step, `StopRequested` if the run receives a stop request."""
     wanted = np.zeros(len(raw), dtype=bool)
     wanted[numbers] = True
     used = hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
-    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *reading_of(settings, flags))
+    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
+    columns = token_features(settings.use)
 
     def make(folder: Path) -> Dataset:
-        workers = worker_count(flags.preprocessing_num_workers, len(numbers))
-        with data_workers(workers):
-            rows = raw.table.map(
-                _map_batch,
-                batched=True,
-                batch_size=_BATCH_ROWS,
-                with_indices=True,
-                fn_kwargs={"names": raw.columns, "wanted": wanted, "origins": origins, "settings": settings},
-                remove_columns=raw.table.column_names,
-                num_proc=workers if workers > 1 else None,
-                new_fingerprint=key,
-                cache_file_name=str(folder / "rows.arrow"),
-                features=Features({**token_features(settings.use), **NOTES}),
-            )
+        kwargs = {"names": raw.columns, "wanted": wanted, "origins": origins, "settings": settings}
+        flags = settings.flags
+        rows = mapped(raw.table, _map_batch, kwargs, Features({**columns, **NOTES}), key, folder, len(numbers), flags)
         if len(rows) == 0:
             is_bad = settings.form.name == "kto" and settings.use == "sft"
             why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
@@ -277,15 +242,27 @@ def tokenise_rows(
             )
         return rows
 
-    rows = cached_dataset(flags.data_output_path, key, make)
-    notes = {  # without a Python object for each row
-        name: np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
-        for name in NOTES
-        if name != "problem"
-    }
-    return TokenTable(
-        rows.select_columns(list(token_features(settings.use))), **notes, problems=rows.data.column("problem")
+    rows = cached_dataset(settings.flags.data_output_path, key, make)
+    number, fitted, tokens = (  # without a Python object for each row
+        np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
+        for name in ("number", "fitted", "tokens")
     )
+    kept, problems = rows.select_columns(list(columns)), rows.data.column("problem")
+    return TokenTable(raw, origins, numbers, kept, number, fitted, tokens, problems)
+
+
+def mapped(
+    table: Dataset, function: Callable[..., Any], kwargs: dict[str, Any], features: Features | None, key: str,
+    folder: Path, count: int, flags: DataFlags,
+) -> Dataset:  # fmt: skip
+    """`function(batch, indices, **kwargs)` of all rows of which it uses `count`, in processes; written to `folder`."""
+    workers = worker_count(flags.preprocessing_num_workers, count)
+    with data_workers(workers):
+        return table.map(
+            function, batched=True, batch_size=_BATCH_ROWS, with_indices=True, fn_kwargs=kwargs,
+            remove_columns=table.column_names, num_proc=workers if workers > 1 else None, new_fingerprint=key,
+            cache_file_name=str(folder / "rows.arrow"), features=features,
+        )  # fmt: skip
 
 
 def _map_batch(
@@ -301,23 +278,10 @@ def _map_batch(
     return pyarrow.Table.from_pylist(rows, Features({**token_features(settings.use), **NOTES}).arrow_schema)
 
 
-def reading_of(settings: TokeniseSettings, flags: DataFlags) -> list[object]:
-    """Everything besides rows and tokenizer that token rows depend on."""
-    elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
-        "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
-        "bad_rows",
-    }  # fmt: skip
-    form, chosen = settings.form, {name: value for name, value in vars(flags).items() if name not in elsewhere}
-    how: list[object] = [form.identity, form.rendering, settings.use, settings.limit, settings.all_turns]
-    how += [settings.step_separator] if settings.use == "steps" else []
-    return [*how, settings.source, sorted(chosen.items())]
-
-
-def _bytes_of(ids: EncodedExample) -> bytes:
-    lengths = array("i", [len(ids.prompt), *map(len, ids.answers)])
-    return b"".join([lengths.tobytes(), *(array("i", part).tobytes() for part in (ids.prompt, *ids.answers))])
-
-
-def _hash(*content: bytes | str) -> int:
-    parts = (part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in content)
-    return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little", signed=True)
+def _hash(ids: EncodedExample, *content: str) -> int:
+    """64 bits of the ids and of further content."""
+    lists = [ids.prompt, *ids.answers]
+    numbers = b"".join(array("i", part).tobytes() for part in [list(map(len, lists)), *lists])
+    texts = (text.encode("utf-8", "surrogatepass") for text in content)
+    digest = hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)

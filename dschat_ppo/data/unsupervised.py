@@ -19,8 +19,8 @@ from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, load_splits
 from dschat_ppo.data.sources import is_hub_name, parse_sources
+from dschat_ppo.data.tokenise import mapped
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.dataset_workers import data_workers
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
 FLAG = "--unsupervised_dataset_name"
@@ -46,16 +46,8 @@ def text_blocks(
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length, _FORMAT)
 
         def make(folder: Path) -> Dataset:
-            with data_workers(flags.preprocessing_num_workers):
-                return rows.table.map(
-                    _cut_into_blocks,
-                    batched=True,
-                    fn_kwargs={"tokenizer": tokenizer, "length": length, "origins": splits.origins},
-                    remove_columns=rows.table.column_names,
-                    num_proc=flags.preprocessing_num_workers,
-                    new_fingerprint=key,
-                    cache_file_name=str(folder / "blocks.arrow"),
-                )
+            kwargs = {"tokenizer": tokenizer, "length": length, "origins": splits.origins}
+            return mapped(rows.table, _cut_into_blocks, kwargs, None, key, folder, len(rows), flags)
 
         blocks = cached_dataset(flags.data_output_path, key, make)
     if not len(blocks):
@@ -65,7 +57,7 @@ def text_blocks(
 
 
 def _cut_into_blocks(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, length: int, origins: Origins
+    batch: dict[str, list[Any]], _: list[int], tokenizer: PreTrainedTokenizerBase, length: int, origins: Origins
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []

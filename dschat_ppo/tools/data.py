@@ -113,12 +113,11 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
         except UserError as problem:
             first_problem = first_problem or problem
             print(f"this step cannot train on it: {escaped(str(problem))}")
-        for found in whole.seen[seen : seen + 1]:  # the rows of evaluation, which may follow, are read in the same way
-            table, numbers = found.table, found.numbers
-            fits = [at for at in table.rows_of(numbers) if table.usable[at]]
+        for table in whole.seen[seen : seen + 1]:  # the rows of evaluation, which may follow, are read in the same way
+            fits = [at for at in table.rows_of(table.numbers) if table.usable[at]]
             for at in fits[: words.samples]:
-                where = found.origins.describe(found.raw.origin(int(table.number[at])))
-                print(f"  {where}:", *sample_of(table.rows, int(at), tokenizer, use, config), sep="\n    ")
+                lines = sample_of(table.rows, int(at), tokenizer, use, config)
+                print(f"  {table.place(int(at))}:", *lines, sep="\n    ")
         print()
     if first_problem is not None:
         raise first_problem

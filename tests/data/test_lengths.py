@@ -1,12 +1,11 @@
-"""The length limit, and the lengths of a data set in one line."""
+"""The length limit."""
 
-import numpy as np
 import pytest
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.data.chat_templates import named_template
 from dschat_ppo.data.encode import EncodedExample, encode_prompt
-from dschat_ppo.data.lengths import Fitted, describe_counts, describe_lengths, fit_row, fixed_ends
+from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends
 
 P = Fitted.PROMPT_CUT
 A = Fitted.ANSWER_CUT
@@ -104,17 +103,3 @@ def test_fixed_ends_are_bos_and_what_the_template_writes_after_the_last_message(
         assert start == int(ids[0] == tokenizer.bos_token_id)
         kept = tokenizer.decode(ids[len(ids) - end :]) if end else ""
         assert kept == ("<|im_end|>\n<|im_start|>assistant\n" if is_chat else "")
-
-
-def test_lengths_are_described_by_nearest_ranks_and_a_histogram():
-    line = describe_lengths(np.arange(1, 101))
-    assert line.startswith("min 1, median 50, 90% 90, 99% 99, max 100; rows by length (. few, @ most): 0 [")
-    bars = describe_lengths(np.array([0] * 199 + [64]))
-    key = "; rows by length (. few, @ most): 0 ["
-    assert bars == f"min 0, median 0, 90% 0, 99% 0, max 64{key}@" + " " * 30 + ".] 64"
-    assert describe_lengths(np.array([0])) == f"min 0, median 0, 90% 0, 99% 0, max 0{key}@" + " " * 31 + "] 0"
-
-
-def test_counts_name_what_was_done():
-    codes = np.array([Fitted.WHOLE] * 3 + [Fitted.DROPPED] * 2 + [Fitted.ANSWER_CUT])
-    assert describe_counts(codes) == "3 kept whole, 1 answer cut, 2 dropped"

@@ -5,12 +5,21 @@ import pytest
 import torch
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.mixture import hold_out, repeated, rows_of_step, table_of, used_rows
+from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, mix, rows_of_step
 from dschat_ppo.data.sources import DataSource
 
 
-def source(name: str, weight: float | None = None, samples: int | None = None) -> DataSource:
-    return DataSource(name, "--data_path", name, None, None, name, weight, samples)
+def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
+    """The rows of an epoch of data sets, each: its rows, weight and number of rows."""
+    parts = [
+        Part(DataSource(name, "--data_path", name, None, None, name, weight, samples), None, np.array(rows))
+        for name, (rows, weight, samples) in zip("abc", sets, strict=False)
+    ]
+    return [list(part.order) for part in mix(parts)]
+
+
+def used_rows(*sets: tuple[int, float | None, int | None]) -> list[int]:
+    return list(map(len, mixed(*((list(range(rows)), weight, samples) for rows, weight, samples in sets))))
 
 
 @pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
@@ -42,29 +51,17 @@ def test_hold_out_with_fraction_zero_holds_out_nothing():
 
 
 def test_weights_share_the_sum_of_the_sizes_of_the_weighted_sets():
-    assert used_rows([source("a", 3.0), source("b", 1.0)], [100, 60]) == [120, 40]
-    assert used_rows([source("a", 0.3), source("b", 0.1)], [100, 60]) == [120, 40]
-    assert used_rows([source("a", 1.0), source("b", 1.0), source("c", 1.0)], [5, 3, 2]) == [3, 4, 3]  # 10 rows in all
-    assert used_rows([source("a"), source("b", samples=7), source("c", 2.0)], [5, 3, 4]) == [5, 7, 4]
+    assert used_rows((100, 3.0, None), (60, 1.0, None)) == [120, 40]
+    assert used_rows((100, 0.3, None), (60, 0.1, None)) == [120, 40]
+    assert used_rows((5, 1.0, None), (3, 1.0, None), (2, 1.0, None)) == [3, 4, 3]  # 10 rows in all
+    assert used_rows((5, None, None), (3, None, 7), (4, 2.0, None)) == [5, 7, 4]
 
 
 def test_a_set_is_repeated_whole_and_then_a_random_remainder_in_its_order():
-    rows = np.array([30, 10, 20, 50, 40])
-    found = list(repeated(rows, 13, seed=1, number=0))
-    assert found[:10] == [30, 10, 20, 50, 40] * 2
-    expected = sorted(torch.randperm(5, generator=shared_generator(1, 2, 0))[:3].tolist())
-    assert found[10:] == [int(rows[place]) for place in expected]
-    assert list(repeated(rows, 5, seed=1, number=0)) == list(rows)
-    assert len(set(repeated(rows, 3, seed=1, number=0))) == 3
-    draws = {tuple(repeated(np.arange(50), 5, seed, number)) for seed in (1, 2) for number in (0, 1)}
-    assert len(draws) == 4, "another seed or another set draws other rows"
-
-
-def test_the_table_shows_rows_repeats_and_shares():
-    lines = table_of(["maths", "chat"], [10, 300], [25, 75]).splitlines()
-    assert lines == [
-        "data: mixture of an epoch",
-        "  data set  rows  used  repeats   share",
-        "  maths       10    25     2.50  25.0 %",
-        "  chat       300    75     0.25  75.0 %",
-    ]
+    rows = [30, 10, 20, 50, 40]
+    [found] = mixed((rows, None, 13))
+    expected = sorted(torch.randperm(5, generator=shared_generator(SPLIT_SEED, 2, 0))[:3].tolist())
+    assert found == rows * 2 + [rows[place] for place in expected]
+    assert mixed((rows, None, 5)) == [rows]
+    first, second = mixed((list(range(50)), None, 5), (list(range(50)), None, 5))
+    assert first != second and len({*first}) == 5, "another set draws other rows"

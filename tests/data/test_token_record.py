@@ -4,6 +4,7 @@ that CHANGELOG.md names."""
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,7 +145,8 @@ def tokens_of(case: str, template: str) -> str:
     """For each use of a case: its name and the hash of its token rows unless it is refused, as `prepare` refuses it.
     Without the files and the cache of `prepare`, which take ten times as long."""
     given, settings = CASES[case]
-    flags, tokenizer, found = DataFlags(data_path=["d"], **settings), tokenizer_with(template), []
+    tokenizer, found = tokenizer_with(template), []
+    flags = DataFlags(data_path=["d"], **settings)
     columns = list(dict.fromkeys(name for row in given for name in row))
     rows = [dict.fromkeys(columns) | json.loads(json.dumps(row)) for row in given]
     try:
@@ -158,7 +160,7 @@ def tokens_of(case: str, template: str) -> str:
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows = [dict.fromkeys(columns) | row for row in rows]
     for name, (use, all_turns, limit, truncation) in USES.items():
-        how = TokeniseSettings(form, use, tokenizer, limit, truncation, all_turns, "d", False)
+        how = TokeniseSettings(form, "d", use, tokenizer, replace(flags, truncation=truncation), limit, all_turns)
         try:
             form.require(use)
         except UserError:  # the form has nothing for this use

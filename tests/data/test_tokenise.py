@@ -35,8 +35,9 @@ FORM = Form(Kind("several", {}, {}, read), Reading("several", {}), ("sft", "prom
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
-    values = {"form": FORM, "use": use, "tokenizer": TOKENIZER, "limit": limit, "truncation": truncation}
-    return TokeniseSettings(**values | {"all_turns": False, "source": "mine", "truth_replaces": False} | changes)
+    values = {"form": FORM, "source": "mine", "use": use, "tokenizer": TOKENIZER, "limit": limit}
+    flags = changes.pop("flags", DataFlags(data_path=["f"], truncation=truncation))
+    return TokeniseSettings(**values | {"flags": flags} | changes)
 
 
 def raw_rows(count: int) -> list[dict]:
@@ -57,7 +58,7 @@ def test_a_row_gives_none_one_or_several_token_rows():
     assert numbers(rows) == [1, 2, 2, 4, 5, 5] and len(rows) == 6
     texts = [TOKENIZER.decode(row["answers"][0]) for row in rows]
     assert texts == [f"{text}<|end|>" for text in ("a1.0", "a2.0", "a2.1", "a4.0", "a5.0", "a5.1")]
-    assert {(row["prompt_tokens"], row["answer_tokens"], row["problem"]) for row in rows} == {(2, 5, None)}
+    assert {(row["tokens"], row["problem"]) for row in rows} == {(7, None)}
 
 
 def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
@@ -93,26 +94,15 @@ def test_the_first_token_of_plain_text_is_its_prompt():
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
 
 
-def test_keys_tell_whole_rows_apart_and_digests_their_final_content():
+def test_digests_tell_rows_apart_by_their_final_content():
     rows = [{"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "y" + "x" * 39, "answers": ["a"]},
-            {"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "x" * 39, "answers": ["xa"]}]  # fmt: skip
-    found = batch(rows, limit=12)
-    keys, digests = [row["key"] for row in found], [row["digest"] for row in found]
-    assert keys[0] == keys[2] and len(set(keys)) == 3, "compared before the limit"
-    assert digests[0] == digests[1] == digests[2] != digests[3], "after it"
-
-
-def test_equal_prompts_with_other_correct_answers_and_equal_blocks_are_no_duplicates():
+            {"prompt": "x" * 39, "answers": ["xa"]}]  # fmt: skip
+    digests = [row["digest"] for row in batch(rows, limit=12)]
+    assert digests[0] == digests[1] != digests[2], "after the limit"
     rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
     form = replace(FORM, reading=Reading("several", {}, truth="truth"))
-    keys = [row["key"] for row in batch(rows, use="prompt", form=form)]
-    assert keys[0] == keys[2] and len({*keys}) == 3
-    assert len({row["key"] for row in batch(rows, form=form)}) == 1
-    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
-    blocks = batch([{"text": "a" * 40}] * 2, form=form, limit=4)
-    keys = [row["key"] for row in blocks]
-    assert len(keys) > 20 and keys[: len(keys) // 2] == keys[len(keys) // 2 :]
-    assert len({*keys}) == len(keys) // 2 and {row["fitted"] for row in blocks} == {Fitted.BLOCK}
+    digests = [row["digest"] for row in batch(rows, use="prompt", form=form)]
+    assert digests[0] == digests[2] and len({*digests}) == 3
 
 
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():
@@ -123,7 +113,7 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     solved = Example([{"role": "user", "content": "é"}], [], truth="4")
     chat = {"data_source": "mine", "_messages": solved.prompt}
     assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4", "_truth": "4"}
-    named = settings("prompt", truth_replaces=True)
+    named = settings("prompt", flags=DataFlags(data_path=["f"], answer_column="x"))
     assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4", "_truth": "4"}
     assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
@@ -140,18 +130,15 @@ def dataset(rows: list[dict]) -> Rows:
     return Rows(table, tuple(rows[0]))
 
 
-def flags_of(tmp_path, workers=1, **changes) -> DataFlags:
-    return DataFlags(
-        data_path=["f"],
-        data_output_path=str(tmp_path / f"cache{workers}"),
-        preprocessing_num_workers=workers,
-        **changes,
-    )
+def tokenised(rows: Rows, numbers: np.ndarray, tmp_path, workers=1):
+    cache = str(tmp_path / f"cache{workers}")
+    flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers)
+    return tokenise_rows(rows, numbers, ORIGINS, settings(flags=flags))
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):
     numbers = np.array([8, 1, 3, 5])  # 2, 1, no and 2 answers; the others are of other steps
-    table = tokenise_rows(dataset(raw_rows(12)), numbers, ORIGINS, settings(), flags_of(tmp_path))
+    table = tokenised(dataset(raw_rows(12)), numbers, tmp_path)
     assert list(table.number) == [1, 5, 5, 8, 8]
     assert list(table.rows_of(numbers)) == [3, 4, 0, 1, 2]
     assert list(table.rows_of(np.array([3, 8, 3]))) == [3, 4]
@@ -163,9 +150,9 @@ def test_token_rows_follow_the_order_of_the_step(tmp_path):
 
 def test_several_processes_make_the_same_rows(tmp_path):
     raw, numbers = dataset(raw_rows(1500)), np.arange(1500)
-    found = [tokenise_rows(raw, numbers, ORIGINS, settings(), flags_of(tmp_path, workers)) for workers in (1, 2)]
+    found = [tokenised(raw, numbers, tmp_path, workers) for workers in (1, 2)]
     assert found[0].rows.to_list() == found[1].rows.to_list()
-    assert (found[0].number == found[1].number).all() and (found[0].key == found[1].key).all()
+    assert (found[0].number == found[1].number).all()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -173,17 +160,17 @@ def test_bad_rows_stand_among_the_others_in_the_order_of_the_file(tmp_path, work
     rows, places = raw_rows(1500), [20, 800, 1499]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
-    table = tokenise_rows(dataset(rows), np.arange(1500), ORIGINS, settings(), flags_of(tmp_path, workers))
+    table = tokenised(dataset(rows), np.arange(1500), tmp_path, workers)
     bad = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     assert list(table.number[bad]) == places and (np.diff(table.number) >= 0).all()
-    assert table.problem(bad[0]).startswith("f, row 21: 'answers' is null; the row: ")
-    assert table.problem(bad[0]).endswith("\n'answers' is null")
+    message, reason = table.problem(bad[0])
+    assert message.startswith("f, row 21: 'answers' is null; the row: ") and reason == "'answers' is null"
     elsewhere = np.setdiff1d(np.arange(1500), places)
-    others = tokenise_rows(dataset(rows), elsewhere, ORIGINS, settings(), flags_of(tmp_path, workers))
+    others = tokenised(dataset(rows), elsewhere, tmp_path, workers)
     assert len(others.number) == 1494 and not (others.fitted == Fitted.UNUSABLE).any()
 
 
 def test_a_data_set_without_a_row_for_the_step_is_rejected(tmp_path):
     rows = dataset([{"prompt": "p", "answers": []}, {"prompt": "q", "answers": ["a"]}])
     with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
-        tokenise_rows(rows, np.array([0]), ORIGINS, settings(), flags_of(tmp_path))
+        tokenised(rows, np.array([0]), tmp_path)
