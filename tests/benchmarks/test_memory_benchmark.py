@@ -113,7 +113,7 @@ def test_the_comparison_takes_the_largest_peak_less_the_baseline():
 def test_planned_peaks_are_sums_of_device_and_host(tmp_path):
     load = memory_phases.Workload((512, 1, 128), 1, 8, 4)
     memory.make_models(tmp_path, load)
-    for step, phases in (("ppo", {"load", "rollout", "score", "actor", "critic"}), ("sft", {"load", "actor"})):
+    for step, phases in (("ppo", {"rollout", "score", "actor", "critic"}), ("sft", {"actor"})):
         config = memory_phases.config_of_setting(step, tmp_path, [], load)
         peaks = planned_memory.planned_peaks(config, 1)
         assert set(peaks) == phases
