@@ -91,16 +91,20 @@ def text_at(row: Row, path: str) -> str:
     return value
 
 
-def margin_of(row: Row) -> float:
-    """The finite number in the column `margin`; 0 if it is missing or empty."""
-    margin = value_at(row, "margin") if "margin" in row else None
+def number_of(value: Any, name: str) -> float:
+    """A finite number, which CSV files hold as text. `name` stands in the message."""
     try:
-        number = float(margin or 0)  # CSV files hold numbers as text
+        number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"'margin' is {kind_of(margin)}; expected a number")
+        raise UserError(f"{name} is {kind_of(value)}; expected a number")
     return number
+
+
+def margin_of(row: Row) -> float:
+    """The finite number in the column `margin`; 0 if it is missing or empty."""
+    return number_of((value_at(row, "margin") if "margin" in row else None) or 0, "'margin'")
 
 
 def truth_of(row: Row, column: str, pattern: str | None) -> Any:

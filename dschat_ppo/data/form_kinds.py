@@ -9,9 +9,8 @@ from functools import partial
 from typing import NamedTuple
 
 from dschat_ppo.data import form_readers
-from dschat_ppo.data.examples import Example, Row, Use, text_at, value_at
+from dschat_ppo.data.examples import Example, Row, Use, number_of, text_at, value_at
 from dschat_ppo.data.forms import BETTER, RANKS, SCORES, Cells, Kind
-from dschat_ppo.errors import UserError
 
 _ASKED = "prompt instruction conversations question query input"  # columns of a prompt of its own
 # The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
@@ -140,6 +139,10 @@ def _filled(text: Text, row: Row) -> str:
     return re.sub(r"\{([^}]+)\}", lambda found: text_at(row, found.group(1)), text)
 
 
+def _number(row: Row, path: str) -> float:
+    return number_of(value_at(row, path), f"'{path}'")
+
+
 def _last_turn(path: str) -> Callable[[Row], str]:
     return lambda row: text_at(row, path).split("Assistant:")[-1]
 
@@ -161,14 +164,6 @@ def _shp(better: bool) -> Callable[[Row], str]:
 
 def _vicuna(row: Row) -> str:
     return text_at(row, "prompt").replace("USER", "Human").replace("ASSISTANT", "Assistant")
-
-
-def _number(row: Row, path: str) -> float:
-    value = value_at(row, path)
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"'{path}' is {value!r}; expected a number") from None
 
 
 def _human(path: str) -> str:

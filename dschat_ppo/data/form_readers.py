@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any, cast
 
-from dschat_ppo.data.examples import Example, Use, has_value, value_at
-from dschat_ppo.data.forms import GROUP_ANSWERS, GROUP_LABELS, LABELS, RANKS, SCORES, Cells
+from dschat_ppo.data.examples import Example, Use, has_value, number_of, value_at
+from dschat_ppo.data.forms import GROUP_ANSWERS, GROUP_LABELS, LABELS, RANKS, SCORES, Cells, is_label
 from dschat_ppo.data.messages import (
     CONTEXT,
     Message,
     Messages,
+    checked,
     from_json,
     kind_of,
     looks_like_messages,
@@ -45,9 +47,9 @@ def _prompt(cells: Cells) -> str | Messages:
     value = cells.value("prompt")
     if isinstance(value, str):
         return [*_history(cells), {"role": "user", "content": value}] if cells.has("history") else value
-    if isinstance(value, list) and (not value or looks_like_messages(value)):
-        return [*_history(cells), *cells.messages("prompt", value)]
-    raise cells.wrong("prompt", value, "text or a list of role/content messages")
+    if value != [] and not looks_like_messages(value):
+        raise cells.wrong("prompt", value, "text or a list of role/content messages")
+    return [*_history(cells), *cells.messages("prompt", value)]
 
 
 def _history(cells: Cells) -> Messages:
@@ -56,9 +58,7 @@ def _history(cells: Cells) -> Messages:
     if looks_like_messages(history):
         return cells.messages("history", history)
     turns: Messages = []
-    if not isinstance(history or [], list):
-        raise UserError(f"'history' is {kind_of(history)}; expected pairs of question and answer")
-    for pair in history or []:
+    for pair in checked(history or [], list, "'history'", "pairs of question and answer"):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"'history' holds {kind_of(pair)}; expected pairs of question and answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -164,25 +164,19 @@ def _asked(messages: Messages, column: str, is_trained: bool) -> tuple[Messages,
 def read_implicit_preference(cells: Cells, use: Use) -> list[Example]:
     """Two conversations or texts that start with the same prompt, which ends where they begin to differ."""
     if cells.has_messages("chosen") and cells.has_messages("rejected"):
-        whole, other = cells.messages("chosen"), cells.messages("rejected")
-        if whole == other:
-            raise UserError("chosen and rejected are equal")
         column = cells.column("chosen")
-        prompt, answer = _asked(whole, column, use != "prompt")
-        beside, worse = split_answer(other, cells.column("rejected"), use == "preference")
+        prompt, answer = _asked(cells.messages("chosen"), column, use != "prompt")
+        beside, worse = split_answer(cells.messages("rejected"), cells.column("rejected"), use == "preference")
         if not _same(prompt, beside):
             raise UserError("chosen and rejected answer different prompts: they differ before the last message")
         return _of_use(prompt, [answer, worse], use, column)
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
     if one == two:
         raise UserError("chosen and rejected are equal")
-    shorter = min(len(one), len(two))
-    cut = next((at for at in range(shorter) if one[at] != two[at]), None)
-    if cut is None:  # one text starts with the other: its last character is the answer, as in TRL
-        cut = max(0, shorter - 1)
-    elif cut > 0 and one[cut - 1] == " ":
-        cut -= 1
-    if cut == 0:
+    cut = len(commonprefix([one, two]))
+    if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
+        cut -= 1  # of a text with which the other starts, the last character is the answer, as in TRL
+    if cut <= 0:
         raise UserError("chosen and rejected do not start with the same prompt")
     return _of_use(one[:cut], [one[cut:], two[cut:]], use)
 
@@ -202,10 +196,10 @@ def read_transcript(cells: Cells, use: Use) -> list[Example]:
         raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
     if cells.reading.rendering == "text":
         return _of_use(prompts[0], answers, use)
-    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
+    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0].removesuffix(_ASSISTANT))
     turns = [{"role": "system", "content": first.strip()}] if first.strip() else []
-    names = {"Human": "user", "Assistant": "assistant"}
-    turns += [{"role": names[parts[at]], "content": parts[at + 1].strip()} for at in range(0, len(parts) - 2, 2)]
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        turns.append({"role": "user" if name == "Human" else "assistant", "content": text.strip()})
     if not turns:
         raise UserError("the transcript has no turn before the answer")
     return [Example(turns, _of_use("", [answer.strip() for answer in answers], use)[0].answers)]
@@ -213,23 +207,22 @@ def read_transcript(cells: Cells, use: Use) -> list[Example]:
 
 def read_alpaca(cells: Cells, use: Use) -> list[Example]:
     """An instruction with an optional input and earlier turns, and its answer (or the better and the worse one)."""
-    question, reading = cells.text("prompt"), cells.reading
-    extra = cells.value("input") if cells.has("input") else None
-    history = _history(cells)
-    if extra is not None and not isinstance(extra, str):
+    question, template, history = cells.text("prompt"), cells.reading.input_template, _history(cells)
+    extra = cells.value("input") if cells.has("input") else ""
+    if not isinstance(extra, str | None):
         raise cells.wrong("input", extra, "text")
     if not question:
-        question, extra = extra or "", None
+        question, extra = extra or "", ""
     if not question:
         raise UserError("the instruction is empty")
     whole = f"{question}\n\n{extra}" if extra else question
     prompt: str | Messages = whole
-    if reading.rendering == "chat":
-        whole = whole if reading.input_template is None else reading.input_template.replace("{}", whole)
+    if cells.reading.rendering == "chat":
+        whole = whole if template is None else template.replace("{}", whole)
         prompt = [*history, {"role": "user", "content": whole}]
     elif history:
         raise UserError("'history' holds earlier turns, which need the chat template; --apply_chat_template True")
-    elif reading.input_template is None:
+    elif template is None:
         prompt = _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
     if cells.has("pair"):
@@ -276,12 +269,10 @@ def read_ranked(cells: Cells, use: Use) -> list[Example]:
     for number, value in enumerate(values, start=1):
         if isinstance(value, dict):
             value = next((value[key] for key in _TEXTS if value.get(key) is not None), value)
-        if not isinstance(value, str):
-            expected = f"expected text, or an object with {', '.join(_TEXTS[:3])}"
-            raise UserError(f"answer {number} of '{column}' is {kind_of(value)}; {expected}")
+        name = f"answer {number} of '{column}'"
+        texts.append(checked(value, str, name, f"text, or an object with {', '.join(_TEXTS[:3])}"))
         if not value.strip():
-            raise UserError(f"answer {number} of '{column}' is empty")
-        texts.append(value)
+            raise UserError(f"{name} is empty")
     worths = _worths(cells, values)
     best, lowest = worths.index(max(worths)), worths.index(min(worths))
     if use == "sft":
@@ -310,46 +301,37 @@ def _worths(cells: Cells, values: list[Any]) -> list[float]:
             raise cells.wrong(role, numbers, f"a list of {len(values)} numbers, one per answer")
     else:
         column, known = cells.column("response"), [value if isinstance(value, dict) else {} for value in values]
-        keys = [(key, sign) for names, sign in ((RANKS, -1), (_SCORE, 1)) for key in names]
-        key, sign = next(((key, sign) for key, sign in keys if all(key in value for value in known)), ("", 1))
+        key = next((key for key in (*RANKS, *_SCORE) if all(key in value for value in known)), "")
         if not key:
             missing = f"have no score or rank, and no column {', '.join(SCORES)} is there"
             raise UserError(f"the answers of '{column}' {missing}")
-        numbers, name = [value[key] for value in known], f"'{key}' in '{column}'"
-    worths = []
-    for number in numbers:
-        try:
-            worths.append(sign * float(number))
-        except (TypeError, ValueError):
-            raise UserError(f"{name} holds {kind_of(number)}; expected a number") from None
-        if not math.isfinite(worths[-1]):
-            raise UserError(f"{name} holds {number}; expected a finite number")
-    return worths
+        numbers, sign, name = [value[key] for value in known], -1 if key in RANKS else 1, f"'{key}' in '{column}'"
+    return [sign * number_of(number, f"an entry of {name}") for number in numbers]
 
 
 def read_kto(cells: Cells, use: Use) -> list[Example]:
     """An answer and whether it is good; or all answers to one prompt, if the rows are joined by prompt. SFT takes the
     good answers, a preference is every good answer with every bad one. KTO takes each answer alone."""
-    row, prompt = cells.row, cast(str | Messages, [])
-    answers: list[Any]
+    row, answers, prompt = cells.row, list[Any](), cast(str | Messages, "")
     is_group = {GROUP_ANSWERS, GROUP_LABELS} <= set(row) and not cells.has("messages")
     if cells.has("messages"):
-        prompt, said = _asked(cells.messages("messages"), cells.column("messages"), use != "prompt")
-        answers = [said]
+        prompt, answer = _asked(cells.messages("messages"), cells.column("messages"), use != "prompt")
+        answers = [answer]
     else:
         prompt, column = _prompt(cells), cells.column("response")
-        if is_group:
-            answers = row[GROUP_ANSWERS]
-        else:  # a prompt alone needs no answer
-            answers = [value_at(row, column) if use != "prompt" or has_value(row, column) else None]
+        is_given = use != "prompt" or has_value(row, column)  # a prompt alone needs no answer
+        answers = row[GROUP_ANSWERS] if is_group else [value_at(row, column) if is_given else None]
         if isinstance(prompt, str) and looks_like_messages(answers[0]):
             prompt = [{"role": "user", "content": prompt}]
-        if use != "prompt":
-            answers = [_completion(value, cells) for value in answers]
     if use == "prompt":
         return [Example(prompt)]
-    labels = row[GROUP_LABELS] if is_group else [value_at(row, cells.column("label"))]
-    worths = [float(_is_good(label)) for label in labels]
+    if not cells.has("messages"):
+        answers = [_completion(value, cells) for value in answers]
+    worths = []
+    for label in row[GROUP_LABELS] if is_group else [value_at(row, cells.column("label"))]:
+        if not is_label(label) or isinstance(label, list):
+            raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
+        worths.append(float(LABELS[str(label).strip().lower()]))
     if use == "preference":
         if not is_group:
             raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
@@ -374,14 +356,6 @@ def _completion(value: Any, cells: Cells) -> str | Message:
     raise cells.wrong("response", value, "text or one message of the assistant")
 
 
-def _is_good(label: Any) -> bool:
-    """The label of an answer: true or false, 1 or 0 (also -1), as numbers of any type or as text, or a word for it."""
-    text = str(label).strip().lower()
-    if text not in LABELS:
-        raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
-    return LABELS[text]
-
-
 # A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong one, or a number
 # between them (an estimated probability); NaN stands for a step without a label
 
@@ -391,24 +365,20 @@ def read_stepwise(cells: Cells, use: Use) -> list[Example]:
     prompt = _prompt(cells)
     if use == "prompt":
         return [Example(prompt)]
-    steps, values = cells.listed("response"), cells.listed("label")
-    for role, found in (("response", steps), ("label", values)):
-        if not isinstance(found, list):
-            raise cells.wrong(role, found, "a list with an entry for each step")
-    name, column = cells.column("response"), cells.column("label")
+    name, column = (f"'{cells.column(role)}'" for role in ("response", "label"))
+    steps = checked(cells.listed("response"), list, name, "a list with an entry for each step")
+    values = checked(cells.listed("label"), list, column, "a list with an entry for each step")
     if len(steps) != len(values):
-        raise UserError(f"'{name}' has {len(steps)} steps, but '{column}' {len(values)}")
+        raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
     labels = []
     for number, (step, value) in enumerate(zip(steps, values, strict=True), start=1):
-        if not isinstance(step, str):
-            raise UserError(f"step {number} of '{name}' is {kind_of(step)}; expected text")
-        text = str(value).lower()
+        checked(step, str, f"step {number} of {name}", "text")
         try:
-            label = math.nan if value is None else _STEP_LABELS[text] if text in _STEP_LABELS else float(text)
-        except ValueError:
+            label = math.nan if value is None else float(_STEP_LABELS.get(str(value).lower(), value))
+        except (TypeError, ValueError):
             label = -1.0
         if value is not None and not 0 <= label <= 1:
-            raise UserError(f"'{column}' holds {str(value)[:20]!r}; expected true, false, or a number from 0 to 1")
+            raise UserError(f"{column} holds {str(value)[:20]!r}; expected true, false, or a number from 0 to 1")
         labels.append(label)
     return [Example(prompt, steps, labels=tuple(labels))]
 
@@ -420,23 +390,19 @@ def read_prm800k(cells: Cells, use: Use) -> list[Example]:
     prompt = _prompt(cells)
     if use == "prompt":
         return [Example(prompt)]
-    column, steps = cells.column("response"), value_at(cells.row, cells.column("response"))
-    if not isinstance(steps, list):
-        raise cells.wrong("response", steps, "a list of steps")
-    path: list[str] = []
-    labels: list[float] = []
-    others = []
-    for number, step in enumerate(steps, start=1):
-        where = f"step {number} of '{column}'"
-        if not isinstance(step, dict):
-            raise UserError(f"{where} is {kind_of(step)}; expected an object with 'completions'")
-        options = step.get("completions") or []
-        chosen, human = step.get("chosen_completion"), step.get("human_completion")
-        for place, option in enumerate(options):
+    name = f"'{cells.column('response')}'"
+    path, labels, others = list[str](), list[float](), []
+    for number, step in enumerate(checked(cells.listed("response"), list, name, "a list of steps"), start=1):
+        where = f"step {number} of {name}"
+        checked(step, dict, where, "an object with 'completions'")
+        options, chosen = step.get("completions") or [], step.get("chosen_completion")
+        human = step.get("human_completion")
+        for option in [*options, *([human] if human else [])]:
             if not isinstance(option, dict) or not isinstance(option.get("text"), str):
                 raise UserError(f"{where} has a completion without 'text'")
             if option.get("rating") not in tuple(_RATINGS):
                 raise UserError(f"{where} has the rating {option['rating']!r}; expected -1, 0 or 1")
+        for place, option in enumerate(options):
             label = _RATINGS[option.get("rating")]
             if place != chosen and not math.isnan(label):
                 only_last = (*[math.nan] * len(path), label)
@@ -444,15 +410,13 @@ def read_prm800k(cells: Cells, use: Use) -> list[Example]:
                 others.append(Example(prompt, [*path, option["text"]], suffix=suffix, labels=only_last))
         if chosen is not None and chosen not in range(len(options)):
             raise UserError(f"{where} has {len(options)} completions, but 'chosen_completion' is {chosen!r}")
-        if human and (not isinstance(human, dict) or not isinstance(human.get("text"), str)):
-            raise UserError(f"{where} has a 'human_completion' without 'text'")
         taken = options[chosen] if chosen is not None else human and {**human, "rating": 1}
         if not taken:
             break
         path.append(taken["text"])
         labels.append(_RATINGS[taken.get("rating")])
     rated = any(not math.isnan(label) for label in labels)
-    return [Example(prompt, list(path), labels=tuple(labels)), *others] if rated else others
+    return [Example(prompt, path, labels=tuple(labels)), *others] if rated else others
 
 
 def read_math_shepherd(cells: Cells, use: Use) -> list[Example]:

@@ -48,6 +48,13 @@ def kind_of(value: Any) -> str:
     return f"{kind} ({str(value)[:40]!r})"
 
 
+def checked(value: Any, kind: type, name: str, expected: str) -> Any:
+    """The value, if it is of this type. `name` says where it stands."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is {kind_of(value)}; expected {expected}")
+    return value
+
+
 def parse_json(text: Any, name: str) -> Any:
     """The value of a JSON text."""
     try:
@@ -138,8 +145,7 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
     roles, read = ROLES | (role_names or {}), Messages()
     for number, message in enumerate(value, start=1):
         name = f"message {number} of '{column}'"
-        if not isinstance(message, dict):
-            raise UserError(f"{name} is {kind_of(message)}; expected an object with role and content")
+        checked(message, dict, name, "an object with role and content")
         rest = {key: inner for key, inner in message.items() if inner is not None}
         is_sharegpt = "role" not in rest and "from" in rest
         given, content = (rest.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
@@ -173,10 +179,8 @@ def _text_of(content: Any, name: str) -> str:
     """The text of a message's content, which may be a list of text parts."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise UserError(f"the content of {name} is {kind_of(content)}; expected text or text parts")
     texts = []
-    for part in content:
+    for part in checked(content, list, f"the content of {name}", "text or text parts"):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
@@ -223,9 +227,8 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
         value = parse_json(value, f"'{column}'") if value.strip() else None
     else:
         value = without_nulls(value)
-    if value is not None and not isinstance(value, list):
-        raise UserError(f"'{column}' is {kind_of(value)}; expected a list of tool descriptions or its JSON")
-    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in value or []] or None
+    found = checked([] if value is None else value, list, f"'{column}'", "a list of tool descriptions or its JSON")
+    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in found] or None
 
 
 def tools_beside(value: Any) -> Any:
@@ -245,8 +248,7 @@ def _calls_of(text: Any, name: str) -> list[Any]:
 
 def _with_parsed_arguments(call: Any, name: str) -> Any:
     """A tool call whose arguments are an object: templates write them as JSON, and would quote a text."""
-    if not isinstance(call, dict):
-        raise UserError(f"a tool call of {name} is {kind_of(call)}; expected an object")
+    checked(call, dict, f"a tool call of {name}", "an object")
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), str):
         return call

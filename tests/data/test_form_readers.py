@@ -203,8 +203,8 @@ BAD = {
     "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 of 'responses' is empty", RANKED),
     "no answer in a list": (ranked(["a", None], [1, 2]), "preference", "answer 2 of 'responses' is null", RANKED),
     "a score too few": (ranked(TWO, [1]), "preference", "'scores' is a list .*; expected a list of 2 numbers", RANKED),
-    "a score is null": (ranked(TWO, [1, None]), "preference", "'scores' holds null", RANKED),
-    "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "'scores' holds nan", RANKED),
+    "a score is null": (ranked(TWO, [1, None]), "preference", "an entry of 'scores' is null", RANKED),
+    "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
     "equal answers of a list": (
         ranked(["a", "a"], [1, 2]), "preference", "answers 2 and 1 of 'responses' are equal", RANKED
     ),
@@ -242,7 +242,7 @@ BAD = {
         prm({"completions": [option("a", 1)], "chosen_completion": 1}), "steps",
         "has 1 completions, but 'chosen_completion' is 1", [PRM800K],
     ),
-    "prm: human": (prm(STEP), "steps", "has a 'human_completion' without 'text'", [PRM800K]),
+    "prm: human": (prm(STEP), "steps", "has a completion without 'text'", [PRM800K]),
     "a prompt of another column": (
         {"chat": [ASK, HALL]}, "prompt", "the prompt in 'chat' ends with the assistant's", {"prompt_column": "chat"}
     ),
