@@ -42,9 +42,6 @@ class Rule:
 _SKIPPED = Rule("updates_skipped", "warning", "optim/nonfinite_skipped", "grows", None,
     "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped (--on_nonfinite skip)",
     "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use --dtype fp32")
-_OVERFLOWS = Rule("fp16_overflows", "warning", "optim/overflow/ROLE", "grows in every second step", None,
-    "gradients overflow in fp16 even at small loss scales, so many updates are skipped",
-    "use --dtype bf16 or fp32, or lower the learning rate")
 PPO_RULES: tuple[Rule, ...] = (
     Rule("kl_negative", "error", "kl/ref_k1", "below", -0.02,
         "sampling and scoring use different settings or models, so that answers are not samples of the scored policy",
@@ -107,19 +104,11 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above", 0.1,
         "the precision is too low, or generation and training run different weights or kernels",
         "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with --importance_correction"),
-    Rule("logprob_diff_grows", "warning", "rollout/logprob_diff_mean", "triples, and is above it", 0.02,
-        "rounding matters more as the policy gets sharper, or generation does not see all updates",
-        "watch it; correct for it with --importance_correction, or use --dtype fp32"),
     Rule("gradient_explodes", "warning", "optim/grad_norm/ROLE", "above the mean times it", 10.0,
         "a batch with extreme rewards, ratios or values; the gradient is clipped to --max_grad_norm",
         "if it repeats, lower the learning rate of this model, clip the scores (--reward_clip), or lower "
         "--max_grad_norm"),
     _SKIPPED,
-    _OVERFLOWS,
-    Rule("ranks_uneven", "warning", "time/PHASE_imbalance", "ranks wait for a larger share", 0.3,
-        "one rank has longer answers, slower rewards or a slower device than the others",
-        "raise --reward_workers for slow rewards, check the load of the machine, and use --rollout_engine auto for "
-        "answers of different lengths", lasts=True),
 )
 FIT_RULES: tuple[Rule, ...] = (
     Rule("loss_grows", "error", "loss", "mean above the lowest mean so far times it", 1.5,
@@ -129,15 +118,10 @@ FIT_RULES: tuple[Rule, ...] = (
         "the model memorises the training rows",
         "stop here and use the best model (--metric_for_best eval_loss); use fewer --num_train_epochs, more rows or a "
         "lower --learning_rate"),
-    Rule("accuracy_of_guessing", "warning", "accuracy", "mean below", 0.55,
-        "the model does not learn which answer is preferred: the preferences look like noise to it, or the learning "
-        "rate is too low",
-        "look at the pairs (python -m dschat_ppo.tools.data), raise --learning_rate, or train longer"),
     Rule("gradient_explodes", "warning", "grad_norm", "above the mean times it", 10.0,
         "a batch with unusual rows, or a learning rate at which training is about to diverge",
         "if it repeats, lower --learning_rate or --max_grad_norm, and look at the rows"),
     _SKIPPED,
-    _OVERFLOWS,
 )
 # fmt: on
 _STOP = (

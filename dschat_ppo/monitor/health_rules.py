@@ -12,7 +12,6 @@ Metrics = Mapping[str, float]
 
 SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
-LEARNS_AFTER = 2  # windows; until then a small learning rate may not have had an effect
 WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
 # Below these, numbers are noise: their ratio says nothing, and 0 would make each later number infinitely larger.
 SMALL_KL = 0.01  # nats per token
@@ -167,26 +166,6 @@ def critic_lags(metrics: Metrics, limits: Metrics) -> str | None:
     return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
 
 
-def ranks_uneven(metrics: Metrics, limits: Metrics) -> str | None:
-    """Share of the time of all phases that ranks wait for the slowest one: 1 - mean / maximum, weighted by time."""
-    limit, phases = limits["ranks_uneven"], {}
-    for key in metrics:
-        name = key.removeprefix("time/").removesuffix("_imbalance")
-        if key == f"time/{name}_imbalance" and f"time/{name}" in metrics:
-            phases[name] = (metrics[f"time/{name}"], metrics[key])
-    waits = {name: seconds * (1 - 1 / max(ratio, 1.0)) for name, (seconds, ratio) in phases.items()}
-    total = sum(seconds for seconds, _ in phases.values())
-    if not total or sum(waits.values()) <= limit * total:
-        return None
-    share, worst = sum(waits.values()) / total, max(waits, key=lambda name: waits[name])
-    tokens = metrics.get(f"time/{worst}_tokens_imbalance")
-    return (
-        f"ranks wait {share:.0%} of the time, above {limit:.0%}; most in phase '{worst}', where the slowest rank takes "
-        f"{phases[worst][1]:.2g} times the mean"
-        + ("" if tokens is None else f" and the rank with the most tokens has {tokens:.2g} times the mean")
-    )
-
-
 # Trends: what the steps of the window show
 
 # Rules that compare a metric with its mean over the window before: (where the rule fires, of mean and threshold; words)
@@ -245,31 +224,12 @@ def length_creep(history: History) -> Seen | None:
     return Seen(f"{text}, above {factor:g}", history.middle)
 
 
-def logprob_diff_grows(history: History) -> Seen | None:
-    """The difference between rollout and training triples within the window, and is no longer small."""
-    name, halves = "rollout/logprob_diff_mean", history.halves("rollout/logprob_diff_mean")
-    if halves is None or halves[1] <= max(3 * halves[0], history.limits["logprob_diff_grows"]):
-        return None
-    text = f"{name} grew from {halves[0]:.3g} to {halves[1]:.3g} within {history.window + 1} steps (means of each half)"
-    return Seen(text, history.middle)
-
-
 def updates_skipped(history: History) -> Seen | None:
     """Updates were skipped because of NaN or infinity."""
     name = "optim/nonfinite_skipped"
     before = history.past[-1][1].get(name, 0.0) if history.past else 0.0
     count = history.now.get(name, 0.0)
     return Seen(f"{name} is {count:.0f}, up from {before:.0f}", history.step) if count > before else None
-
-
-def fp16_overflows(history: History) -> Seen | None:
-    """Loss scaling skips an update of some role in at least every second step of the window."""
-    for name, count in history.now.items():
-        if name.startswith("optim/overflow/") and len(history.past) == history.window:
-            skipped = count - history.past[0][1].get(name, count)
-            if skipped >= history.window / 2:
-                return Seen(f"{name} grew by {skipped:.0f} within {history.window} steps", history.past[0][0])
-    return None
 
 
 def loss_grows(history: History) -> Seen | None:
@@ -298,25 +258,15 @@ def overfitting(history: History) -> Seen | None:
     return Seen(f"{text}; {count} evaluations in a row are worse", last[0][0])
 
 
-def accuracy_of_guessing(history: History) -> Seen | None:
-    """The accuracy on training pairs is that of guessing over a whole window, and not just at the start."""
-    accuracy, chance = history.mean("accuracy"), history.limits["accuracy_of_guessing"]
-    if accuracy is None or accuracy >= chance or history.step <= LEARNS_AFTER * history.window:
-        return None
-    text = f"the mean accuracy of {history.window} steps is {accuracy:.3g}, below {chance:g}; guessing gives 0.5"
-    return Seen(text, history.past[0][0])
-
-
 CONDITIONS: dict[str, Callable[[Metrics, Metrics], str | None]] = {
     function.__name__: function
     for function in (
-        first_ratio_not_one, scores_equal, source_constant, reward_faults, duplicate_answers, critic_lags, ranks_uneven,
+        first_ratio_not_one, scores_equal, source_constant, reward_faults, duplicate_answers, critic_lags,
     )
 }  # fmt: skip
 TRENDS: dict[str, Callable[[History], Seen | None]] = {
     function.__name__: function
     for function in (
-        reward_exploited, length_creep, logprob_diff_grows, updates_skipped, fp16_overflows, loss_grows, overfitting,
-        accuracy_of_guessing,
+        reward_exploited, length_creep, updates_skipped, loss_grows, overfitting,
     )
 }  # fmt: skip

@@ -38,12 +38,8 @@ from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import (
     SEPARATOR,
     STATISTICS,
-    ModelReward,
-    RetokenizedModelReward,
     StandardisedReward,
-    StepScoring,
-    most_tokens,
-    saved_separator,
+    model_reward,
     saved_statistics,
 )
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
@@ -159,15 +155,11 @@ def learned_reward(
         return None
     folder = model_folder(config.reward_folder, config.reward_flag)
     own = reward_tokenizer(config, folder, tokenizer)
-    steps, how = None, config.rewards.process_reward
-    if how is not None:
-        separator = saved_separator(load_config(folder, config.reward_flag), config.reward_folder)
-        steps = StepScoring(own or tokenizer, separator, how)
-    source: RewardSource = ModelReward(engines.reward, batch_tokens, steps)
     if own is not None:
         logger().info("the reward model has its own tokenizer: answers are tokenised again for it")
-        length = most_tokens(load_config(folder, config.reward_flag))
-        source = RetokenizedModelReward(engines.reward, own, length, dist.device(), batch_tokens, steps)
+    source: RewardSource = model_reward(
+        engines.reward, folder, tokenizer, own, config.rewards.process_reward, batch_tokens
+    )
     if config.algorithm.normalize_rewards == "model":
         statistics = saved_statistics(load_config(folder, config.reward_flag), config.reward_folder)
         source = StandardisedReward(source, *statistics)

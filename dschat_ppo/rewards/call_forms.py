@@ -6,7 +6,6 @@ Worker processes import it, so it imports no large library.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -103,8 +102,6 @@ CALL_FORMS = {
     ),
 }  # fmt: skip
 _NO_SETTINGS = {*CALL_FORMS["responses"].texts, *CALL_FORMS["response"].texts}
-# What Python says when a function reads a text as a list of messages.
-_READS_MESSAGES = re.compile(r"string indices must be|'str' object has no attribute|values to unpack")
 
 
 @dataclass(frozen=True)
@@ -208,10 +205,3 @@ def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
     form = signature.call
     given = {*form.texts, *form.of_call, *signature.settings}
     return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(columns)
-
-
-def hint_of_text(signature: Signature, answer: Answer, cause: str) -> str:
-    """A hint for a function in TRL's form that fails with `cause` because it expects messages, not texts; else ""."""
-    if signature.form != "trl" or MESSAGES in answer.row or not _READS_MESSAGES.search(cause):
-        return ""
-    return " (prompts are text, so completions are text; --apply_chat_template True passes messages)"

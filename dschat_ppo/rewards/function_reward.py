@@ -20,7 +20,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
-from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, hint_of_text, missing_columns
+from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, missing_columns
 from dschat_ppo.rewards.returned_values import Returned
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
@@ -158,10 +158,7 @@ class FunctionReward:
         columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
         self._warn_of_missing(answers, columns)
         results = self._results(answers, columns, request.step)
-        causes = {}
-        for row, answer, found in zip(rows, answers, results, strict=True):
-            if isinstance(found.score, str):
-                causes[row] = found.score + hint_of_text(self.signature, answer, found.score)
+        causes = {row: found.score for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)}
         before, left = self.counts, sum(found.score is None for found in results)
         first = next(iter(causes.values()), None)
         if first is not None and self.missing:

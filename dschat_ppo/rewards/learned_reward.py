@@ -20,6 +20,7 @@ from dschat_ppo.data.encode import encode_examples, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.shared_prompts import common_beginnings
 from dschat_ppo.models.tokenizers import filler_id
@@ -144,6 +145,19 @@ class RetokenizedModelReward:
         # The space that some templates write before an answer is not a part of it; thinking that they open is.
         opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
         return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
+
+
+def model_reward(
+    engine: Model, folder: str, tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase | None,
+    how: StepAggregation | None, batch_tokens: int,
+) -> ModelReward | RetokenizedModelReward:  # fmt: skip
+    """The reward model in `folder` as a reward source. `tokenizer` is the actor's; `own` is the reward model's if its
+    vocabulary differs. `how`: of a process reward model."""
+    config = load_config(folder, "--reward_model_name_or_path")
+    steps = None if how is None else StepScoring(own or tokenizer, saved_separator(config, folder), how)
+    if own is None:
+        return ModelReward(engine, batch_tokens, steps)
+    return RetokenizedModelReward(engine, own, most_tokens(config), dist.device(), batch_tokens, steps)
 
 
 @torch.no_grad()

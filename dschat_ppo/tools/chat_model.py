@@ -28,7 +28,6 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
-ROOM = 64  # tokens that an answer gets at least, or else the oldest exchange of a conversation is dropped
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[Chec
 @dataclass(frozen=True)
 class Token:
     """One token of an answer: the text that it completes, perhaps "". The `note` of the last one says whether a limit
-    cut the answer, and whether the oldest exchanges were not read."""
+    cut the answer."""
 
     text: str
     note: str
@@ -98,43 +97,26 @@ class ChatModel:
             )
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 
-    def fitted(self, messages: Messages, max_tokens: int) -> tuple[list[int], int, int]:
-        """A conversation that leaves room for an answer: without its oldest exchanges if it is too long. `UserError` if
-        the last message alone is.
-
-        Returns:
-            (token ids, tokens that the answer may have, exchanges that were dropped).
-        """
-        system = [message for message in messages[:1] if message["role"] == "system"]
-        turns, dropped = messages[len(system) :], 0
-        while True:
-            ids = self.prompt_ids(system + turns)
-            if not ids:
-                raise UserError(f"{self.name}: the message has no tokens; write something")
-            room = max_tokens if self.positions is None else self.positions - len(ids)
-            if room >= min(max_tokens, ROOM):
-                return ids, min(max_tokens, room), dropped
-            if len(turns) < 3:
-                raise UserError(
-                    f"{self.name}: the message and the system message have {len(ids)} tokens, but the model has "
-                    f"{self.positions} positions; shorten them, or lower max_tokens ({max_tokens})"
-                )
-            turns, dropped = turns[2:], dropped + 1
-
     def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
         """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator. Answers of one
         seed with different numbers are independent. A `UserError` comes before the first token."""
-        ids, most, dropped = self.fitted(messages, settings.max_tokens)
+        ids = self.prompt_ids(messages)
+        if not ids:
+            raise UserError(f"{self.name}: the message has no tokens; write something")
+        most = settings.max_tokens if self.positions is None else min(settings.max_tokens, self.positions - len(ids))
+        if most < 1:
+            raise UserError(
+                f"{self.name}: the conversation has {len(ids)} tokens, but the model has {self.positions} positions; "
+                "begin a new one, or shorten the message"
+            )
         seed = int(row_seeds(number, 1, settings.seed))
         stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
         drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
-        unread = f"the conversation exceeds the model's positions: its {dropped} oldest exchanges were not read"
-        notes = [unread] if dropped else []
         for tokens, token in enumerate(drawn, 1):
             if token in self.ends:  # a text end need not be a special token
-                yield Token(stream.rest(), "; ".join(notes))
+                yield Token(stream.rest(), "")
             elif tokens == most:
-                yield Token(stream.add(token) + stream.rest(), "; ".join([*notes, f"cut after {tokens} tokens"]))
+                yield Token(stream.add(token) + stream.rest(), f"cut after {tokens} tokens")
             else:
                 yield Token(stream.add(token), "")
 

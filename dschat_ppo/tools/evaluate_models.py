@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.data.batches import collate_pairs, collate_prompts
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.chat_templates import with_template_flags
@@ -44,15 +42,8 @@ from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
-from dschat_ppo.rewards.learned_reward import (
-    ModelReward,
-    RetokenizedModelReward,
-    StepScoring,
-    most_tokens,
-    saved_separator,
-    scores_in_batches,
-)
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, RewardSource
+from dschat_ppo.rewards.learned_reward import model_reward, scores_in_batches
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
@@ -203,20 +194,6 @@ class _Unscored:
         return torch.full((len(request),), torch.nan)
 
 
-def _learned_reward(
-    tokenizer: PreTrainedTokenizerBase, reward: CheckedModel, scorer: ScalarModel, flags: RewardSourceFlags, most: int
-) -> RewardSource:
-    """The reward model for answers of a model with this tokenizer: it reads their tokens as they are if it has the same
-    vocabulary, or else their text, as in step 3. `most`: tokens of a forward pass."""
-    config, how, steps = load_config(reward.folder, REWARD_FLAG), flags.process_reward, None
-    shared = tokenizer.get_vocab() == reward.tokenizer.get_vocab()
-    if how is not None:
-        steps = StepScoring(tokenizer if shared else reward.tokenizer, saved_separator(config, reward.folder), how)
-    if shared:
-        return ModelReward(scorer, most, steps)
-    return RetokenizedModelReward(scorer, reward.tokenizer, most_tokens(config), dist.device(), most, steps)
-
-
 def _results_of(
     checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
     scorer: ScalarModel | None,
@@ -233,7 +210,10 @@ def _results_of(
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
     learned = None
     if reward is not None and scorer is not None and rewards is not None:
-        learned = _learned_reward(checked.tokenizer, reward, scorer, rewards, words.max_batch_tokens)
+        own = None if checked.tokenizer.get_vocab() == reward.tokenizer.get_vocab() else reward.tokenizer
+        learned = model_reward(
+            scorer, reward.folder, checked.tokenizer, own, rewards.process_reward, words.max_batch_tokens
+        )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
     with closing(build_sources(rewards, learned) if rewards else RewardMixture([(_Unscored(), 1.0)])) as mixture:
         score = RewardRequests(mixture, prompts, checked.tokenizer)
@@ -348,27 +328,11 @@ def tables(found: Evaluated) -> list[str]:
 
 
 def notes(found: Evaluated) -> list[str]:
-    """How to read the table of the models, a sentence on each line, and the path of each model."""
+    """What the numbers depend on, a sentence on each line, and the path of each model."""
     lines = []
-    score, samples = float(found.flags["pass_score"]), int(found.flags["samples"])
     if found.results and found.scored:
-        answer = "share of prompts whose answer" if samples == 1 else "probability that one answer to a prompt"
-        lines.append(f"pass@1: {answer} scores at least {score:g} (--pass_score)")
-        if samples > 1:
-            lines.append("pass@k: probability that at least one of k sampled answers to a prompt scores that much")
-        if any(result.wins for result in found.results):
-            first = found.results[0].label
-            lines.append(
-                f"wins: share of prompts on which the model scores higher than {first} with the same decoding; a tie "
-                "counts half; in brackets Wilson's 95 % interval"
-            )
-    decodings = {result.decoding for result in found.results}
-    if decodings == {"greedy", "sampled"}:
-        lines.append(
-            "greedy: only the single most likely answer to each prompt, so its score may differ much from that of "
-            "sampled answers"
-        )
-    if "sampled" in decodings:
+        lines.append(f"pass: a score of at least {float(found.flags['pass_score']):g} (--pass_score)")
+    if any(result.decoding == "sampled" for result in found.results):
         lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
     paths = {result.label: shown_path(result.model) for result in found.results}
     return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]

@@ -157,19 +157,6 @@ def test_a_truth_under_its_other_name_is_pointed_out(tmp_path, lacking, other, r
     assert f"no row has a column '{lacking}': its argument is None{remedy}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("body", "hinted"),
-    [("c[0]['content']", True), ("c[0].get('content')", True), ("[m for [m] in completions]", True), ("1 / 0", False)],
-)
-def test_a_function_that_reads_texts_as_messages_gets_a_hint(tmp_path, body, hinted, capsys):
-    (tmp_path / "f.py").write_text(f"def f(completions): return [len({body}) for c in completions]")
-    hint = " (prompts are text, so completions are text; --apply_chat_template True passes messages)"
-    for row, is_text in (({}, True), (CHATS.rows[0], False)):
-        _, _, counts = ask(str(tmp_path / "f.py"), "f", RewardRequest.of(["p"], ["four"], [row]))
-        assert (hint in (counts.cause or "")) is (hinted and is_text)
-        assert (f"{hint}; its score is -9" in capsys.readouterr().out) is (hinted and is_text)
-
-
 OF_OPENRLHF = RewardRequest.of(["1+1=", "2+2=", "3+3="], ["2", "5", ""], [{"ground_truth": n} for n in ("2", "4", "6")])
 
 

@@ -83,33 +83,15 @@ def test_seed_and_number_decide_the_random_numbers(plain):
     assert len({answer(1, 0), answer(1, 1), answer(2, 0)}) == 3
 
 
-def test_a_long_conversation_loses_its_oldest_exchanges(plain, monkeypatch):
-    monkeypatch.setattr(chat_model, "ROOM", 20)
-    turns = [(f"{number} where is it", "here") for number in range(12)]
-    messages = conversation("", turns, "now")
-    lengths = [len(plain.prompt_ids(messages[2 * dropped :])) for dropped in range(13)]
-    assert lengths[0] > plain.positions == 128
-    expected = next(dropped for dropped, length in enumerate(lengths) if 128 - length >= 20)
-    ids, most, dropped = plain.fitted(messages, 50)
-    assert (len(ids), dropped) == (lengths[expected], expected) and 0 < expected < 12
-    assert most == min(50, 128 - len(ids))
-    assert plain.fitted(messages, 5)[1:] == (5, next(d for d, length in enumerate(lengths) if 128 - length >= 5))
-    *_, last = plain.answer(messages, SamplingSettings(max_tokens=50), 0)
-    assert f"its {expected} oldest exchanges were not read" in last.note
-
-
-def test_the_system_message_stays(templated, monkeypatch):
-    monkeypatch.setattr(chat_model, "ROOM", 4)
-    messages = conversation("be kind", [(f"{number} where is it", "here") for number in range(9)], "now")
-    ids, _, dropped = templated.fitted(messages, 4)
-    assert dropped > 0 and "be kind" in templated.tokenizer.decode(ids)
-
-
-def test_a_message_without_room_is_refused(plain):
-    with pytest.raises(UserError, match="have .* tokens, but the model has 128 positions"):
-        plain.fitted([user("where is it " * 80)], 4)
+def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(plain):
+    with pytest.raises(UserError, match="has .* tokens, but the model has 128 positions; begin a new one"):
+        next(plain.answer([user("where is it " * 80)], GREEDY, 0))
     with pytest.raises(UserError, match="no tokens"):
-        plain.fitted([user("")], 4)
+        next(plain.answer([user("")], GREEDY, 0))
+    count = next(n for n in range(80) if len(plain.prompt_ids([user("where is it " * n)])) > 118)
+    ids = plain.prompt_ids([user("where is it " * count)])
+    *_, last = plain.answer([user("where is it " * count)], GREEDY, 0)
+    assert last.note == f"cut after {128 - len(ids)} tokens"
 
 
 @torch.no_grad()
