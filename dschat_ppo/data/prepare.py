@@ -28,9 +28,8 @@ from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.stream_pieces import StreamSource
 from dschat_ppo.data.stream_sources import find_rows, start, stream_of
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.streaming import StreamedRows, StreamSource
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop

@@ -21,8 +21,7 @@ from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart, HubPart, Part, Row
 from dschat_ppo.data.sources import DataSource
-from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch, raw_batches
-from dschat_ppo.data.streaming import StreamedRows, start_stream
+from dschat_ppo.data.streaming import RawBatch, StepShare, StreamedRows, StreamSource, TokenBatch, raw_batches
 from dschat_ppo.data.tokenise import TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
 
@@ -99,7 +98,7 @@ def start(
     key = token_key("\0".join(source.key for source in sources), tokenizer)
     content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
     features = Features({**_columns(use), "source": Value("int32")})
-    rows = start_stream(flags.data_output_path, key, sources, flags.streaming_rows or 0, features, content)
+    rows = StreamedRows(flags.data_output_path, key, sources, flags.streaming_rows or 0, features, content)
     if set(FITTED_NAMES.values()).intersection(rows.counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
         raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
     return rows

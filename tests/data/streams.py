@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.parts import Batch
-from dschat_ppo.data.stream_pieces import RawBatch, StepShare, StreamSource, TokenBatch
+from dschat_ppo.data.streaming import RawBatch, StepShare, StreamSource, TokenBatch
 
 FEATURES = datasets.Features(
     {

@@ -16,8 +16,8 @@ from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.parts import FilePart, _row_of_json, line_batches
 from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.stream_pieces import raw_batches
 from dschat_ppo.data.stream_sources import content_of, find_rows
+from dschat_ppo.data.streaming import raw_batches
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"p {i}", "chosen": [{"role": "user", "content": "é" * (i % 7)}], "n": i} for i in range(60)]
