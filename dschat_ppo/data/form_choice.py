@@ -99,7 +99,6 @@ def detect_form(
         *_truth(chosen, rows, flags, by_flag, is_only),
         flags.system_message if rendering == "chat" else None, flags.roles, pictures,
     )  # fmt: skip
-    _check_system(name, kind, reading, rows, flags, by_flag)
     grouped = [path for path in (*by_role.values(), reading.system) if path]
     used = {path.split(".")[0] for path in (*grouped, reading.truth) if path} | {"tools"} & set(columns)
     used |= {"margin"} if "rejected" in by_role else set()
@@ -139,6 +138,8 @@ def detect_form(
         raise UserError(f"{name}: rows are grouped by prompt, so '{nested[0]}' must be a column, not inside one")
     for row in rows:
         try:
+            if rendering == "text":
+                form.system_of(row)
             form.check_left_out(row)
         except UserError as problem:
             raise UserError(f"{name}: {problem}") from None
@@ -198,9 +199,8 @@ def _listed(columns: Sequence[str]) -> str:
 
 def _rows_inside(rows: list[Row]) -> str:
     """A hint for a file that is one object with all rows in one of its values; else ""."""
-    lists = [name for name, value in rows[0].items()
-             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
-             ] if len(rows) == 1 else []  # fmt: skip
+    values = rows[0].items() if len(rows) == 1 else ()
+    lists = [name for name, value in values if isinstance(value, list) and {type(item) for item in value} == {dict}]
     if len(lists) != 1:
         return ""
     query = f"'.[{json.dumps(lists[0])}][]'"
@@ -305,6 +305,8 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
     if wanted and (kind.is_known_set or kind.name == "text"):
         reason = "has the text prompts of DeepSpeed-Chat" if kind.is_known_set else "is plain text without prompts"
         raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
+    if kind.is_known_set and flags.columns.get("system"):
+        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
     is_question = chosen.columns.get("prompt") in _QUESTIONS and flags.prompt_column is None
     asks = kind.rendering == "content" or (
         is_question and kind.name in ("preference", "better_of_two", "prompt_response")
@@ -322,6 +324,9 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
         elif kind.name == "hh":
             about = "the turns of the transcripts become messages of the chat template"
         return "chat", about, ""
+    if flags.system_message and kind.name != "text":  # plain text has no prompts; other data sets may have some
+        way = "omit it" if kind.is_known_set else "--apply_chat_template True makes chat messages of both"
+        raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
     if kind.inside:
         return "text", "text is used as it is", ""
     if flags.input_template is not None:
@@ -338,8 +343,8 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
         return "text", about, f"nothing separates prompt and answer: {text!r}; {way}"
     raise UserError(
         f"{name}: its rows can be read in two ways: as text, {text!r} (--apply_chat_template False), or as chat, "
-        f"{shown(glued, as_chat=True)} (--apply_chat_template True); choose one of them, or give the text around a "
-        "prompt, such as --input_template 'Question: {} Answer: '"
+        f"{shown(replace(glued, prompt=[{'role': 'user', 'content': glued.prompt}]))} (--apply_chat_template True); "
+        "choose one of them, or give the text around a prompt, such as --input_template 'Question: {} Answer: '"
     )
 
 
@@ -412,24 +417,3 @@ def _watched(
 
 def _is_prose(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not value.lstrip().startswith(("[", "{"))
-
-
-def _check_system(
-    name: str, kind: Kind, reading: Reading, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
-) -> None:
-    """Refuse system messages where prompts are text, which has no place for them."""
-    if kind.is_known_set and by_flag.get("system"):
-        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
-    if reading.rendering == "chat":
-        return
-    ways = ["--apply_chat_template True makes chat messages of both"]
-    if kind.is_known_set or kind.name == "text":
-        ways = []
-    if flags.system_message and kind.name != "text":  # plain text has no prompts; other data sets may have some
-        what, ways = "--system_message precedes chat messages", ways or ["omit it"]
-    elif reading.system and any(has_value(row, reading.system) and value_at(row, reading.system) for row in rows):
-        what = f"the column '{reading.system}' holds system messages"
-        ways.append("--system_column '' ignores the column")
-    else:
-        return
-    raise UserError(f"{name}: {what}, but the prompts are text, which has no place for them; {', or '.join(ways)}")

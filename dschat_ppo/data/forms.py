@@ -22,6 +22,7 @@ from dschat_ppo.data.messages import (
     THOUGHTS,
     WEIGHTS,
     Messages,
+    checked,
     from_json,
     kind_of,
     leaves_out,
@@ -49,7 +50,6 @@ LABELS = {  # of single answers, in lower case
 }
 GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns of KTO's rows that are joined by prompt
 _LABELLED = ("kto", "ranked")  # forms that read "unpaired" themselves; pairs of the others are split
-_SYSTEM = ("system", "developer")  # roles of a system message
 _NEEDED = {  # by a step, and the flags that name the columns if these have other names
     "sft": "a prompt and an answer (prompt/response, messages, instruction/output, question/answer, ...); name its "
     "columns with --prompt_column and --response_column, or --messages_column",
@@ -245,7 +245,7 @@ class Form:
         found = self.kind.read(Cells(row, reading), "preference" if splits else use)
         margin = margin_of(row) if "rejected" in reading.columns else 0.0
         truth = truth_of(row, reading.truth, reading.truth_pattern) if reading.truth else None
-        tools = _tools_of(row, reading)
+        tools = self._tools_of(row)
         for one in found:
             if use != "steps":  # which may be equal
                 check_answers(one.answers)
@@ -263,7 +263,7 @@ class Form:
 
     def _rendered(self, prompt: str | Messages, row: Row) -> str | Messages:
         """The prompt as text or messages, as the rendering says, with the system message before it."""
-        reading = self.reading
+        reading, system = self.reading, self.system_of(row)
         if isinstance(prompt, list) and reading.rendering == "text":
             raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
         if isinstance(prompt, str):
@@ -271,26 +271,50 @@ class Form:
                 raise UserError("the prompt is empty")
             if reading.input_template is not None:
                 prompt = reading.input_template.replace("{}", prompt)
-            if reading.rendering == "chat":
-                if not reading.wrap:
-                    raise UserError("the prompt is text, but those of the first rows are chat messages")
-                prompt = [{"role": "user", "content": prompt}]
-        is_led = isinstance(prompt, list) and prompt[0]["role"] in _SYSTEM
-        system = value_at(row, reading.system) if reading.system else None
-        if system in (None, ""):
-            if is_led or not reading.system_message:
+            if reading.rendering == "text":
                 return prompt
-            system = reading.system_message
-        if not isinstance(system, str):
-            raise UserError(f"'{reading.system}' is {type(system).__name__}; expected text")
-        if isinstance(prompt, str):
-            raise UserError(
-                f"'{reading.system}' holds a system message, which needs the chat template; {_choose_chat(reading)}, "
-                "--system_column '' ignores the column"
-            )
-        if is_led and prompt[0]["content"] != system:
+            if not reading.wrap:
+                raise UserError("the prompt is text, but those of the first rows are chat messages")
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt[0]["role"] not in ("system", "developer"):
+            system = system or reading.system_message
+            return [{"role": "system", "content": system}, *prompt] if system else prompt
+        if system and prompt[0]["content"] != system:
             raise UserError(f"'{reading.system}' and the first message are two different system messages")
-        return prompt if is_led else [{"role": "system", "content": system}, *prompt]
+        return prompt
+
+    def system_of(self, row: Row) -> str | None:
+        """The system message in the column of a row. `UserError` if there is one, but the prompts are text."""
+        column = self.reading.system
+        value = value_at(row, column) if column else None
+        if value in (None, ""):
+            return None
+        if self.rendering == "text":
+            raise UserError(
+                f"'{column}' holds a system message, but the prompts are text, which has no place for it; "
+                f"{self._chat_way()}--system_column '' ignores the column"
+            )
+        return str(checked(value, str, f"'{column}'", "text"))
+
+    def _tools_of(self, row: Row) -> list[Any] | None:
+        """The tools of a row: of their column, or those beside the messages in one object. Both must be equal."""
+        reading = self.reading
+        tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
+        for column in reading.columns.values():
+            inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
+            if inside and tools and inside != tools:
+                raise UserError(f"'{column}' describes other tools than the rest of the row")
+            tools = tools or inside
+        if tools and self.rendering == "text":
+            name = reading.tools or "tools"
+            ways = f"{self._chat_way()}--ignore_columns {name} leaves them out"
+            raise UserError(f"'{name}' describes tools, which need the chat template; {ways}")
+        return tools
+
+    def _chat_way(self) -> str:
+        """The way to the chat template; plain text and the data sets of DeepSpeed-Chat have none."""
+        is_text = self.kind.is_known_set or self.name == "text"
+        return "" if is_text else "--apply_chat_template True makes chat messages of the prompts, and "
 
     def check_left_out(self, row: Row) -> None:
         """Refuse a row with content in a watched column. What a column holds is no loss if it stands in what is read (a
@@ -355,25 +379,6 @@ def mixed_renderings(forms: dict[str, Form]) -> str:
 # Parts of a row
 
 
-def _tools_of(row: Row, reading: Reading) -> list[Any] | None:
-    """The tools of a row: of their column, or those beside the messages in one object. Both must be equal."""
-    tools = read_tools(value_at(row, reading.tools), reading.tools) if reading.tools else None
-    for column in reading.columns.values():
-        inside = read_tools(tools_beside(value_at(row, column)), column) if has_value(row, column) else None
-        if inside and tools and inside != tools:
-            raise UserError(f"'{column}' describes other tools than the rest of the row")
-        tools = tools or inside
-    if tools and reading.rendering == "text":
-        name = reading.tools or "tools"
-        raise UserError(f"'{name}' describes tools, which need the chat template; {_choose_chat(reading)}")
-    return tools
-
-
-def _choose_chat(reading: Reading) -> str:
-    """The way to the chat template; plain text has none."""
-    return "plain text has none" if reading.form == "text" else "--apply_chat_template True renders the prompts with it"
-
-
 def _is_content(column: str, value: Any) -> bool:
     """Whether a column that a reading does not use holds content: weights of 1 change nothing, nor do switches of
     thoughts (`reasoning: "on"`), measured losses, names of splits (`training: "train"`), and labels of classes."""
@@ -407,20 +412,14 @@ def lines_of(value: Any) -> Iterator[str]:
         yield json.dumps(value, default=str)
 
 
-def shown(example: Example, as_chat: bool = False) -> str:
+def shown(example: Example) -> str:
     """An example for a message: the end of its prompt, and the start of its answers."""
-
-    def end(text: str) -> str:
-        return repr(text if len(text) <= 40 else f"...{text[-40:]}")
-
-    if isinstance(example.prompt, list):
-        text = "; ".join(f"{turn['role']}: {end(turn['content'])}" for turn in example.prompt[-2:])
-    elif example.prompt:
-        text = f"{'user:' if as_chat else 'prompt'} {end(example.prompt)}"
-    else:
-        text = "text without a prompt"
+    turns = [("prompt ", example.prompt)] if isinstance(example.prompt, str) else [
+        (f"{turn['role']}: ", turn["content"]) for turn in example.prompt[-2:]
+    ]  # fmt: skip
+    text = "; ".join(f"{who}{words if len(words) <= 40 else f'...{words[-40:]}'!r}" for who, words in turns)
     answers = [answer if isinstance(answer, str) else answer["content"] for answer in example.answers]
-    return text + "".join(f", answer {answer[:40]!r}" for answer in answers)
+    return (text if example.prompt else "text without a prompt") + "".join(f", answer {a[:40]!r}" for a in answers)
 
 
 def _by_prompt(reading: Reading, rows: Rows) -> Iterator[tuple[Row, int]]:

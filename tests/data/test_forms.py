@@ -195,13 +195,13 @@ def test_the_system_column_precedes_chat_messages():
 def test_system_messages_of_text_prompts_need_a_choice():
     row = {"prompt": "a b", "system": "Be kind."}
     with pytest.raises(
-        UserError, match=r"'system' holds system messages.*--apply_chat_template True.*--system_column ''"
+        UserError, match=r"'system' holds a system message.*--apply_chat_template True.*--system_column ''"
     ):
         form_of([row])
     assert read([row], "prompt", system_column="") == [Example("a b", [])]
     assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]
     nested = {"prompt": "a b", "meta": {"system": "Be kind."}}
-    with pytest.raises(UserError, match=r"'meta\.system' holds system messages"):
+    with pytest.raises(UserError, match=r"'meta\.system' holds a system message"):
         form_of([nested], system_column="meta.system")
     form = form_of([{"prompt": "a b", "system": ""}])
     with pytest.raises(UserError, match="^row 30: 'system' holds a system message"):
@@ -291,7 +291,7 @@ def test_common_names_of_the_system_message_are_not_ignored(column):
     chat = {"messages": [ASK, assistant("In the hall.")], column: "Be kind."}
     assert read([chat], "sft") == [Example([system("Be kind."), ASK], ["In the hall."])]
     assert read([chat], "sft", system_column="") == [Example([ASK], ["In the hall."])]
-    with pytest.raises(UserError, match=f"the column '{column}' holds system messages, but the prompts are text"):
+    with pytest.raises(UserError, match=f"'{column}' holds a system message, but the prompts are text"):
         form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])
 
 
