@@ -33,7 +33,7 @@ OTHER_ROW, OTHER_REF_LOGPROB, REF_LOGPROB = "other_row", "other_ref_logprob", "r
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     """A permutation of all row indices, fixed by seed and epoch."""
-    return chunk_order(num_rows, num_rows, seed, epoch, 0)
+    return torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist()
 
 
 def chunk_rows_of(rows: Dataset | StreamedRows) -> int:
@@ -41,17 +41,12 @@ def chunk_rows_of(rows: Dataset | StreamedRows) -> int:
     return len(rows_at_hand(rows))
 
 
-def chunk_order(num_rows: int, chunk_rows: int, seed: int, epoch: int, chunk: int) -> list[int]:
-    """A permutation of the row indices of one chunk, fixed by seed, epoch and number of the chunk."""
-    first = chunk * chunk_rows
-    count = min(chunk_rows, num_rows - first)
-    return [first + index for index in torch.randperm(count, generator=shared_generator(seed, epoch, chunk)).tolist()]
-
-
 def chunked_order(num_rows: int, chunk_rows: int, seed: int, epoch: int) -> Iterator[int]:
-    """All row indices of an epoch: chunk after chunk, each in its `chunk_order`, computed when it is needed."""
-    for chunk in range(-(-num_rows // chunk_rows)):
-        yield from chunk_order(num_rows, chunk_rows, seed, epoch, chunk)
+    """All row indices of an epoch: chunk after chunk, each a permutation that is drawn when it is needed. A single
+    chunk has the `epoch_order`: a last 0 does not change the generator."""
+    for chunk, first in enumerate(range(0, num_rows, chunk_rows)):
+        order = torch.randperm(min(chunk_rows, num_rows - first), generator=shared_generator(seed, epoch, chunk))
+        yield from (order + first).tolist()
 
 
 def optimizer_steps(
@@ -77,34 +72,30 @@ class IndexStream:
     `chunk_rows_of`."""
 
     def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):
-        self._num_rows = num_rows
-        self._seed = seed
-        self._chunk_rows = chunk_rows or num_rows
-        self._epoch = self._chunk = 0  # of the rows that are added to `_pending` next
-        self._pending: list[int] = []
+        self._num_rows, self._chunk_rows, self._seed = num_rows, chunk_rows or num_rows, seed
+        self._left: Iterator[int] = iter(())  # of the epoch, if it has begun
         self.taken = 0
 
     def take(self, count: int) -> list[int]:
         """The next `count` row indices; a request may run over the end of an epoch into the next one."""
-        while len(self._pending) < count:
-            self._pending += chunk_order(self._num_rows, self._chunk_rows, self._seed, self._epoch, self._chunk)
-            self._chunk += 1
-            if self._chunk * self._chunk_rows >= self._num_rows:
-                self._epoch, self._chunk = self._epoch + 1, 0
-        rows, self._pending = self._pending[:count], self._pending[count:]
-        self.taken += count
+        rows: list[int] = []
+        while len(rows) < count:
+            found = list(islice(self._left, count - len(rows)))
+            if not found:
+                epoch, done = divmod(self.taken, self._num_rows)
+                order = chunked_order(self._num_rows, self._chunk_rows, self._seed, epoch)
+                self._left = islice(order, done, None)
+            rows += found
+            self.taken += len(found)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the sequence, for `load_state_dict`."""
-        return {"epoch": self._epoch, "chunk": self._chunk, "pending": list(self._pending), "taken": self.taken}
+        return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position, over the same rows with the same seed. If the data set has become smaller
-        (`--resume_force`), indices beyond its end are dropped."""
-        self._epoch, self.taken = state["epoch"], state["taken"]
-        self._chunk = state.get("chunk", 0)  # older checkpoints have none: their rows were no stream
-        self._pending = [row for row in state["pending"] if row < self._num_rows]
+        """Continue from a saved position, over the same rows with the same seed."""
+        self.taken, self._left = state["taken"], iter(())
 
 
 # Packing: the number of packed rows depends on the lengths of the samples alone, so every epoch has the same number;

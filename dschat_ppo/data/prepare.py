@@ -10,6 +10,8 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +22,21 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_rows import repetitions, report_bad_rows, report_unreadable
+from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.examples import PARTS, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
-from dschat_ppo.data.rows import Origins, Rows, load_splits, regrouped, splits_named
+from dschat_ppo.data.rows import Origins, Rows, Splits, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.stream_sources import find_rows, start, stream_of
 from dschat_ppo.data.streaming import StreamedRows, StreamSource
-from dschat_ppo.data.tokenise import DOING, TokeniseSettings, TokenTable, tokenise_rows
+from dschat_ppo.data.tokenise import DOING, FITTED_NAMES, Fitted, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
+_SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
 EVAL_FLAG = "--eval_data_path"
 Numbers = tuple[np.ndarray, str, bool]  # of rows in the order of use, suffix of their name in the log, for training?
 
@@ -213,6 +215,53 @@ class Preparation:
             return TokenRows(stream, evaluation or None, names, eval_names)
         train, names = joined(mix(self.train))
         return TokenRows(train, evaluation or None, names, eval_names)
+
+
+def report_unreadable(name: str, splits: Splits, policy: str) -> None:
+    """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are too many."""
+    lines = splits.skipped.count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
+    _report(name, "lines cannot be read", splits.skipped.count, lines, policy, [splits.skipped.first])
+
+
+def report_bad_rows(name: str, table: TokenTable, rows: int, policy: str) -> None:
+    """Log the rows that `--bad_rows` drops: how many of `rows` raw rows for each reason, and the first ones.
+    `UserError` if they are too many, or if `--truncation error` refuses the length of one."""
+    if (too_long := np.flatnonzero(table.fitted == Fitted.TOO_LONG)).size:
+        more = f" ({len(too_long)} rows are too long)" if len(too_long) > 1 else ""
+        raise UserError(f"{table.problem(int(too_long[0]))[0]}{more}")
+    found = [table.problem(int(index)) for index in np.flatnonzero(table.fitted == Fitted.UNUSABLE)]
+    # reasons without the values that they quote, so that equal faults are counted together
+    plain = (re.sub(r"\d+", "N", re.sub(r" ?\(.*?\)", "", reason)) for _, reason in found)
+    kinds = Counter(" ".join(reason.split())[:120] for reason in plain).most_common(_REASONS)
+    what = f"rows cannot be used: {'; '.join(f'{count} {kind}' for kind, count in kinds)}"
+    _report(name, what, len(found), rows, policy, [message for message, _ in found[:_SHOWN]])
+
+
+def _report(name: str, what: str, bad: int, rows: int, policy: str, first: list[str]) -> None:
+    """Log that `bad` of `rows` are left out, and the first ones; `UserError` if they are too many."""
+    if not bad:
+        return
+    if too_many(bad, rows, policy):
+        raise UserError(f"{name}: {bad} of {rows} {what}{way_out(bad, rows, policy)}. The first: {' | '.join(first)}")
+    for line in (f"{name}: skipped: {bad} of {rows} {what}", *(f"skipped: {message}" for message in first)):
+        logger().warning(f"data: {line}")
+
+
+def repetitions(name: str, table: TokenTable, skips: bool) -> np.ndarray:
+    """(N,) bool, True on the token rows whose digest is that of an earlier one; blocks of long texts are never. Logs
+    them, and whether `skips` drops them."""
+    usable = np.flatnonzero(table.usable & (table.fitted != Fitted.BLOCK))
+    digests = np.array(table.rows.data.column("digest"))[usable]
+    _, first = np.unique(digests, return_index=True)
+    repeats = np.zeros(len(table.number), dtype=bool)
+    repeats[np.delete(usable, first)] = True
+    if count := int(repeats.sum()):
+        later = int(repeats.argmax())
+        earlier = int(usable[(digests == digests[np.searchsorted(usable, later)]).argmax()])
+        done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
+        pair = f"{table.place(later)} repeats {table.place(earlier)}"
+        logger().warning(f"data: {name}: {count} rows repeat an earlier row and {done}: {pair}")
+    return repeats
 
 
 def prepare(

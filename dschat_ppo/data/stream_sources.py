@@ -16,13 +16,12 @@ from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import content_key, token_key
 from dschat_ppo.data.examples import PARTS, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
-from dschat_ppo.data.lengths import FITTED_NAMES, Fitted
 from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart, HubPart, Part, Row
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.streaming import RawBatch, StepShare, StreamedRows, StreamSource, TokenBatch, raw_batches
-from dschat_ppo.data.tokenise import TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import FITTED_NAMES, Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, reading
 
 NOTHING = "without a sample for this step (as bad answers in SFT)"

@@ -7,7 +7,9 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples, joined_steps, labelled_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.lengths import Fitted, fit
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
@@ -31,6 +32,29 @@ DOING = "prepared the data"
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 _BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
+
+
+class Fitted(IntEnum):
+    """What the length limit did to a row; stored in one byte per row."""
+
+    WHOLE = 0
+    PROMPT_CUT = 1
+    ANSWER_CUT = 2
+    DROPPED = 3
+    UNUSABLE = 4  # a bad row, which has no tokens
+    BLOCK = 5  # of a plain text over the limit
+    TOO_LONG = 6  # refused by `--truncation error`; without tokens too
+
+
+FITTED_NAMES = {
+    Fitted.WHOLE: "kept whole",
+    Fitted.PROMPT_CUT: "prompt cut",
+    Fitted.ANSWER_CUT: "answer cut",
+    Fitted.DROPPED: "dropped",
+    Fitted.BLOCK: "blocks of longer texts",
+}
+
+
 NOTES = {  # further columns of a `TokenTable`
     "number": Value("int64"),  # of the raw row
     "fitted": Value("int8"),  # see `Fitted`; UNUSABLE and TOO_LONG rows have no tokens but a `problem`
@@ -161,6 +185,70 @@ def _token_rows(
             "digest": _hash(fitted, *content),
         })  # fmt: skip
     return rows
+
+
+def fit(
+    ids: EncodedExample, example: Example, tokenizer: PreTrainedTokenizerBase, limit: int, policy: str
+) -> list[tuple[EncodedExample, Fitted]]:
+    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to them.
+
+    A plain text over the limit is divided into blocks: the first token of each is the last one of the block before it,
+    so each token is predicted once. Otherwise it is one row. "left", "right" and "middle" cut the start, the end or the
+    middle of the prompt; its `fixed_ends` stay if the limit allows it. An eighth of the limit is for the prompt, and
+    half of it where an answer alone is over the limit: answers that leave it less are cut at their end. No answer
+    becomes empty. "drop" and "error" cut nothing. Of `prompt_spans`, those stay of which no token was cut.
+    """
+    if example.prompt == "":
+        text = [*ids.prompt, *ids.answers[0]]
+        if len(text) > limit and policy not in ("drop", "error"):
+            starts = range(0, len(text) - 1, limit - 1)
+            blocks = [replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]]) for at in starts]
+            return [(block, Fitted.BLOCK) for block in blocks]
+        if not ids.prompt:  # nothing before its first token predicts it
+            ids = replace(ids, prompt=text[:1], answers=[text[1:]])
+    longest = max((len(answer) for answer in ids.answers), default=0)
+    count = len(ids.prompt)
+    if count + longest <= limit:
+        return [(ids, Fitted.WHOLE)]
+    if policy in ("drop", "error"):
+        return [(ids, Fitted.DROPPED)]
+    kept = min(count, max(1, limit // (2 if longest > limit else 8), limit - longest))
+    keep_start, keep_end = fixed_ends(tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
+    keep_end = min(keep_end, kept if policy == "left" else kept - 1)
+    keep_start = min(keep_start, kept - max(1, keep_end))
+    free = kept - keep_start - keep_end
+    head = keep_start + {"left": 0, "right": free, "middle": max(0, kept // 2 - keep_start)}[policy]
+    head = min(head, kept - keep_end)  # tokens kept before the cut
+    tail = count - (kept - head)  # first token kept after it
+    room = max(1, limit - kept)  # for answers
+    spans = [
+        (start, end) if end <= head else (start - tail + head, end - tail + head)
+        for start, end in ids.prompt_spans
+        if end <= head or start >= tail
+    ]
+    prompt, answers = ids.prompt[:head] + ids.prompt[tail:], [answer[:room] for answer in ids.answers]
+    return [(EncodedExample(prompt, answers, spans), Fitted.ANSWER_CUT if longest > room else Fitted.PROMPT_CUT)]
+
+
+def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
+    """How many first and last tokens of a prompt a cut keeps: the first one if it is
+    BOS. Of a chat prompt also the end that the template writes: the last special tokens with at most two
+    tokens between them, such as `<|im_end|>\\n<|im_start|>assistant\\n`."""
+    start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
+    if not is_chat:
+        return start, 0
+    end, special = len(prompt), _added_tokens(tokenizer, len(tokenizer))
+    for place in (place for place in reversed(range(len(prompt))) if prompt[place] in special):
+        if place < end - 3 and end < len(prompt):
+            break
+        end = place
+    return start, len(prompt) - end
+
+
+@lru_cache(maxsize=16)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+    """Cached: a tokenizer with thousands of added tokens takes 20 ms to list them. `size`: of its vocabulary."""
+    return frozenset(tokenizer.added_tokens_decoder)
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.bad_rows import report_unreadable
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import encode_examples
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.prepare import report_unreadable
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, load_splits
 from dschat_ppo.data.sources import is_hub_name, parse_sources
 from dschat_ppo.data.tokenise import mapped

@@ -5,14 +5,29 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.data.chat_templates import named_template
 from dschat_ppo.data.encode import EncodedExample, encode_prompt
-from dschat_ppo.data.lengths import Fitted, fit_row, fixed_ends
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.tokenise import Fitted, fit, fixed_ends
 
 P = Fitted.PROMPT_CUT
 A = Fitted.ANSWER_CUT
 
 
-def fit(prompt, answers, limit, policy, spans=()):
-    row, done = fit_row(EncodedExample(prompt, answers, list(spans)), limit, policy)
+class Tokens:
+    """What the length limit asks of a tokenizer: BOS is 0, and a chat prompt ends with the added token 8."""
+
+    bos_token_id, added_tokens_decoder = 0, {8: "<|end|>"}
+
+    def __len__(self) -> int:
+        return 10
+
+
+def fitted(prompt, answers, limit, policy, spans=(), of="text"):
+    [found] = fit(EncodedExample(prompt, answers, list(spans)), Example(of), Tokens(), limit, policy)
+    return found
+
+
+def fit_ids(prompt, answers, limit, policy):
+    row, done = fitted(prompt, answers, limit, policy)
     return row.prompt, row.answers, done
 
 
@@ -42,7 +57,7 @@ def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
     prompt, answers, limit, left, right, middle, expected_answers, done
 ):
     for policy, kept in (("left", left), ("right", right), ("middle", middle)):
-        assert fit(prompt, answers, limit, policy) == (kept, expected_answers, done)
+        assert fit_ids(prompt, answers, limit, policy) == (kept, expected_answers, done)
 
 
 @pytest.mark.parametrize("policy", ["left", "right", "middle"])
@@ -51,8 +66,8 @@ def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
 @pytest.mark.parametrize("limit", [2, 3, 8, 10, 50])
 def test_prompt_and_answer_are_never_empty_and_keep_the_limit(prompt_length, lengths, limit, policy):
     answers = [list(range(100, 100 + n)) for n in lengths]
-    whole = list(range(prompt_length))
-    prompt, kept, _ = fit(whole, answers, limit, policy)
+    whole = list(range(1, 1 + prompt_length))
+    prompt, kept, _ = fit_ids(whole, answers, limit, policy)
     assert len(prompt) >= 1
     if policy == "middle":
         assert prompt == whole[: len(prompt) // 2] + whole[len(whole) - (len(prompt) + 1) // 2 :]
@@ -66,17 +81,17 @@ def test_prompt_and_answer_are_never_empty_and_keep_the_limit(prompt_length, len
 
 @pytest.mark.parametrize("policy", ["drop", "error"])
 def test_drop_and_error_policies_do_not_truncate(policy):
-    assert fit([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], Fitted.WHOLE)
-    assert fit([1, 2, 3], [[7, 8]], 4, policy)[2] == Fitted.DROPPED
+    assert fit_ids([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], Fitted.WHOLE)
+    assert fit_ids([1, 2, 3], [[7, 8]], 4, policy)[2] == Fitted.DROPPED
 
 
 @pytest.mark.parametrize("policy", ["left", "right", "middle"])
 @pytest.mark.parametrize("limit", range(2, 22))
 def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
-    prompt, spans = list(range(20)), [(0, 2), (5, 9), (9, 10), (13, 20)]
-    row, _ = fit_row(EncodedExample(prompt, [[99]], spans), limit, policy)
+    prompt, spans = list(range(1, 21)), [(0, 2), (5, 9), (9, 10), (13, 20)]
+    row, _ = fitted(prompt, [[99]], limit, policy, spans)
     found = [row.prompt[start:end] for start, end in row.prompt_spans]
-    assert found == [prompt[start:end] for start, end in spans if set(range(start, end)) <= set(row.prompt)]
+    assert found == [prompt[start:end] for start, end in spans if set(prompt[start:end]) <= set(row.prompt)]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,7 @@ def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
     ],
 )  # fmt: skip
 def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
-    row, done = fit_row(EncodedExample(list(range(10)), [[99]], []), limit, policy, 1, 2)
+    row, done = fitted(list(range(10)), [[99]], limit, policy, of=[{"role": "user", "content": "Where?"}])
     assert (row.prompt, done) == (expected, P)
 
 

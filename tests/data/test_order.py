@@ -10,7 +10,6 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import (
     PADDING_ROW,
     IndexStream,
-    chunk_order,
     chunk_rows_of,
     chunked_order,
     epoch_order,
@@ -115,12 +114,8 @@ def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order
     assert len(order) == rows
     for start in range(0, rows, 8):
         assert sorted(order[start : start + 8]) == list(range(start, min(start + 8, rows)))
-    assert order == [index for chunk in range(-(-rows // 8)) for index in chunk_order(rows, 8, 3, 1, chunk)]
-
-
-def test_the_chunks_of_a_stream_are_shuffled_differently_in_each_chunk_epoch_and_seed():
-    orders = [[i % 50 for i in chunk_order(200, 50, *path)] for path in ((3, 1, 0), (3, 1, 1), (3, 2, 0), (4, 1, 0))]
-    assert all(a != b for number, a in enumerate(orders) for b in orders[:number])
+        drawn = torch.randperm(min(8, rows - start), generator=shared_generator(3, 1, start // 8)).tolist()
+        assert order[start : start + 8] == [start + place for place in drawn]
 
 
 def test_a_chunk_longer_by_more_rows_keeps_the_order_of_the_chunks_before():
@@ -137,7 +132,6 @@ def test_an_index_stream_over_chunks_gives_their_order_epoch_after_epoch():
     stream = IndexStream(29, 3, chunk_rows=8)
     found = [index for _ in range(29) for index in stream.take(3)]
     assert found == [index for epoch in range(3) for index in chunked_order(29, 8, 3, epoch)]
-    assert len(stream.state_dict()["pending"]) == 0
 
 
 @pytest.mark.parametrize("cut", range(12))
@@ -146,7 +140,6 @@ def test_an_index_stream_over_chunks_continues_from_its_state(cut):
     expected = [whole.take(5) for _ in range(14)]
     before, after = IndexStream(29, 3, chunk_rows=8), IndexStream(29, 3, chunk_rows=8)
     first = [before.take(5) for _ in range(cut)]
-    assert len(before.state_dict()["pending"]) < 8
     after.load_state_dict(before.state_dict())
     assert first + [after.take(5) for _ in range(14 - cut)] == expected
 
@@ -163,10 +156,8 @@ def test_a_stream_of_rows_continues_inside_and_across_epochs():
         assert first + [after.take(3) for _ in range(8 - cut)] == expected
 
 
-def test_rows_that_no_longer_exist_are_left_out_of_a_stream():
-    before, after = IndexStream(9, seed=1), IndexStream(4, seed=1)
-    first = before.take(2)
-    after.load_state_dict(before.state_dict())
-    kept = [row for row in before.take(7) if row < 4]
-    assert after.take(len(kept)) == kept and len(kept) == 4 - sum(row < 4 for row in first)
-    assert sorted(after.take(4)) == [0, 1, 2, 3]
+def test_a_smaller_data_set_continues_as_if_it_had_given_as_many_rows():
+    whole, after = IndexStream(4, seed=1), IndexStream(4, seed=1)
+    whole.take(6)
+    after.load_state_dict({"epoch": 0, "pending": [7, 2, 8], "taken": 6})  # of an earlier version
+    assert after.take(9) == whole.take(9)

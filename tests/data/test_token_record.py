@@ -35,11 +35,10 @@ from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.examples import PARTS
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
-from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.mixture import SPLIT_SEED, rows_of_step
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
-from dschat_ppo.data.tokenise import TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 
 WHOLE = ("1,0,0", "0,1,0", "0,0,1")

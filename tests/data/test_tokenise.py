@@ -11,9 +11,8 @@ from datasets import Dataset
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.forms import Form, Kind, Reading
-from dschat_ppo.data.lengths import Fitted
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows
-from dschat_ppo.data.tokenise import TokeniseSettings, row_text, tokenise_batch, tokenise_rows
+from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, row_text, tokenise_batch, tokenise_rows
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
