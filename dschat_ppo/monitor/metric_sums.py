@@ -19,8 +19,8 @@ class MetricSums:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)
         # By name: "means" (2,) fp64, sum and count; "parts" the same for means over some values, which are not in the
-        # result without them; "counts" (buckets,) fp64, of a histogram.
-        self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}, "counts": {}}
+        # result without them.
+        self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}}
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
     def _add(self, kind: str, name: str, part: Tensor) -> None:
@@ -60,12 +60,8 @@ class MetricSums:
         part = kept.max() if kept.numel() else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
-    def add_counts(self, name: str, counts: Tensor) -> None:
-        """Add to the histogram `name` how many values are in each of its buckets, (buckets,) fp64."""
-        self._add("counts", name, counts)
-
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's sums, maxima and counts, on the CPU, for `restored`."""
+        """This rank's sums and maxima, on the CPU, for `restored`."""
         parts = {**self._sums, "maxima": self._maxima}
         return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
 
@@ -127,16 +123,6 @@ class MetricSums:
                 result[name] = total / count if count else 0.0
         values = zip(largest, numbers[cut:], strict=True)  # -inf where no rank has values
         return result | {name: 0.0 if value == -math.inf else value for name, value in values}
-
-    def reduce_counts(self) -> dict[str, list[float]]:
-        """Name -> counts of the buckets over all ranks. Collective if there are any."""
-        counts = self._sums["counts"]
-        if not counts:
-            return {}
-        names = sorted(counts)
-        total = gather_cat(torch.cat([counts[name] for name in names]).unsqueeze(0)).sum(dim=0)  # (all buckets,)
-        parts = total.split([len(counts[name]) for name in names])
-        return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:

@@ -1,11 +1,9 @@
-"""Metrics of the experience and the phases of a PPO step, and histograms for trackers."""
+"""Metrics of the experience and the phases of a PPO step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,16 +12,7 @@ from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import all_reduce, gather_cat, on_gpu
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read
-from dschat_ppo.monitor.trackers import Histogram
 from dschat_ppo.types import Experience
-
-RATIO = "policy/ratio"
-# Of the policy ratio: narrow around 1, where most ratios are; the last bucket also holds those above it.
-RATIO_EDGES = (
-    0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5,
-    2.0, 10.0,
-)  # fmt: skip
-_BUCKETS = 50
 
 
 def experience_metrics(
@@ -166,32 +155,3 @@ def _allocator_metrics(device: torch.device) -> dict[str, float]:
     mine = [found["reserved_bytes.all.current"] / 2**30, found["num_alloc_retries"]]
     held, retries = all_reduce(torch.tensor(mine, dtype=torch.float64, device=device), "max").tolist()
     return {"memory/reserved_gib": held, "memory/alloc_retries": retries}
-
-
-@cache
-def _on_device(edges: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The edges as a tensor: copying numbers to a GPU waits for it, so that it happens once."""
-    return torch.tensor(edges, dtype=dtype, device=device)
-
-
-def bucket_counts(values: Tensor, mask: Tensor, edges: tuple[float, ...]) -> Tensor:
-    """How many `values`, of any shape, are in each bucket `[edges[i], edges[i + 1])` of n + 1 ascending edges: fp64
-    (n,), on their device. Only the first call waits for it. Values count where `mask` is True; those below the first
-    edge and above the last one are in the outer buckets."""
-    buckets = torch.bucketize(values.detach(), _on_device(edges[1:-1], values.dtype, values.device), right=True)
-    counts = torch.zeros(len(edges) - 1, dtype=torch.float64, device=values.device)
-    return counts.index_add_(0, buckets.flatten(), mask.flatten().double())
-
-
-def experience_histograms(rows: Experience) -> dict[str, Histogram]:
-    """Advantages of the tokens that the policy loss counts, and response lengths in tokens, of all B rows."""
-    return {
-        "policy/advantage": _histogram(rows.advantages[rows.loss_mask]),
-        "rollout/length": _histogram(rows.response_mask.sum(dim=1)),
-    }
-
-
-def _histogram(values: Tensor) -> Histogram:
-    """50 buckets of equal width from the least to the greatest of the values (n,)."""
-    counts, edges = np.histogram(values.double().cpu().numpy(), bins=_BUCKETS)
-    return Histogram(edges.tolist(), counts.tolist())

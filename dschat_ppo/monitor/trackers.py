@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,14 +22,6 @@ RUN_IDS = "trackers.json"
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """Counts of values in buckets: `counts[i]` are in `[edges[i], edges[i + 1])`, of n + 1 ascending finite numbers."""
-
-    edges: Sequence[float]
-    counts: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Answer:
     """A prompt and its answer, as text."""
 
@@ -37,14 +29,6 @@ class Answer:
     answer: str
     score: float
     tokens: int  # of the answer
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step gives to trackers besides its metrics."""
-
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    answers: Sequence[Answer] = ()
 
 
 class Tracker(Protocol):
@@ -55,8 +39,8 @@ class Tracker(Protocol):
     name: str
     failures: tuple[type[Exception], ...]
 
-    def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
-        """Write one step. NaN and infinity are written as the library has them."""
+    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
+        """Write one step and some of its answers. NaN and infinity are written as the library has them."""
 
     def close(self, succeeded: bool) -> None:
         """Write what is buffered, and mark the run as ended: finished, or failed if it did not succeed."""
@@ -177,15 +161,13 @@ class WandbTracker:
             raise UserError(f"--report_to {library}: {problem}") from problem
         self._next = max(start.written + 1, self._run.step if library == "wandb" else 0) if saved else 0
 
-    def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
         """See `Tracker`."""
         if step < self._next:
             return
         data: dict[str, Any] = dict(metrics)
-        for name, histogram in figures.histograms.items():
-            data[name] = self._library.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
-        if figures.answers:
-            rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in figures.answers]
+        if answers:
+            rows = [[answer.prompt, answer.answer, answer.score, answer.tokens] for answer in answers]
             data["samples/answers"] = self._library.Table(columns=["prompt", "answer", "score", "tokens"], data=rows)
         # W&B otherwise keeps a step back until the next one begins, and a killed run loses it
         self._run.log(data, step=step, **({"commit": True} if self.name == "wandb" else {}))
@@ -196,7 +178,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Writes event files with scalars, histograms, texts, and the flags for the HParams tab. A resumed run writes
+    """Writes event files with scalars, texts, and the flags for the HParams tab. A resumed run writes
     another one; TensorBoard drops the points of earlier files from `first_step` on (`purge_step`)."""
 
     name = "tensorboard"
@@ -213,30 +195,12 @@ class TensorBoardTracker:
         self._writer._get_file_writer().add_summary(began)
         self._writer.flush()
 
-    def write(self, step: int, metrics: Mapping[str, float], figures: StepFigures) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
         """See `Tracker`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        for name, histogram in figures.histograms.items():
-            self._add_histogram(name, histogram, step)
-        if figures.answers:
-            self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, figures.answers)), step)
-
-    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        """The sums, which no chart shows, are those of values in the middle of their buckets."""
-        edges, counts = histogram.edges, list(histogram.counts)
-        middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
-        self._writer.add_histogram_raw(
-            name,
-            min=edges[0],
-            max=edges[-1],
-            num=sum(counts),
-            sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
-            sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
-            bucket_limits=list(edges[1:]),
-            bucket_counts=counts,
-            global_step=step,
-        )
+        if answers:
+            self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, answers)), step)
 
     def close(self, succeeded: bool) -> None:
         """See `Tracker`. TensorBoard marks a run as finished, and has no mark for a failed one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from dschat_ppo.common.dist import is_main, on_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, in_one_line
 from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
-from dschat_ppo.monitor.trackers import Start, StepFigures, Tracker, Tracking, open_trackers
+from dschat_ppo.monitor.trackers import Answer, Start, Tracker, Tracking, open_trackers
 
 CONFIG, RESULT, METRICS = "config.yaml", "result.json", "metrics.jsonl"
 MODELS, STARTS = "models.json", "starts.jsonl"
@@ -58,11 +58,11 @@ class MetricsWriter:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0."""
         return self._lines.saved_offset()
 
-    def write(self, step: int, metrics: dict[str, float], figures: StepFigures | None = None) -> None:
-        """Write the metrics of one step; NaN and infinity become null in the file. `figures` go to trackers only."""
+    def write(self, step: int, metrics: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Write the metrics of one step; NaN and infinity become null in the file. `answers` go to trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
         tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
-        self._with_trackers(lambda tracker: tracker.write(step, tracked, figures or StepFigures()))
+        self._with_trackers(lambda tracker: tracker.write(step, tracked, answers))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
         """Let each tracker act. One that cannot write is removed, and the run continues: training is worth more than

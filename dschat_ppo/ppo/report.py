@@ -10,15 +10,12 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import (
-    RATIO,
-    RATIO_EDGES,
     drift_metrics,
-    experience_histograms,
     kl_metrics,
     phase_metrics,
 )
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
-from dschat_ppo.monitor.trackers import Answer, Histogram, StepFigures
+from dschat_ppo.monitor.trackers import Answer
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
@@ -74,7 +71,7 @@ class PPOReport:
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics, step_figures(ppo, shown))
+        self.writer.write(step, metrics, answers_to_show(shown))
         self.bar.advance()
         columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
         show_step(columns, metrics, self.bar, ppo.config.console)
@@ -127,18 +124,6 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
     return found
 
 
-def step_figures(ppo: PPOComponents, samples: Sequence[dict[str, Any]]) -> StepFigures | None:
-    """What trackers receive of the PPO step in flight besides its metrics: histograms, and answers as text (`samples`).
-    None without trackers, without experience, and on ranks other than 0. Ratios are those of the tokens of all ranks
-    that the policy loss counts, in all updates of the step. Collective with trackers."""
-    experience = ppo.state.experience
-    if not ppo.config.run.trackers:
-        return None
-    counts = ppo.state.sums.reduce_counts()
-    if experience is None or not dist.is_main():
-        return None
-    histograms = experience_histograms(experience)
-    if RATIO in counts:
-        histograms[RATIO] = Histogram(RATIO_EDGES, counts[RATIO])
-    answers = [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in samples]
-    return StepFigures(histograms, answers)
+def answers_to_show(samples: Sequence[dict[str, Any]]) -> list[Answer]:
+    """The lines of `samples.jsonl` of a step, for trackers."""
+    return [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in samples]

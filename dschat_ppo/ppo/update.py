@@ -37,7 +37,6 @@ from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES, bucket_counts
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
@@ -76,18 +75,16 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
 class ActorLoss:
-    """Policy loss, entropy bonus and KL. Only the full KL as a loss needs `reference`. With `counts_ratios` the ratios
-    are counted for a histogram."""
+    """Policy loss, entropy bonus and KL. Only the full KL as a loss needs `reference`."""
 
     def __init__(
         self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
-        counts_ratios: bool = False, late_ends: LateEnds | None = None,
+        late_ends: LateEnds | None = None,
     ):  # fmt: skip
         self.actor = actor
         self.reference = reference
         self.flags = flags
         self.temperature = temperature
-        self.counts_ratios = counts_ratios
         self.late_ends = late_ends
         self.full_kl = flags.full_kl_loss
         self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
@@ -132,8 +129,6 @@ class ActorLoss:
         sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
         sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, current.logprobs.detach()), mask)
         sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
-        if self.counts_ratios:
-            sums.add_counts(RATIO, bucket_counts(policy.ratio, mask, RATIO_EDGES))
         if entropy_coef > 0:
             loss = loss - entropy_coef * aggregate(current.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:
@@ -220,15 +215,14 @@ class UpdateSettings:
     flags: AlgorithmFlags
     temperature: float  # of sampling
     ptx_coef: float
-    counts_ratios: bool  # for the histograms of trackers
     aligns_overflow: bool
     late_ends: LateEnds | None = None  # of sampling
 
     @classmethod
     def of(cls, config: PPOConfig, late_ends: LateEnds | None = None) -> UpdateSettings:
         """Those that the flags ask for."""
-        ppo, has_trackers = config.ppo, bool(config.run.trackers)
-        return cls(config.algorithm, ppo.temperature, ppo.unsup_coef, has_trackers, config.aligns_overflow, late_ends)
+        ppo = config.ppo
+        return cls(config.algorithm, ppo.temperature, ppo.unsup_coef, config.aligns_overflow, late_ends)
 
 
 class PPOUpdate:
@@ -248,9 +242,7 @@ class PPOUpdate:
         flags, temperature = settings.flags, settings.temperature
         coef = flags.router_loss_coef
         self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
-        self.actor_loss = ActorLoss(
-            engines.actor, engines.reference, flags, temperature, settings.counts_ratios, settings.late_ends
-        )
+        self.actor_loss = ActorLoss(engines.actor, engines.reference, flags, temperature, settings.late_ends)
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.

@@ -264,19 +264,3 @@ def test_a_rank_that_is_new_has_all_names_and_changes_no_value():
     new.add_max("most", torch.tensor([-9.0]))
     assert new.reduce() == {"mean": 5.0, "most": -9.0}
     assert saved.reduce() == {"mean": -3.0, "most": -7.0}
-
-
-def test_counts_add_up_over_updates_ranks_and_a_checkpoint(monkeypatch):
-    first, second = MetricSums(), MetricSums()
-    first.add_counts("ratio", torch.tensor([1.0, 2.0]).double())
-    first.add_counts("ratio", torch.tensor([3.0, 0.0]).double())
-    second.merge(first.scaled(0.5))
-    second.add_counts("length", torch.tensor([7.0]).double())
-    saved = [part.state_dict() for part in (first, second, second.emptied())]
-    assert MetricSums.restored(saved[:2], CPU).reduce_counts() == {"length": [7], "ratio": [6, 3]}
-    assert MetricSums.restored(saved[2:], CPU).reduce_counts() == {"length": [0], "ratio": [0, 0]}
-    older = {name: part for name, part in saved[0].items() if name != "counts"}
-    assert MetricSums.restored([older], CPU).reduce_counts() == {}
-    assert first.reduce() == {}, "they are no metrics"
-    monkeypatch.setattr("dschat_ppo.monitor.metric_sums.gather_cat", lambda part: torch.cat([part, 10 * part]))
-    assert second.reduce_counts() == {"length": [77], "ratio": [22, 11]}

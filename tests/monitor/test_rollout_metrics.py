@@ -1,19 +1,15 @@
-"""The metrics of an experience, against a loop over its tokens, and its histograms, by hand and by numpy."""
+"""The metrics of an experience, against a loop over its tokens."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from tiny_experience import experience as tiny
 
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.monitor import rollout_metrics
 from dschat_ppo.monitor.rollout_metrics import (
-    RATIO_EDGES,
-    bucket_counts,
     drift_metrics,
-    experience_histograms,
     experience_metrics,
     phase_metrics,
 )
@@ -233,33 +229,3 @@ def test_several_ranks_have_an_imbalance_of_time_and_tokens(monkeypatch):
     assert {name: value for name, value in found.items() if name.endswith("imbalance")} == {
         "time/rollout_imbalance": 1.5, "time/rollout_tokens_imbalance": 1.5, "time/train_imbalance": 1.0,
     }  # fmt: skip
-
-
-def test_values_are_counted_in_their_buckets_where_the_mask_is_true():
-    values = torch.tensor([[-5.0, 0.0, 0.5], [1.0, 9.0, 0.25]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    counts = bucket_counts(values, mask, (0.0, 0.5, 1.0, 2.0))
-    assert counts.tolist() == [2, 1, 2], "the outer buckets hold what is beyond them"
-    assert counts.dtype == torch.float64
-
-
-def test_ratios_are_counted_as_numpy_does():
-    assert list(RATIO_EDGES) == sorted(RATIO_EDGES)
-    ratios = torch.rand(200, generator=torch.Generator().manual_seed(0)).double() * 2
-    counts = bucket_counts(ratios, torch.ones(200, dtype=torch.bool), RATIO_EDGES)
-    assert counts.tolist() == np.histogram(ratios.numpy(), RATIO_EDGES)[0].tolist()
-
-
-def test_histograms_of_the_experience_are_over_real_tokens_and_all_rows():
-    mask = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
-    rows = tiny(advantages=torch.tensor([[-1.0, 1.0, 99.0], [99.0] * 3, [1.0, 99.0, 99.0]]), loss_mask=mask)
-    found = experience_histograms(rows)
-    advantage, length = found["policy/advantage"], found["rollout/length"]
-    assert (advantage.edges[0], advantage.edges[-1], len(advantage.edges)) == (-1.0, 1.0, 51)
-    assert (advantage.counts[0], advantage.counts[-1], sum(advantage.counts)) == (1, 2, 3)
-    assert (length.edges[0], length.edges[-1], sum(length.counts)) == (0, 3, 3), "lengths of 3, 0 and 1 tokens"
-
-
-def test_an_experience_without_tokens_in_the_loss_has_an_empty_histogram():
-    nothing = torch.zeros(3, 3, dtype=torch.bool)
-    assert sum(experience_histograms(tiny(loss_mask=nothing))["policy/advantage"].counts) == 0

@@ -4,7 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from dschat_ppo.monitor.trackers import Answer, Histogram, Start, StepFigures, TensorBoardTracker, Tracking
+from dschat_ppo.monitor.trackers import Answer, Start, TensorBoardTracker, Tracking
 
 
 def tracking_in(folder) -> Tracking:
@@ -21,20 +21,13 @@ def plugin_content(board, tag) -> plugin_data_pb2.HParamsPluginData:
     return plugin_data_pb2.HParamsPluginData.FromString(content)
 
 
-def test_scalars_histograms_texts_and_flags_are_read_back(tmp_path):
+def test_scalars_texts_and_flags_are_read_back(tmp_path):
     tracker = TensorBoardTracker(tracking_in(tmp_path), Start())
-    figures = StepFigures(
-        {"policy/ratio": Histogram((0.0, 1.0, 3.0), (2, 6))}, [Answer("1 + 1\n= |?", "*2*\n", 0.25, 3)]
-    )
-    tracker.write(7, {"reward/score_mean": 1.5, "kl/ref_k1": -0.25}, figures)
+    answers = [Answer("1 + 1\n= |?", "*2*\n", 0.25, 3)]
+    tracker.write(7, {"reward/score_mean": 1.5, "kl/ref_k1": -0.25}, answers)
     tracker.close(succeeded=True)
     board = read(tmp_path)
     assert [(event.step, event.value) for event in board.Scalars("reward/score_mean")] == [(7, 1.5)]
-    [event] = board.Histograms("policy/ratio")
-    histogram = event.histogram_value
-    assert (event.step, histogram.min, histogram.max, histogram.num) == (7, 0.0, 3.0, 8)
-    assert (histogram.bucket_limit, histogram.bucket) == ([1.0, 3.0], [2.0, 6.0])
-    assert (histogram.sum, histogram.sum_squares) == (2 * 0.5 + 6 * 2.0, 2 * 0.25 + 6 * 4.0)
     [event] = board.Tensors("samples/answers/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert event.step == 7
@@ -67,7 +60,7 @@ def test_the_hparams_tab_finds_all_flags_and_the_final_metrics(tmp_path):
 
     tracker = TensorBoardTracker(tracking_in(tmp_path), Start())
     for step in (1, 2):
-        tracker.write(step, {"train/loss": 3.0 / step}, StepFigures())
+        tracker.write(step, {"train/loss": 3.0 / step}, ())
     tracker.close(succeeded=True)
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     multiplexer.Reload()
@@ -91,6 +84,6 @@ def test_points_of_steps_that_run_again_are_dropped(tmp_path):
     for start, steps in ((Start(), (1, 2, 3)), (Start(2, 3), (2, 3, 4))):
         tracker = TensorBoardTracker(tracking_in(tmp_path), start)
         for step in steps:
-            tracker.write(step, {"a": float(steps[0])}, StepFigures())
+            tracker.write(step, {"a": float(steps[0])}, ())
         tracker.close(succeeded=True)
     assert [(event.step, event.value) for event in read(tmp_path).Scalars("a")] == [(1, 1), (2, 2), (3, 2), (4, 2)]

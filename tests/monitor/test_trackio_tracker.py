@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-from tracked_runs import FIGURES, tracking_in
+from tracked_runs import ANSWERS, tracking_in
 
-from dschat_ppo.monitor.trackers import Start, StepFigures, WandbTracker, saved_run_id
+from dschat_ppo.monitor.trackers import Start, WandbTracker, saved_run_id
 
 pytest.importorskip("trackio")
 
@@ -34,12 +34,11 @@ def test_a_step_is_in_the_run(tmp_path):
 
     tracking = tracking_in(tmp_path, "trackio")
     tracker = WandbTracker("trackio", tracking, Start())
-    tracker.write(1, {"reward/score_mean": 1.5}, FIGURES)
-    tracker.write(2, {"reward/score_mean": 2.5}, StepFigures())
+    tracker.write(1, {"reward/score_mean": 1.5}, ANSWERS)
+    tracker.write(2, {"reward/score_mean": 2.5}, ())
     tracker.close(succeeded=True)
     first, second = logs_of("addition", tracking)
     assert (first["step"], first["reward/score_mean"], second["step"]) == (1, 1.5, 2)
-    assert first["policy/ratio"] == {"_type": "trackio.histogram", "bins": [0.0, 1.0, 3.0], "values": [2.0, 6.0]}
     assert first["samples/answers"]["_value"] == [{"prompt": "1 + 1 =", "answer": "2", "score": 0.25, "tokens": 3}]
     name = saved_run_id(tracking.folder, "trackio")
     assert name.startswith("ppo-") and len(name) == len("ppo-") + 6
@@ -52,7 +51,7 @@ def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
     for run, start, steps in ((tracking, Start(), (1, 2, 3)), (other, Start(), (1,)), (tracking, Start(2, 3), (2, 4))):
         tracker = WandbTracker("trackio", run, start)
         for step in steps:
-            tracker.write(step, {"a": float(steps[0])}, StepFigures())
+            tracker.write(step, {"a": float(steps[0])}, ())
         tracker.close(succeeded=True)
     assert [(line["step"], line["a"]) for line in logs_of("addition", tracking)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert len(logs_of("addition", other)) == 1, "a run of the same name in another folder"
@@ -63,7 +62,7 @@ def test_flags_come_before_variables(tmp_path, monkeypatch):
     for project, changes in (("theirs", {}), ("mine", {"project": "mine", "run_name": "first"})):
         tracking = tracking_in(tmp_path, "trackio", **changes)
         tracker = WandbTracker("trackio", tracking, Start())
-        tracker.write(1, {"a": 1.0}, StepFigures())
+        tracker.write(1, {"a": 1.0}, ())
         tracker.close(succeeded=True)
         assert len(logs_of(project, tracking)) == 1
         assert saved_run_id(tracking.folder, "trackio").startswith(changes.get("run_name", "ppo"))

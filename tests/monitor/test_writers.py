@@ -14,7 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
-from dschat_ppo.monitor.trackers import Histogram, Start, StepFigures, Tracking
+from dschat_ppo.monitor.trackers import Answer, Start, Tracking
 from dschat_ppo.monitor.writers import MetricsWriter, tracked_name, write_result
 
 
@@ -110,15 +110,15 @@ def opened(monkeypatch):
 
 
 def test_every_tracker_receives_each_step_under_the_name_of_its_section(tmp_path, opened):
-    figures = StepFigures({"a": Histogram([0, 1], [2])})
+    answers = [Answer("p", "a", 1.0, 1)]
     with MetricsWriter(tmp_path, TRACKING) as writer:
         writer.write(4, {"loss": 1.0, "eval_loss": math.nan})
-        writer.write(5, {"reward/score_mean": 2.0}, figures)
+        writer.write(5, {"reward/score_mean": 2.0}, answers)
     assert len(opened) == 2
     for tracker in opened:
         (_, first, none), second = tracker.written
-        assert first["train/loss"] == 1.0 and math.isnan(first["eval/loss"]) and none == StepFigures()
-        assert second == (5, {"reward/score_mean": 2.0}, figures)
+        assert first["train/loss"] == 1.0 and math.isnan(first["eval/loss"]) and none == ()
+        assert second == (5, {"reward/score_mean": 2.0}, answers)
         assert tracker.tracking is TRACKING and tracker.start == Start(None, -1)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] == 1.0, "flat in the file"
 

@@ -14,7 +14,6 @@ from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.rollout_metrics import RATIO, RATIO_EDGES
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, RecordedTokens, critic_loss, ptx_loss
@@ -101,17 +100,6 @@ def test_metrics_count_the_tokens_of_their_mask(loss_of):
         "policy/log_ratio_abs_mean": 1.8 / 5, "policy/log_ratio_abs_max": 0.9, "policy/kl_k3": float(k3),
         "policy/counted_log_ratio_abs_max": 0.5,
     }, rel=1e-5)  # fmt: skip
-
-
-def test_ratios_of_the_counted_tokens_are_in_a_histogram_where_asked(loss_of):
-    """They are 1, exp(0.5) = 1.65 and exp(-0.1) = 0.905."""
-    _, without, _ = loss_of()
-    assert without.reduce_counts() == {}
-    sums = MetricSums()
-    loss = ActorLoss("actor", "reference", AlgorithmFlags(), 0.7, counts_ratios=True, late_ends=ENDS)
-    loss(rows_of(), MINIBATCH, 0.0, sums)
-    counts = sums.reduce_counts()[RATIO]
-    assert {RATIO_EDGES[bucket]: count for bucket, count in enumerate(counts) if count} == {0.9: 1, 0.999: 1, 1.5: 1}
 
 
 def test_the_metric_of_the_loss_is_the_sum_over_all_micro_batches(loss_of):

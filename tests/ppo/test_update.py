@@ -102,11 +102,6 @@ def one_step(monkeypatch, words="", train_actor=True, actor=GOOD, critic=GOOD, t
     return engines, outcome, measured, policy
 
 
-@pytest.mark.parametrize(("words", "counts"), [("", False), (" --report_to tensorboard", True)])
-def test_ratios_are_counted_where_there_is_a_tracker(monkeypatch, words, counts):
-    assert one_step(monkeypatch, words)[0].settings[4] is counts
-
-
 def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     """PTX blocks follow the experience in the actor's step; a replay needs the constants."""
     contexts = []

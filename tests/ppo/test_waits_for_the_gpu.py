@@ -15,7 +15,6 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.rollout_metrics import RATIO_EDGES, bucket_counts
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import ForwardPasses, PassSettings, texts_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
@@ -66,13 +65,10 @@ FLAGS = [
 def test_a_micro_batch_of_the_actor_waits_only_before_its_layers(flags):
     flags, sums, real = AlgorithmFlags(**flags), MetricSums(), MetricSums()
     with torch.no_grad():
-        expected = ActorLoss(policy(), None, flags, 0.7, counts_ratios=True)(
-            rows(), MINIBATCH, flags.entropy_coef, real
-        )
+        expected = ActorLoss(policy(), None, flags, 0.7)(rows(), MINIBATCH, flags.entropy_coef, real)
     with pretended_gpu() as seen:
         batch = record_of(Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()})
-        loss = ActorLoss(moved(policy()), None, flags, 0.7, counts_ratios=True)
-        bucket_counts(batch.advantages, batch.loss_mask, RATIO_EDGES)  # the first call of a run copies the edges
+        loss = ActorLoss(moved(policy()), None, flags, 0.7)
         seen.waits.clear()
         found = loss(batch, MINIBATCH, flags.entropy_coef, sums)
         assert operations(seen.waits) == OF_LOGPROBS, seen.waits

@@ -38,21 +38,6 @@ def test_scalars_are_the_metrics(out, board):
         assert points == pytest.approx({line["step"]: line[name] for line in lines})
 
 
-def test_histograms_count_all_rows_and_tokens_of_both_ranks(out, board):
-    assert set(board.Tags()["histograms"]) == {"policy/advantage", "policy/ratio", "rollout/length"}
-    for line, advantage, ratio, length in zip(
-        metrics_of(out), *map(board.Histograms, ("policy/advantage", "policy/ratio", "rollout/length")), strict=True
-    ):
-        assert advantage.step == ratio.step == length.step == line["step"]
-        tokens = 8 * line["rollout/length_mean"]
-        assert length.histogram_value.num == line["rollout/count"] == 8
-        assert length.histogram_value.min <= line["rollout/length_max"] <= length.histogram_value.max
-        assert advantage.histogram_value.num == pytest.approx(tokens)
-        assert ratio.histogram_value.num == pytest.approx(2 * tokens), "those of both PPO epochs"
-        buckets = dict(zip(ratio.histogram_value.bucket_limit, ratio.histogram_value.bucket, strict=True))
-        assert 0 < buckets[1.001] < 2 * tokens, "1 in the first update, and not in the later ones"
-
-
 def test_answers_are_texts_with_scores(board):
     events = board.Tensors("samples/answers/text_summary")
     assert [event.step for event in events] == [1, 2]
