@@ -114,8 +114,12 @@ def _expected(action: argparse.Action) -> str:
     kind = kinds.get(action.type, "text")
     if not action.help or action.help == argparse.SUPPRESS:
         return kind
-    unit = re.split(r"; |: | \(", action.help)[0]
-    return f"{kind}: {unit}"
+    return f"{kind}: {first_words(action.help)}"
+
+
+def first_words(text: str) -> str:
+    """The first part of a help text: what a flag is, with its unit or range."""
+    return re.split(r"; |: | \(", text)[0]
 
 
 def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from dschat_ppo.config.flag_parser import FlagParser
+from dschat_ppo.config.flag_parser import FlagParser, first_words
 from dschat_ppo.errors import UserError
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
@@ -29,7 +29,7 @@ TITLES = {  # step -> what it does, and the path of its program
     "ppo": ("Step 3: train a policy with rewards, by PPO, GRPO and related methods", "training/step3_ppo/main.py"),
 }
 
-# What `--help` shows first: the flags that most runs set, by heading, and for each a text of one line with its unit.
+# What `--help` shows first: the flags that most runs set, by heading.
 _NEEDED = "model_name_or_path data_path output_dir"
 _OF_ROWS = "data_split eval_data_path max_seq_len"
 _STEPS_1_AND_2 = {
@@ -52,41 +52,6 @@ USUAL = {
     },
 }
 USUAL["dpo"] = USUAL["reward"]
-_IN_SHORT = {
-    "model_name_or_path": "model: a folder or a hub name",
-    "actor_model_name_or_path": "SFT model: actor and reference",
-    "critic_model_name_or_path": "reward model; also initialises the critic",
-    "data_path": "files, folders or hub names",
-    "output_dir": "models, metrics and report",
-    "objective": "see --help objective",
-    "beta": "strength of the KL constraint (dpo, ...)",
-    "data_split": "shares of the rows for steps 1, 2, 3",
-    "eval_data_path": "rows for evaluation",
-    "max_seq_len": "tokens, prompt and answer together",
-    "truncation": "for longer rows: left, drop, ...",
-    "packing": "several samples per row",
-    "num_train_epochs": "passes over the rows",
-    "max_steps": "optimizer steps; 0 = use epochs",
-    "reward_function": "rules or file.py:function",
-    "advantage_estimator": "gae, grpo, rloo, ...",
-    "kl_coef": "weight of the KL in the reward",
-    "max_prompt_seq_len": "tokens of a prompt",
-    "max_answer_seq_len": "new tokens of an answer",
-    "per_device_generation_batch_size": "prompts per device and batch",
-    "n_samples_per_prompt": "answers to each prompt",
-    "per_device_train_batch_size": "rows per micro-batch and device",
-    "per_device_training_batch_size": "rows per micro-batch and device",
-    "gradient_accumulation_steps": "micro-batches per optimizer step",
-    "ppo_epochs": "passes over a rollout",
-    "num_warmup_steps": "warm-up, in optimizer steps",
-    "dtype": "bf16, fp16 or fp32",
-    "gradient_checkpointing": "less memory, about a third slower",
-    "lora_dim": "rank of LoRA; 0 = train all weights",
-    "logging_steps": "steps per printed line",
-    "save_steps": "steps between checkpoints; 0 = off",
-    **dict.fromkeys(("learning_rate", "actor_learning_rate", "critic_learning_rate"), "peak learning rate"),
-    **dict.fromkeys(("zero_stage", "actor_zero_stage"), "0 to 3; 3 shards the weights"),
-}
 
 
 def asked_for_help(argv: Sequence[str]) -> str | None:
@@ -132,7 +97,7 @@ def help_text(step: str, parser: FlagParser, topic: str) -> str:
     word = topic.lstrip("-").replace("-", "_").lower()
     flags = [flag for _, group in parser.groups for flag in group]
     if not word:
-        return _usual(step, flags)
+        return _usual(step, flags, width)
     if word == "all":
         head = f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same."
         return f"{head}\n\n{_by_group(parser, flags, width)}"
@@ -145,7 +110,7 @@ def help_text(step: str, parser: FlagParser, topic: str) -> str:
     return _by_group(parser, found, width)
 
 
-def _usual(step: str, flags: Sequence[argparse.Action]) -> str:
+def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
     """The usual flags of the step, one line each."""
     known, (title, program) = {flag.dest: flag for flag in flags}, TITLES[step]
     usual = {heading: names.split() for heading, names in USUAL[step].items()}
@@ -159,7 +124,9 @@ def _usual(step: str, flags: Sequence[argparse.Action]) -> str:
         lines.append(f"{heading}:")
         for name in names:
             end = f" [{default}]" if (default := _default(known[name])) else ""
-            lines.append(f"  {f'--{name}'.ljust(column)}  {_IN_SHORT[name]}{end}")
+            room = width - column - len(end) - 4
+            text = textwrap.shorten(first_words(str(known[name].help)), room, placeholder=" ...")
+            lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
         lines.append("")
     lines += [
         f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",

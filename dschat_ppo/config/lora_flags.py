@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, require_ranges, share
 
@@ -94,21 +93,13 @@ def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[st
     return rates
 
 
-@dataclass(frozen=True)
-class AdaptedModel:
-    """What decides about the LoRA of one model."""
-
-    prefix: str  # of its LoRA flags: "", "actor_" or "critic_"
-    weight_decay: float
-    zero_stage: int
-
-
 def require_usable_lora(
-    models: Sequence[AdaptedModel], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags, run: RunFlags
+    stages: Mapping[str, int], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags, run: RunFlags
 ) -> None:
-    """Require the LoRA flags of a step to have an effect, and to fit each other and the ZeRO stages."""
-    adapted = [model for model in models if _rank(lora, model) > 0]
-    ranks = " or ".join(f"--{model.prefix}lora_dim" for model in models)
+    """Require the LoRA flags of a step to have an effect, and to fit each other. `stages`: of the models that train, by
+    the prefix of their flags: "", "actor_" or "critic_"."""
+    adapted = [prefix for prefix in stages if vars(lora)[f"{prefix}lora_dim"] > 0]
+    ranks = " or ".join(f"--{prefix}lora_dim" for prefix in stages)
     for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
         require(
             bool(adapted) or not getattr(adapters, name),
@@ -116,15 +107,10 @@ def require_usable_lora(
             "is a usual learning rate",
         )
     bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
-    for model in adapted:
-        decay = vars(lora)[f"{model.prefix}lora_learning_rate"] * model.weight_decay
-        refuse({
-            f"--{model.prefix}lora_learning_rate x --{model.prefix}weight_decay must be below 1, got {decay:g}":
-                decay >= 1,
-            f"{bits} needs --{model.prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
-                bits is not None and model.zero_stage == 3,
-        })  # fmt: skip
     refuse({
+        f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
+            bits is not None and stages[prefix] == 3 for prefix in adapted
+    } | {
         "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: omit "
         "one of the two": bool(adapted) and adapters.only_optimize_lora and run.resize_vocabulary,
         f"{bits} freezes the weights that it quantises: add --only_optimize_lora":
@@ -134,48 +120,15 @@ def require_usable_lora(
     })  # fmt: skip
 
 
-def require_shareable_base(
-    lora: PPOLoraFlags, adapters: AdapterFlags, ppo: PPOFlags, has_critic: bool, has_reward_model: bool
-) -> None:
-    """Check that the flags allow one base for all models, if `--share_base` asks for it."""
-    if not lora.share_base:
-        return
-    actor, critic = ppo.actor_zero_stage, ppo.critic_zero_stage
-    refuse({
-        "--share_base needs --only_optimize_lora: several models cannot share weights that train":
-            not adapters.only_optimize_lora,
-        "--share_base needs --actor_lora_dim above 0": lora.actor_lora_dim == 0,
-        "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it":
-            not has_critic and not has_reward_model,
-        "--share_base needs --critic_lora_dim above 0": has_critic and lora.critic_lora_dim == 0,
-        f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {actor} and "
-        f"--critic_zero_stage {critic} both to 3 or both below": has_critic and (actor == 3) != (critic == 3),
-        "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the same "
-        "value": has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0),
-    })  # fmt: skip
-
-
 def idle_lora_flags(
-    models: Sequence[AdaptedModel], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags
+    stages: Mapping[str, int], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags
 ) -> dict[str, str]:
-    """Given LoRA flags that have no effect with the other flags -> the reason."""
-    idle: dict[str, str] = {}
-    for model in models:
-        if _rank(lora, model) == 0:
-            names = [f"{model.prefix}lora_module_name", f"{model.prefix}lora_learning_rate"]
-            idle |= dict.fromkeys(given_among(lora, names), f"--{model.prefix}lora_dim is 0, so there is no LoRA")
-    if not any(_rank(lora, model) for model in models):
-        names = ["lora_alpha", "lora_dropout", "lora_merge"]
-        idle |= dict.fromkeys(given_among(adapters, names), "no model has LoRA (rank 0)")
-    elif adapters.lora_merge and not adapters.only_optimize_lora:
+    """LoRA flags that have no effect with the others -> the reason. Arguments as `require_usable_lora`."""
+    off = [prefix for prefix in stages if vars(lora)[f"{prefix}lora_dim"] == 0]
+    names = ("lora_module_name", "lora_learning_rate")
+    idle = {f"{prefix}{name}": f"--{prefix}lora_dim is 0, so there is no LoRA" for prefix in off for name in names}
+    if len(off) == len(stages):
+        idle |= dict.fromkeys(("lora_alpha", "lora_dropout", "lora_merge"), "no model has LoRA (rank 0)")
+    elif not adapters.only_optimize_lora:
         idle["lora_merge"] = "other weights train too (no --only_optimize_lora), so the adapter is merged in any case"
     return idle
-
-
-def _rank(lora: LoraFlags | PPOLoraFlags, model: AdaptedModel) -> int:
-    return int(vars(lora)[f"{model.prefix}lora_dim"])
-
-
-def given_among(flags: Any, names: Sequence[str]) -> list[str]:
-    """Those flags that differ from their defaults."""
-    return [field.name for field in fields(flags) if field.name in names and vars(flags)[field.name] != field.default]

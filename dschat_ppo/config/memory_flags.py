@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
 
 
@@ -57,18 +56,6 @@ def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
     )
 
 
-def check_divided_losses(flags: MemoryFlags, algorithm: AlgorithmFlags) -> None:
-    """Check that no loss of step 3 needs the whole distributions of divided rows."""
-    size = flags.sequence_parallel_size
-    estimators = {"kl_estimator": algorithm.kl_estimator, "kl_loss_estimator": algorithm.kl_loss_estimator}
-    full = [flag for flag, estimator in estimators.items() if estimator == "full"]
-    require(
-        size == 1 or not full,
-        f"--sequence_parallel_size {size}: --{' and --'.join(full)} full would gather the distributions of all tokens "
-        "on every rank; use k3",
-    )
-
-
 @dataclass(frozen=True)
 class PPOMemoryFlags:
     """Memory of step 3."""
@@ -103,16 +90,4 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
             flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
         "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention":
             flags.attn_implementation == "flash_attention_2" and dtype == "fp32",
-    })  # fmt: skip
-
-
-def check_ppo_memory(flags: PPOMemoryFlags, actor_stage: int, unpinned: bool, dtype: str, lora_dim: int) -> None:
-    """Check the memory flags of step 3 against flags of the actor."""
-    size = flags.inference_tp_size
-    quantises = actor_stage == 3 and lora_dim > 0 and dtype == "fp16"
-    refuse({
-        f"--inference_tp_size {size} divides the layers, and --unpin_actor_parameters gathers each layer whole; use "
-        "one of the two": size > 1 and unpinned,
-        "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
-        "DeepSpeed quantises only frozen fp16 weights of ZeRO-3": flags.enable_mixed_precision_lora and not quantises,
     })  # fmt: skip

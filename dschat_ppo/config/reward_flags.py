@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
 
 
@@ -90,19 +88,3 @@ def split_weight(text: str) -> tuple[str, float]:
         return (before, float(number)) if colon else (text, 1.0)
     except ValueError:
         return text, 1.0
-
-
-def require_learned_reward(
-    rewards: RewardSourceFlags, folder: str | None, algorithm: AlgorithmFlags, ppo: PPOFlags
-) -> None:
-    """Require a folder for the learned reward if it is used, and else no flag of it."""
-    learned, by_model = rewards.use_reward_model, algorithm.normalize_rewards == "model"
-    refuse({
-        "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
-        "--use_reward_model False and give --reward_function or --remote_reward_url)": learned and folder is None,
-        "--normalize_rewards model needs a learned reward, but --use_reward_model is False": by_model and not learned,
-        "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
-        "--normalize_rewards running": by_model and rewards.process_reward is not None,
-        "--offload_reward_model: there is no reward model, because --use_reward_model is False":
-            ppo.offload_reward_model and not learned,
-    })  # fmt: skip

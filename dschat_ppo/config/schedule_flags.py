@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.batch_plan import times
-from dschat_ppo.config.lora_flags import PPOLoraFlags
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import SCHEDULERS, flag, fraction, not_negative, refuse, require, require_ranges, share
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
 WITHOUT_WARMUP = "constant"
-POLYNOMIAL_END = 1e-7  # transformers' polynomial schedule ends at this rate, and refuses a peak that is not above it
+POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
 
 
 @dataclass(frozen=True)
@@ -76,23 +74,6 @@ class PPOScheduleFlags:
             "--ref_sync_mixup has no effect without --ref_sync_interval",
         )
 
-    def require_roles(self, algorithm: AlgorithmFlags, lora: PPOLoraFlags) -> None:
-        """Refuse flags of a critic or a reference that the run does not have."""
-        of_critic = ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm")
-        none = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
-        named, syncs = self.ref_model_name_or_path is not None, self.ref_sync_interval > 0
-        refuse({
-            f"--{name}: this --advantage_estimator has no critic; omit the flag":
-                not algorithm.has_critic and vars(self)[name] is not None for name in of_critic
-        } | {
-            f"--ref_model_name_or_path: {none}": named and not algorithm.has_reference,
-            f"--ref_sync_interval: {none}": syncs and not algorithm.has_reference,
-            "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
-            "adapter; omit one of the two": syncs and lora.actor_lora_dim > 0,
-            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
-                named and lora.share_base,
-        })  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ModelSchedule:
@@ -133,15 +114,10 @@ def require_schedule(flags: ScheduleFlags, models: list[ModelSchedule], group: S
             ratio > 0 and not any(model.kind != WITHOUT_WARMUP and model.warmup is None for model in models),
         f"--min_lr_ratio {flags.min_lr_ratio}: {kinds} does not decay; use one of {', '.join(DECAYING)}, or omit it":
             flags.min_lr_ratio > 0 and not any(model.kind in DECAYING for model in models),
+    } | {
+        f"--critic_num_warmup_steps {model.warmup}: {model.kind_flag} {model.kind} has no warm-up; use "
+        "constant_with_warmup": bool(model.warmup) and model.kind == WITHOUT_WARMUP for model in models
     })  # fmt: skip
-    for model in models:
-        refuse({
-            f"--critic_num_warmup_steps {model.warmup}: {model.kind_flag} {model.kind} has no warm-up; use "
-            "constant_with_warmup": bool(model.warmup) and model.kind == WITHOUT_WARMUP,
-            f"--{model.peak_flag} {model.peak:g}: {model.kind_flag} polynomial decays to {POLYNOMIAL_END:g}, so the "
-            "peak must be above it; set --min_lr_ratio, which replaces that end":
-                model.kind == "polynomial" and model.peak <= POLYNOMIAL_END and flags.min_lr_ratio == 0,
-        })  # fmt: skip
 
 
 def idle_flags(flags: ScheduleFlags, models: list[ModelSchedule], group: SupervisedFlags | PPOFlags) -> dict[str, str]:

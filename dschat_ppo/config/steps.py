@@ -9,24 +9,19 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import (
-    AdaptedModel,
     AdapterFlags,
     LoraFlags,
     PPOLoraFlags,
-    given_among,
     idle_lora_flags,
-    require_shareable_base,
     require_usable_lora,
 )
 from dschat_ppo.config.memory_flags import (
     MemoryFlags,
     PPOMemoryFlags,
-    check_divided_losses,
     check_memory,
-    check_ppo_memory,
 )
 from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
-from dschat_ppo.config.reward_flags import RewardSourceFlags, require_learned_reward
+from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import (
     PPOScheduleFlags,
@@ -96,10 +91,6 @@ class PreferenceConfig:
         return self.reward.idle | _idle_of_fit(self, has_head=self.reward.trains_classifier)
 
 
-def _adapted(fit: SupervisedFlags) -> list[AdaptedModel]:
-    return [AdaptedModel("", fit.weight_decay, fit.zero_stage)]
-
-
 def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
     fit = config.fit
     check_memory(config.memory, {"--zero_stage": fit.zero_stage}, config.run.dtype)
@@ -107,12 +98,12 @@ def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
         "--packing needs the length of every training row before the first step, which --streaming does not know; use "
         "one of the two": fit.packing and config.data.streaming,
     })  # fmt: skip
-    require_usable_lora(_adapted(fit), config.lora, config.adapters, config.run)
+    require_usable_lora({"": fit.zero_stage}, config.lora, config.adapters, config.run)
     require_schedule(config.schedule, fit_schedules(fit), fit)
 
 
 def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dict[str, str]:
-    found = idle_lora_flags(_adapted(config.fit), config.lora, config.adapters)
+    found = idle_lora_flags({"": config.fit.zero_stage}, config.lora, config.adapters)
     alone = config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head
     if alone and config.fit.learning_rate != config.lora.lora_learning_rate:
         found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
@@ -140,8 +131,11 @@ class PPOConfig:
     health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 
     def __post_init__(self) -> None:
-        ppo, algorithm = self.ppo, self.algorithm
+        ppo, algorithm, memory, schedule = self.ppo, self.algorithm, self.ppo_memory, self.ppo_schedule
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
+        no_reference = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
+        of_critic = ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm")
+        learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
         refuse({
             f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
                 algorithm.compares_answers and ppo.n_samples_per_prompt == 1,
@@ -151,34 +145,73 @@ class PPOConfig:
                 ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs,
             f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}":
                 algorithm.overlong_buffer > ppo.max_answer_seq_len,
-            "--offload_reference_model: there is no reference, because --kl_coef and --kl_loss_coef are 0":
-                ppo.offload_reference_model and not algorithm.has_reference,
+            # the reference
+            f"--offload_reference_model: {no_reference}": ppo.offload_reference_model and not algorithm.has_reference,
+            f"--ref_model_name_or_path: {no_reference}":
+                schedule.ref_model_name_or_path is not None and not algorithm.has_reference,
+            f"--ref_sync_interval: {no_reference}": schedule.ref_sync_interval > 0 and not algorithm.has_reference,
+            "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
+            "adapter; omit one of the two": schedule.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0,
+            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
+                schedule.ref_model_name_or_path is not None and self.lora.share_base,
+            # the learned reward
+            "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
+            "--use_reward_model False and give --reward_function or --remote_reward_url)":
+                learned and self.reward_folder is None,
+            "--normalize_rewards model needs a learned reward, but --use_reward_model is False":
+                by_model and not learned,
+            "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
+            "--normalize_rewards running": by_model and self.rewards.process_reward is not None,
+            "--offload_reward_model: there is no reward model, because --use_reward_model is False":
+                ppo.offload_reward_model and not learned,
+            # memory
+            f"--inference_tp_size {memory.inference_tp_size} divides the layers, and --unpin_actor_parameters gathers "
+            "each layer whole; use one of the two": memory.inference_tp_size > 1 and ppo.unpin_actor_parameters,
+            "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
+            "DeepSpeed quantises only frozen fp16 weights of ZeRO-3": memory.enable_mixed_precision_lora and not (
+                ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"),
+            f"--offload needs {' and '.join(self._stages)} 1, 2 or 3: stage 0 keeps everything on the device":
+                ppo.offload and min(self._stages.values()) == 0,
+        } | {
+            f"--{name}: this --advantage_estimator has no critic; omit the flag":
+                not algorithm.has_critic and vars(schedule)[name] is not None for name in of_critic
+        } | {
+            f"--sequence_parallel_size {self.memory.sequence_parallel_size}: --{name} full would gather the "
+            "distributions of all tokens on every rank; use k3":
+                self.memory.sequence_parallel_size > 1 and vars(algorithm)[name] == "full"
+                for name in ("kl_estimator", "kl_loss_estimator")
         })  # fmt: skip
-        require_learned_reward(self.rewards, self.reward_folder, algorithm, ppo)
-        check_divided_losses(self.memory, algorithm)
-        stages = {"--actor_zero_stage": ppo.actor_zero_stage}
-        if algorithm.has_critic:
-            stages["--critic_zero_stage"] = ppo.critic_zero_stage
-        check_memory(self.memory, stages, self.run.dtype)
-        check_ppo_memory(
-            self.ppo_memory, ppo.actor_zero_stage, ppo.unpin_actor_parameters, self.run.dtype,
-            self.lora.actor_lora_dim,
-        )  # fmt: skip
-        refuse({
-            f"--offload needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps everything on the device":
-                ppo.offload and min(stages.values()) == 0,
-        })  # fmt: skip
+        check_memory(self.memory, self._stages, self.run.dtype)
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
-        require_shareable_base(self.lora, self.adapters, ppo, algorithm.has_critic, self.rewards.use_reward_model)
-        self.ppo_schedule.require_roles(algorithm, self.lora)
-        require_schedule(self.schedule, ppo_schedules(ppo, self.ppo_schedule, algorithm.has_critic), ppo)
+        if self.lora.share_base:
+            self._require_shareable_base()
+        require_schedule(self.schedule, ppo_schedules(ppo, schedule, algorithm.has_critic), ppo)
+
+    def _require_shareable_base(self) -> None:
+        ppo, has_critic = self.ppo, self.algorithm.has_critic
+        actor, critic = ppo.actor_zero_stage, ppo.critic_zero_stage
+        refuse({
+            "--share_base needs --only_optimize_lora: several models cannot share weights that train":
+                not self.adapters.only_optimize_lora,
+            "--share_base needs --actor_lora_dim above 0": self.lora.actor_lora_dim == 0,
+            "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it":
+                not has_critic and not self.rewards.use_reward_model,
+            "--share_base needs --critic_lora_dim above 0": has_critic and self.lora.critic_lora_dim == 0,
+            f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {actor} and "
+            f"--critic_zero_stage {critic} both to 3 or both below": has_critic and (actor == 3) != (critic == 3),
+            "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the "
+            "same value": has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0),
+        })  # fmt: skip
 
     @property
-    def _adapted(self) -> list[AdaptedModel]:
-        ppo = self.ppo
-        actor = AdaptedModel("actor_", ppo.actor_weight_decay, ppo.actor_zero_stage)
-        critic = AdaptedModel("critic_", ppo.critic_weight_decay, ppo.critic_zero_stage)
-        return [actor, critic] if self.algorithm.has_critic else [actor]
+    def _adapted(self) -> dict[str, int]:
+        """Prefix of the flags of each model that trains -> its ZeRO stage."""
+        stages: dict[str, int] = {"actor_": self.ppo.actor_zero_stage, "critic_": self.ppo.critic_zero_stage}
+        return stages if self.algorithm.has_critic else {"actor_": self.ppo.actor_zero_stage}
+
+    @property
+    def _stages(self) -> dict[str, int]:
+        return {f"--{prefix}zero_stage": stage for prefix, stage in self._adapted.items()}
 
     @property
     def reference_folder(self) -> str | None:
@@ -238,23 +271,21 @@ class PPOConfig:
 
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
-        ppo, memory = self.ppo, self.ppo_memory
-        schedules = ppo_schedules(ppo, self.ppo_schedule, self.algorithm.has_critic)
+        ppo, algorithm = self.ppo, self.algorithm
+        schedules = ppo_schedules(ppo, self.ppo_schedule, algorithm.has_critic)
         reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, schedules, ppo)
-        if not self.algorithm.has_critic:
-            names = ["critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"]
-            without = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
-            reasons |= dict.fromkeys(given_among(self.lora, names), without)
+        if not algorithm.has_critic:
+            names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
+            reasons |= dict.fromkeys(names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic")
         if self.actor_base_is_frozen and ppo.actor_learning_rate != self.lora.actor_lora_learning_rate:
             reasons["actor_learning_rate"] = "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
-        if ppo.align_overflow and not self.aligns_overflow:
+        if not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        if ppo.offload_reference_model and self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:
+        if self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
-        if ppo.offload_reward_model and self.lora.share_base:
+        if self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
-        given = memory.tp_gather_partition_size != PPOMemoryFlags().tp_gather_partition_size
-        if given and memory.inference_tp_size == 1:
+        if self.ppo_memory.inference_tp_size == 1:
             reasons["tp_gather_partition_size"] = "no layers are divided: --inference_tp_size is 1"
         return reasons
 

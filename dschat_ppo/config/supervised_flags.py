@@ -130,7 +130,7 @@ class PreferenceFlags:
     center_rewards_coef: float = not_negative(0.0,
         "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off")
     beta: float | None = positive(None,
-        "objectives with a reference: strength of the constraint to the initial model; simpo, cpo: scale of the "
+        "strength of the constraint to the initial model (objectives with a reference); simpo, cpo: scale of the "
         "difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not given: 0.1, for simpo 2")
     label_smoothing: float = not_negative(0.0, "cdpo and robust_dpo: assumed share of wrong labels")
     nll_coef: float | None = not_negative(None,

@@ -76,7 +76,7 @@ def test_help_shows_the_defaults_of_the_step(capsys):
     for step, objective in (("reward", "reward"), ("dpo", "dpo")):
         with pytest.raises(SystemExit):
             parse(step, ["--help"])
-        assert f"--help objective [{objective}]\n" in capsys.readouterr().out
+        assert f"reward model on pairs [{objective}]\n" in capsys.readouterr().out
 
 
 def test_only_rank_0_prints_the_help(monkeypatch, capsys):

@@ -15,8 +15,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--warmup_ratio 0.1: no model has a warm-up"),
     ("sft", "--min_lr_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant does not decay"),
     ("ppo", "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup", "constant_with_warmup does not decay"),
-    ("sft", "--lr_scheduler_type polynomial --learning_rate 1e-7", "--learning_rate 1e-07: --lr_scheduler_type"),
-    ("ppo", "--critic_lr_scheduler_type polynomial --critic_learning_rate 1e-8", "--critic_learning_rate 1e-08: "),
     ("ppo", "--critic_lr_scheduler_type constant --critic_num_warmup_steps 3", "--critic_num_warmup_steps 3: "),
     ("ppo", f"{GRPO} --kl_coef 0.1 --critic_lr_scheduler_type linear",
      "--critic_lr_scheduler_type: this --advantage_estimator"),
@@ -119,10 +117,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", f"--process_reward min {FUNCTION}", "--process_reward has no effect with --use_reward_model False"),
     ("ppo", "--process_reward last --normalize_rewards model", "use --normalize_rewards running"),
     # LoRA
-    ("sft", "--lora_dim 4 --lora_learning_rate 0.5 --weight_decay 2",
-     "--lora_learning_rate x --weight_decay must be below 1"),
-    ("ppo", "--critic_lora_dim 4 --critic_lora_learning_rate 0.5 --critic_weight_decay 2",
-     "--critic_lora_learning_rate x --critic_weight_decay"),
     ("sft", "--lora_dim 8 --only_optimize_lora --load_in_4bit --load_in_8bit",
      "--load_in_4bit and --load_in_8bit: use one of the two"),
     # objectives
