@@ -177,31 +177,26 @@ def _opened(path: Path) -> BinaryIO:
 def _table_batches(path: Path, kind: str, after: int) -> Iterator[Batch]:
     """Batches of the rows behind row `after`. Row groups of Parquet before it are not read."""
     is_compressed = path.suffix.lower() in COMPRESSED
-    source: Any = pa.BufferReader(_opened(path).read()) if is_compressed else str(path)
-    before = 0  # rows of the file before the next table
+    source: Any = pa.BufferReader(_opened(path).read()) if is_compressed else pa.memory_map(str(path))
+    end = 0  # of the rows of the file that are passed
     if kind == "parquet":
-        table = pa.parquet.ParquetFile(source, memory_map=True)
+        table = pa.parquet.ParquetFile(source)
         sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
         first = sum(end <= after for end in accumulate(sizes))
-        before = sum(sizes[:first])
-        groups = list(range(first, len(sizes)))
-        batches: Any = table.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False)
+        end = sum(sizes[:first])
+        batches = table.iter_batches(BATCH_ROWS, row_groups=range(first, len(sizes)), use_threads=False)
     else:
-        content = pa.memory_map(source) if isinstance(source, str) else source
         try:
-            batches = pa.ipc.open_stream(content)
+            whole = pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
-            content.seek(0)
-            table_file = pa.ipc.open_file(content)
-            batches = map(table_file.get_batch, range(table_file.num_record_batches))
+            source.seek(0)
+            whole = pa.ipc.open_file(source).read_all()
+        batches = iter(whole.to_batches(BATCH_ROWS))
     for batch in batches:
-        for start in range(0, len(batch), BATCH_ROWS):
-            part = batch.slice(start, BATCH_ROWS)
-            before += len(part)
-            if before > after:
-                behind = part.slice(max(0, after + len(part) - before))
-                rows = _rows_of_table(pa.Table.from_batches([behind]))
-                yield Batch(range(before - len(rows) + 1, before + 1), rows, before)
+        end += len(batch)
+        if end > after:
+            rows = _rows_of_table(pa.Table.from_batches([batch.slice(max(0, after + len(batch) - end))]))
+            yield Batch(range(end - len(rows) + 1, end + 1), rows, end)
 
 
 def _rows_of_table(table: pa.Table) -> list[Row]:

@@ -4,11 +4,11 @@ when it is used, so that its values are those of the file."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import datasets
@@ -29,7 +29,6 @@ ROW, ORIGIN = "_row", "_origin"
 _PART_SHIFT = 40  # bits of the number of a row in `ORIGIN`; those above are the number of its part
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.int64()})
 _WRITTEN_ROWS = 1000  # at a time
-_SHOWN = 8  # files in the log
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,9 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
     cuts, for_eval = (found.cuts(str(source.split)), []) if whole else found.chosen()
     pieces = [splits_named(found, [name], cache_dir, bad_rows, cut) for name, cut in cuts]
     if for_eval:
-        _log_files(found, for_eval)
+        files = ", ".join(part.path.name for _, part in found.numbered(for_eval) if isinstance(part, FilePart))
+        if files:  # they make them so
+            logger().info(f"data: {source.spec}: files for evaluation: {shorten(files, 300)}")
         pieces.append(splits_named(found, for_eval, cache_dir, bad_rows))
     train = joined_rows([piece.train for piece in pieces[: len(cuts)]])
     skipped = sum((piece.skipped for piece in pieces), Skipped())
@@ -159,17 +160,6 @@ def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, ba
             raise UserError(f"{found.what}: the split '{cut}' has no rows")
         rows = rows.select(range(place.from_, place.to))
     return Splits(rows, None, Origins(tuple(part.name for part in found.parts)), skipped)
-
-
-def _log_files(found: OpenSet, names: Sequence[str]) -> None:
-    """Log the files of splits for evaluation, which their names make so."""
-    location = found.source.location
-    paths = [part.path for _, part in found.numbered(names) if isinstance(part, FilePart)]
-    if paths:
-        is_local = os.path.isdir(location)  # not an earlier download of a hub data set
-        shown = [os.path.relpath(path, location) if is_local else path.name for path in paths[:_SHOWN]]
-        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-        logger().info(f"data: {found.source.spec}: files for evaluation: {', '.join(shown)}{more}")
 
 
 def regrouped(

@@ -15,7 +15,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -146,21 +146,15 @@ class StreamSource:
 
 
 @dataclass(frozen=True)
-class ChunkEnd:
-    """What was done to the raw rows of a chunk, problems of some of them, and the position after it."""
-
-    counts: dict[str, int]
-    problems: list[str]
-    position: Position
-
-
-@dataclass(frozen=True)
 class Piece:
     """Some token rows, perhaps none, in their order. A piece ends with each batch of raw rows, so that a rank that
-    waits sees progress. `end` is set on the last piece of a chunk."""
+    waits sees progress. The last piece of a chunk has the position after it, what was done to its raw rows, and the
+    problems of some."""
 
     rows: pa.Table
-    end: ChunkEnd | None = None
+    after: Position | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: Sequence[str] = ()
 
 
 class _Reader:
@@ -168,11 +162,8 @@ class _Reader:
     that row: a batch of raw rows, and how many of its token rows are used."""
 
     def __init__(self, source: StreamSource, position: Position):
-        self.source = source
-        self.position = position
-        self.counts: Counter[str] = Counter()  # of the raw rows read for this chunk
-        self.problem = ""  # of the first unusable one
-        self.rows = self._read()
+        self.source, self.position, self.rows = source, position, self._read()
+        self.counts, self.problem = Counter[str](), ""  # of the raw rows read for this chunk; the first problem
 
     def _read(self) -> Iterator[Row]:
         source, before, used = self.source, self.position["before"], self.position["used"]
@@ -188,14 +179,15 @@ class _Reader:
             yield {}
             before, used = batch.after, 0
 
-    def end_chunk(self) -> str:
-        """The first problem in the chunk, or "". `UserError` if `--bad_rows` refuses so many unusable rows."""
-        bad, rows, problem = self.counts[UNUSABLE], self.counts[READ], self.problem
-        if too_many(bad, rows, self.source.bad_rows):
-            hint = way_out(bad, rows, self.source.bad_rows)
+    def end_chunk(self) -> tuple[Counter[str], str]:
+        """`counts` and `problem` of the chunk. `UserError` if `--bad_rows` refuses so many unusable rows."""
+        counts, problem, policy = self.counts, self.problem, self.source.bad_rows
+        bad, rows = counts[UNUSABLE], counts[READ]
+        if too_many(bad, rows, policy):
+            hint = way_out(bad, rows, policy)
             raise UserError(f"{self.source.name}: {bad} of {rows} rows cannot be used{hint}. The first: {problem}")
         self.counts, self.problem = Counter(), ""
-        return problem
+        return counts, problem
 
 
 def start_of(sources: Sequence[StreamSource]) -> Position:
@@ -216,7 +208,7 @@ def pieces(
     rows, number = list[Row](), first
     while number < num_rows:
         source = neediest(weights, taken)
-        row, end = next(readers[source].rows, None), None
+        row = next(readers[source].rows, None)
         if row is None:
             readers[source].end_chunk()  # the better reason, if there is one
             what = f"--streaming_rows {num_rows}: {sources[source].name} has only {taken[source]} rows for this step"
@@ -231,14 +223,16 @@ def pieces(
             rows.append(row | {"source": source})
             taken[source] += 1
             number += 1
-            if number % chunk_rows == 0 or number == num_rows:
-                counts = sum((reader.counts for reader in readers), Counter[str]())
-                problems = [problem for reader in readers if (problem := reader.end_chunk())]
-                after = {"sources": [reader.position for reader in readers], "taken": list(taken)}
-                end = ChunkEnd(dict(counts), problems, after)
-        if end or not row:
-            yield Piece(pa.Table.from_pylist(rows, schema), end)
-            rows = []
+        if row and (number % chunk_rows == 0 or number == num_rows):
+            counts, problems = zip(*(reader.end_chunk() for reader in readers), strict=True)
+            after = {"sources": [reader.position for reader in readers], "taken": list(taken)}
+            table = pa.Table.from_pylist(rows, schema)
+            yield Piece(table, after, sum(counts, Counter()), list(filter(None, problems)))
+        elif not row:
+            yield Piece(pa.Table.from_pylist(rows, schema))
+        else:
+            continue
+        rows = []
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -380,8 +374,8 @@ class StreamedRows:
 
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged, and the position after it saved."""
-        tables, end = list[pa.Table](), None
-        while end is None:
+        tables, last = list[pa.Table](), None
+        while last is None or last.after is None:
             try:
                 self._pipe.send(None)
                 while may_stop and not self._pipe.poll(_POLL_SECONDS):
@@ -397,21 +391,21 @@ class StreamedRows:
                 self._next = -1
                 raise found
             tables.append(found.rows)
-            end = found.end
+            last = found
         chunk, self._next = self._next, self._next + 1
         table = InMemoryTable(pa.concat_tables(tables))
         rows = Dataset(table, info=DatasetInfo(features=self._features), fingerprint=f"{self._home.name}_{chunk}")
         if chunk == 0:
-            self.counts = end.counts
+            self.counts = last.counts
         if dist.is_main():
             first = chunk * CHUNK_ROWS
-            done = ", ".join(f"{number} {what}" for what, number in end.counts.items())
+            done = ", ".join(f"{number} {what}" for what, number in last.counts.items())
             done = done or "read together with the rows before"
             logger().info(f"data: stream: rows {first + 1} to {first + len(rows)} of {self._num_rows}: {done}")
-            for problem in end.problems:
+            for problem in last.problems:
                 logger().warning(f"data: skipped: {problem}")
         if dist.local_rank() == 0 and len(rows) == CHUNK_ROWS and self._saved(chunk + 1) is None:
-            self._save(chunk + 1, end.position)
+            self._save(chunk + 1, last.after)
         return rows
 
     def _file_of(self, chunk: int) -> Path:

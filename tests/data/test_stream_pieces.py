@@ -88,8 +88,8 @@ def chunks_of(*sources, num_rows: int = 50, chunk_rows: int = 8, first: int = 0,
         assert columns["answers"] == [[[n, 0]] for [n] in columns["prompt_ids"]]
         rows += [n for [n] in columns["prompt_ids"]]
         marks += columns["source"]
-        if piece.end is not None:
-            yield rows, marks, piece.end
+        if piece.after is not None:
+            yield rows, marks, piece
             rows, marks = [], []
 
 
@@ -102,7 +102,7 @@ def test_the_chunks_are_the_token_rows_in_order_although_some_raw_rows_give_none
 def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_batch_again():
     whole = list(chunks_of(source_of(NumberFile(0, 99))))
     for number, (rows, _, end) in enumerate(whole[:-1], start=1):
-        text, file = json.dumps(end.position), NumberFile(0, 99)
+        text, file = json.dumps(end.after), NumberFile(0, 99)
         again = list(chunks_of(source_of(file), first=8 * number, position=json.loads(text)))
         assert again == whole[number:] and min(file.read) >= rows[-1] - 7
         assert len(text) < 1000 and json.loads(text)["taken"] == [8 * number]
@@ -131,7 +131,7 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
     for count in range(1, 50):
         assert abs(sum(marks[:count]) - count * 2 / 7) < 1
     assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[: sum(marks)]
-    assert list(chunks_of(*sources(), first=16, position=chunks[1][2].position)) == chunks[2:]
+    assert list(chunks_of(*sources(), first=16, position=chunks[1][2].after)) == chunks[2:]
 
 
 def test_the_neediest_source_by_hand():
