@@ -114,7 +114,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
     engines, _, measured, _ = one_step(monkeypatch, words, actor=BAD, texts=texts, policy=Policy())
     config = parse("ppo", (WORDS + words).split())
-    assert engines.settings == ("actor", "reference", config.algorithm, 0.7, False, None)
+    assert engines.settings == ("actor", "reference", config.algorithm, 0.7, None)
     assert engines.losses["actor"] == [("actor", FIRST, 0.01), ("actor", SECOND, 0.01), 0.5 * 6]
     assert engines.losses["critic"] == [("critic", FIRST, 0.375), ("critic", SECOND, 0.375)]
     (role, step, result, actor), (other_role, _, other_result, critic) = contexts
