@@ -7,46 +7,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.common.phases import current_phase
-from dschat_ppo.common.ranks import is_main, world_size
+from dschat_ppo.common.ranks import is_main
 
 REDRAW_SECONDS = 0.2  # in a terminal
 PLAIN_SECONDS = 30.0  # where each line stays
 WINDOW = 20  # steps over which rates are measured
 
 _SHOWN: list[Progress] = []  # the innermost last
-
-
-@dataclass
-class _Phase:
-    """The phase in progress, such as a rollout: `done` of `total` things. Rates count from `start` on, the time of the
-    first report, when `first` were done: what came before it took an unknown time."""
-
-    name: str
-    total: int
-    unit: str
-    start: float
-    first: int
-    done: int
-    tokens: float = 0.0  # of this rank
-
-    def seconds_left(self, now: float) -> float | None:
-        """At the rate so far; None without a rate, or at the end."""
-        if not self.first < self.done < self.total:
-            return None
-        return max(now - self.start, 1e-9) * (self.total - self.done) / (self.done - self.first)
-
-    def text(self, now: float) -> str:
-        """Such as "rollout 40/64 answers, 2,310 tokens/s, 0:04 left"."""
-        rate, left = self.tokens * world_size() / max(now - self.start, 1e-9), self.seconds_left(now)
-        text = f"{self.name} {self.done}/{self.total} {self.unit}" + (f", {rate:,.0f} tokens/s" if self.tokens else "")
-        return text + (f", {duration(left)} left" if left is not None else "")
 
 
 class Progress:
@@ -58,7 +31,7 @@ class Progress:
     ):
         self.title, self.total, self.done, self.unit, self.clock = title, total, done, unit, clock
         self.note = ""
-        self.phase: _Phase | None = None
+        self.phase = ""  # in progress, such as "rollout 40/64 answers"
         self._ends: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (time, tokens) of steps
         self._bar: Any = None
         self.measure_from_here()
@@ -88,7 +61,7 @@ class Progress:
 
     def advance(self, tokens: float = 0.0, note: str = "") -> None:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
-        self.done, self.note, self.phase = self.done + 1, note, None
+        self.done, self.note, self.phase = self.done + 1, note, ""
         self._ends.append((self.clock(), tokens))
         self._draw_if_due()
 
@@ -96,14 +69,9 @@ class Progress:
         """Postpone the next plain line, because a line about this step was printed."""
         self._printed = self.clock()
 
-    def report(self, name: str, done: int, total: int, unit: str, tokens: float) -> None:
+    def report(self, phase: str) -> None:
         """See `report_phase`."""
-        phase = self.phase
-        if phase is None or (phase.name, phase.total) != (name, total) or done < phase.done:
-            self.phase = _Phase(name, total, unit, self.clock(), first=done, done=done)
-        else:
-            phase.done = done
-            phase.tokens += tokens
+        self.phase = phase
         self._draw_if_due()
 
     @property
@@ -120,27 +88,26 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """The time left, such as "1:24", at least that of the phase in progress; "" before the first step."""
+        """The time left, such as "1:24"; "" before the first step."""
         each = self.seconds_per_step
-        of_phase = self.phase.seconds_left(self.clock()) if self.phase is not None else None
-        return "" if each is None else duration(max(each * (self.total - self.done), of_phase or 0.0))
+        return "" if each is None else duration(each * (self.total - self.done))
 
     def text(self) -> str:
         """The whole line."""
         parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
         each = self.seconds_per_step
-        if self.phase is not None:
-            parts.append(self.phase.text(self.clock()))
+        if self.phase:
+            parts.append(self.phase)
         elif each:
             parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
         if each and self.done < self.total:
-            parts.append(f"{self.left} left" + (" in all" if self.phase is not None else ""))
+            parts.append(f"{self.left} left")
         return " | ".join([*parts, self.note] if self.note else parts)
 
     def _draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""
         is_old = self.clock() - self._printed >= (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS)
-        is_end = self._bar is not None and self.done == self.total and self.phase is None
+        is_end = self._bar is not None and self.done == self.total and not self.phase
         if (is_old or is_end) and _SHOWN and _SHOWN[-1] is self:
             self._draw()
 
@@ -152,11 +119,11 @@ class Progress:
             self._bar.set_description_str(self.text()[: max(shutil.get_terminal_size().columns - 1, 1)])
 
 
-def report_phase(done: int, total: int, unit: str, tokens: float = 0.0, name: str | None = None) -> None:
+def report_phase(done: int, total: int, unit: str, name: str | None = None) -> None:
     """Show that `done` of `total` things of the phase in progress are done, if a `Progress` is shown. Cheap; called
-    between passes. `tokens`: those of this rank since the last call; `name`: of the phase, if not `current_phase()`."""
+    between passes. `name`: of the phase, if not `current_phase()`."""
     if _SHOWN:
-        _SHOWN[-1].report(name or current_phase(), done, total, unit, tokens)
+        _SHOWN[-1].report(f"{name or current_phase()} {done}/{total} {unit}")
 
 
 def duration(seconds: float) -> str:

@@ -165,7 +165,7 @@ class ContinuousBatching:
             finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
         running.advance(finished, tokens)
         done = self.buffers.count - len(running) - len(self.waiting)
-        report_phase(done, self.buffers.count, "answers", len(sequences) * tokens)
+        report_phase(done, self.buffers.count, "answers")
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the responses of these sequences; they are the next ones that start."""

@@ -94,8 +94,7 @@ class PaddedBatches:
                 for _ in self.tokens(batch):
                     pass
                 waiting = waiting[len(batch) :]
-                tokens = float(self.buffers.response_lengths[batch].sum())
-                report_phase(self.buffers.count - len(waiting), self.buffers.count, "answers", tokens)
+                report_phase(self.buffers.count - len(waiting), self.buffers.count, "answers")
                 continue
             except RuntimeError as problem:
                 if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
