@@ -218,11 +218,11 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
     if kind.name == "prompt_response" and set(found) == {"prompt"} and "text" not in by_flag.values():
-        prompts = [list(lines_of(from_json(row.get(found["prompt"])))) for row in rows]
-        texts = [(row.get("text"), lines) for row, lines in zip(rows, prompts, strict=True)]
+        told = [row for row in rows if isinstance(row.get("text"), str) and has_value(row, found["prompt"])]
+        asked = [lines_of(from_json(value_at(row, found["prompt"]))) for row in told]
         # a text that repeats its prompt is no answer to it
-        answers = [text for text, lines in texts if isinstance(text, str) and not all(line in text for line in lines)]
-        found |= {"response": "text"} if 2 * len(answers) > len(rows) else {}
+        repeats = [all(line in row["text"] for line in lines) for row, lines in zip(told, asked, strict=True)]
+        found |= {"response": "text"} if 2 * repeats.count(False) > len(rows) else {}
     if kind.name == "preference" and "instruction" in columns and found.get("prompt") == "input":
         del found["prompt"]  # of Alpaca's form
     if kind.name == "alpaca" and any(isinstance(row.get(found.get("response", "")), list) for row in rows):

@@ -118,7 +118,8 @@ def _answered(prompt: str | Messages, cells: Cells, use: Use) -> list[Example]:
     if cells.has_messages(better) or use == "preference" or (use == "sft" and trained == better):
         before, answer = _answer(cells, better, use)
     whole = _joined(prompt, before, cells, better)
-    [example] = _of_use(whole, [answer], use, cells.column("prompt" if cells.has("prompt") else "messages"))
+    column = next(cells.column(role) for role in ("prompt", "messages", better) if cells.has(role))
+    [example] = _of_use(whole, [answer], use, column)
     if use == "sft" and trained != better:
         return [Example(whole, [_answer(cells, trained, use)[1]])]
     if use != "preference":
@@ -164,12 +165,8 @@ def _asked(messages: Messages, column: str, is_trained: bool) -> tuple[Messages,
 def read_implicit_preference(cells: Cells, use: Use) -> list[Example]:
     """Two conversations or texts that start with the same prompt, which ends where they begin to differ."""
     if cells.has_messages("chosen") and cells.has_messages("rejected"):
-        column = cells.column("chosen")
-        prompt, answer = _asked(cells.messages("chosen"), column, use != "prompt")
-        beside, worse = split_answer(cells.messages("rejected"), cells.column("rejected"), use == "preference")
-        if not _same(prompt, beside):
-            raise UserError("chosen and rejected answer different prompts: they differ before the last message")
-        return _of_use(prompt, [answer, worse], use, column)
+        prompt, _ = _asked(cells.messages("chosen"), cells.column("chosen"), use != "prompt")
+        return _answered(prompt, cells, use)
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
     if one == two:
         raise UserError("chosen and rejected are equal")

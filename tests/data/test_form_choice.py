@@ -1,7 +1,7 @@
 """Rows that can be read in two ways stop with the flags that choose; rows that say the same twice do not."""
 
 import pytest
-from form_fixtures import ASK, FIXTURES, HALL, HH, ROOF, assistant, form_of, read, user
+from form_fixtures import ASK, HALL, HH, ROOF, assistant, form_of, read, user
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
@@ -212,14 +212,6 @@ def test_prompts_that_the_answers_repeat_stop():
         form_of([row])
     assert read([row], "preference", data_format="implicit_preference") == [Example("Q: a\nA:", [" yes", " no"])]
     assert read([row], "sft", data_format="preference") == [Example("Q: a\nA:", ["Q: a\nA: yes"])]
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_rows_of_real_shape_are_described(name):
-    fixture = FIXTURES[name]
-    form = form_of(fixture.rows, fixture.has_template)
-    assert form.description.startswith(f"form {form.name} (")
-    assert "\n" not in form.description
 
 
 def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():

@@ -1,4 +1,4 @@
-"""Each form on rows of real shape: the examples of each use, one prompt for all uses, and messages about bad rows."""
+"""Each form on rows of real shape: the examples of each use, and messages about bad rows."""
 
 import math
 from typing import Any
@@ -35,6 +35,7 @@ def test_rows_of_real_shape_give_these_examples(name, use):
     expected = fixture.expected[use]
     form = form_of(fixture.rows, fixture.has_template)
     assert (form.name, form.rendering) == (fixture.form, fixture.rendering)
+    assert form.description.startswith(f"form {form.name} (") and "\n" not in form.description
     if expected is None:
         with pytest.raises(UserError, match=r"d\.jsonl"):
             read(fixture.rows, use, has_template=fixture.has_template)
@@ -50,18 +51,6 @@ def test_rows_read_the_same_from_an_arrow_table(name):
     for use, expected in fixture.expected.items():
         if expected is not None:
             assert [example for row in rows for example in form.read(row, use, "row")] == [*expected, *expected]
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_all_uses_read_the_same_prompt(name):
-    fixture = FIXTURES[name]
-    form = form_of(fixture.rows, fixture.has_template)
-    prompts = []
-    for use in ("sft", "preference", "prompt"):
-        if fixture.expected[use] is not None:
-            found = [form.read(row, use, "row") for row in fixture.rows]
-            prompts.append([[example.prompt for example in some][:1] for some in found])
-    assert prompts and all(part == prompts[0] for part in prompts)
 
 
 @pytest.mark.parametrize("name", ["plain text", "messages", "question/answer (GSM8K)", "prompt/response"])
@@ -185,7 +174,8 @@ BAD = {
         "the messages of 'chosen' do not start with those of the prompt",
     ),
     "implicit and different": (
-        {"chosen": [ASK, HALL], "rejected": [user("What?"), ROOF]}, "preference", "answer different prompts",
+        {"chosen": [ASK, HALL], "rejected": [user("What?"), ROOF]}, "preference",
+        "the messages of 'rejected' do not start with those of the prompt",
     ),
     "implicit and equal": ({"chosen": [ASK, HALL], "rejected": [ASK, HALL]}, "preference", "are equal"),
     "nothing in common": ({"chosen": "a b", "rejected": "c d"}, "preference", "do not start with the same prompt"),
@@ -199,6 +189,54 @@ BAD = {
         {"messages": [system("a"), ASK, HALL], "system": "b"}, "sft", "two different system messages",
     ),
     "history is no list of pairs": (ALPACA | {"history": [["a"]]}, "sft", "'history' holds .*; expected pairs"),
+    "history is a number": (
+        {"prompt": "Q: ", "response": "a", "history": 7}, "sft", "'history' is int .'7'.; expected pairs",
+        [{"prompt": "Q: ", "response": "a", "history": [["b", "c"]]}],
+    ),
+    "history is a text": ({"prompt": "Q:", "response": "a", "history": "once"}, "sft", "'history' is str .'once'."),
+    "every turn is excluded": (
+        {"messages": [ASK, assistant("No.", loss=0)]}, "sft", "'messages' excludes every turn",
+    ),
+    "the answer of a pair is excluded": (
+        {"chosen": [ASK, assistant("In the hall.", weight=0)], "rejected": [ASK, ROOF]}, "preference",
+        "the answer of 'chosen' is excluded",
+    ),
+    "a weight of one half": (
+        {"messages": [ASK, assistant("No.", weight=0.5)]}, "sft",
+        "'weight' of message 2 of 'messages' is float .'0.5'.; expected 0 or 1",
+    ),
+    "a mask": (
+        {"messages": [ASK, assistant("No.", mask=0)]}, "sft",
+        "'mask' of message 2 of 'messages' has two meanings; rename it to 'loss_mask'",
+    ),
+    "a developer's and a system message": (
+        {"messages": [{"role": "developer", "content": "Be long."}, ASK, HALL], "system": "Be brief."}, "sft",
+        "two different system messages",
+    ),
+    "no better answer": (
+        {"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 2}, "preference",
+        "'better' is '2'; expected one of 0, 1, .*places count from 0",
+        [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 1}],
+    ),
+    "a text for a chat": (
+        {"prompt": "Q:"}, "prompt", "the prompt is text, but those of the first rows are chat", [{"prompt": [ASK]}]
+    ),
+    "a chat for a text": (
+        {"prompt": [ASK]}, "prompt", "the prompt is a list of chat messages, but those of the first rows are text",
+        [{"prompt": "Q:"}],
+    ),
+    "a column is missing": (
+        {"prompt": "Q:", "chosen": "a"}, "preference", "has no 'rejected'",
+        [{"prompt": "Q:", "chosen": "a", "rejected": "b"}],
+    ),
+    "no correct answer": (
+        {"prompt": "Q:", "t": None}, "prompt", "'t' is null; expected the correct answer", {"answer_column": "t"},
+        [{"prompt": "Q:", "t": "1"}],
+    ),
+    "no mark in the correct answer": (
+        {"question": "How many?", "answer": "24"}, "prompt", "'answer' does not match",
+        [{"question": "How many?", "answer": "#### 24"}],
+    ),
     "input is a number": (ALPACA | {"input": 3}, "sft", "'input' is int"),
     "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 of 'responses' is empty", RANKED),
     "no answer in a list": (ranked(["a", None], [1, 2]), "preference", "answer 2 of 'responses' is null", RANKED),
