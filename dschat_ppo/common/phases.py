@@ -29,7 +29,7 @@ def reset_phases() -> None:
 
 @contextmanager
 def blocks_marked_by(marker: Any) -> Iterator[None]:
-    """Inside, `marker.block` marks each phase and each `block` in a trace, and `marker.decode_step` counts."""
+    """Inside, the context managers that `marker` makes of their names mark each phase and each `block` in a trace."""
     _MARKERS.append(marker)
     try:
         yield
@@ -39,14 +39,8 @@ def blocks_marked_by(marker: Any) -> Iterator[None]:
 
 def block(name: str) -> AbstractContextManager[None]:
     """Mark a part of a phase, or of the work between phases, in the trace of a profiled step; else do nothing."""
-    marked: AbstractContextManager[None] = _MARKERS[-1].block(name) if _MARKERS else nullcontext()
+    marked: AbstractContextManager[None] = _MARKERS[-1](name) if _MARKERS else nullcontext()
     return marked
-
-
-def decode_step() -> None:
-    """Note in that trace that the current block generates one more token for each sequence of a batch."""
-    if _MARKERS:
-        _MARKERS[-1].decode_step()
 
 
 def current_phase() -> str:

@@ -16,9 +16,6 @@ from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import blocks_marked_by
 
 FOLDER = "profile"
-# Of each rollout, so that a trace has a size that a browser opens: a step of decoding has hundreds of operators and
-# kernels, and all steps are alike. Later ones are inside the block of their phase, without their operators.
-MOST_DECODE_STEPS = 64
 
 Item = TypeVar("Item")
 
@@ -62,7 +59,7 @@ class StepTrace:
         recorder = profile(activities=activities)
         recorder.start()
         try:
-            with blocks_marked_by(_Blocks(recorder, activities)):
+            with blocks_marked_by(record_function):
                 yield
             self._is_finished = True
         finally:
@@ -85,35 +82,6 @@ class StepTrace:
             f"--profile: the trace of step {self.step} is {self.file}; each other rank has its own file. Open it at "
             "https://ui.perfetto.dev or chrome://tracing"
         )
-
-
-class _Blocks:
-    """Marks blocks in the trace of `recorder`; pauses it in a block after `MOST_DECODE_STEPS` steps of decoding."""
-
-    def __init__(self, recorder: profile, activities: list[ProfilerActivity]):
-        self._recorder = recorder
-        self._activities = activities
-        self._decode_steps = 0
-        self._is_paused = False
-
-    @contextmanager
-    def block(self, name: str) -> Iterator[None]:
-        with record_function(name):
-            self._decode_steps = 0
-            try:
-                yield
-            finally:
-                if self._is_paused:
-                    self._pause(False)
-
-    def decode_step(self) -> None:
-        self._decode_steps += 1
-        if self._decode_steps > MOST_DECODE_STEPS and not self._is_paused:
-            self._pause(True)
-
-    def _pause(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
-        self._recorder.toggle_collection_dynamic(not is_paused, self._activities)
 
 
 NO_TRACE = StepTrace(Path(), None)

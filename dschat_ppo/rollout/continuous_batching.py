@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
@@ -106,7 +105,6 @@ class ContinuousBatching:
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
-        decode_step()
         # Start a wave of sequences if enough rows are free.
         running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
         free = self.rows - len(running)

@@ -11,7 +11,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.phases import decode_step
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
 from dschat_ppo.models.forward import vocabulary_size
@@ -126,7 +125,6 @@ class PaddedBatches:
         counts = torch.zeros_like(rows)
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
-            decode_step()
             if self.cached:
                 output = self.model(
                     input_ids=ids,

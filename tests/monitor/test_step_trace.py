@@ -7,9 +7,8 @@ import torch
 from traces import blocks, inside, spans_of
 
 from dschat_ppo.common import phases
-from dschat_ppo.common.phases import PhaseClock, block, decode_step
+from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.monitor import step_trace
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 
 
@@ -21,7 +20,6 @@ def work(trace: StepTrace, steps: int, first: int = 1, tokens: int = 3) -> list[
         done.append(item)
         with clock.phase("rollout"):
             for _ in range(tokens):
-                decode_step()
                 torch.mm(x, x)
             torch.neg(x)
         with clock.phase("train"), block("train actor"):
@@ -60,16 +58,6 @@ def test_a_resumed_run_counts_from_its_first_step(tmp_path):
     assert (tmp_path / "profile/step_5_rank_0.json.gz").exists()
 
 
-def test_operators_of_late_decode_steps_are_left_out_but_not_those_after_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_trace, "MOST_DECODE_STEPS", 2)
-    work(StepTrace(tmp_path, 1), 1, tokens=50)
-    events = spans_of(tmp_path / "profile/step_1_rank_0.json.gz")
-    names = [event["name"] for event in events]
-    assert names.count("aten::mm") == 2
-    assert [event["name"] for event in blocks(events)] == ["rollout", "train", "train actor"]
-    assert names.count("aten::exp") == 1
-
-
 def test_a_step_that_ends_by_an_exception_leaves_no_trace_and_no_profiler(tmp_path):
     def fail() -> None:
         for _ in StepTrace(tmp_path, 1).around([0], 1):
@@ -103,4 +91,3 @@ def test_a_run_that_stops_after_the_finished_step_keeps_its_trace(tmp_path, fini
 def test_without_a_trace_a_block_is_nothing(tmp_path):
     assert list(NO_TRACE.around("ab", 1)) == ["a", "b"]
     assert isinstance(block("train actor"), nullcontext)
-    decode_step()
