@@ -55,8 +55,7 @@ class TokenRows:
 @dataclass(frozen=True)
 class Preparation:
     """What `prepare` knows while it reads one data set after another. With `most_rows` it uses only the first rows of
-    each, as if there were no others. `seen` holds each data set that was tokenised, also one that was refused
-    afterwards."""
+    each, as if there were no others."""
 
     use: Use
     tokenizer: PreTrainedTokenizerBase
@@ -68,7 +67,6 @@ class Preparation:
     all_turns: bool = False
     step_separator: str = "\n"
     most_rows: int | None = None
-    seen: list[TokenTable] = field(default_factory=list)
     train: list[Part] = field(default_factory=list)
     eval: list[Part] = field(default_factory=list)
     streams: list[StreamSource] = field(default_factory=list)
@@ -151,7 +149,6 @@ class Preparation:
         if len(used) >= _MANY_ROWS:
             logger().info(f"data: {name}: tokenising {len(used)} rows (immediate if they are cached)")
         table = tokenise_rows(raw, used, origins, settings)
-        self.seen.append(table)
         report_bad_rows(name, table, len(used), policy)
         repeats = repetitions(name, table, policy == "skip")
         usable = table.usable & ~repeats if policy == "skip" else table.usable

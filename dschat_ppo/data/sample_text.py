@@ -1,7 +1,8 @@
-"""The text of a sample with its trained parts marked, for the log and for `tools.data`."""
+"""The text of a sample for the log, with its answers marked, and of a prompt for a person."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 
-MOST_CHARACTERS = 2000  # of a sample in the log
+MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200  # of a sample, and of each of its other columns, in the log
 
 
 def log_samples(
@@ -27,7 +29,19 @@ def log_samples(
     for index in np.concatenate([np.flatnonzero(numbers == number)[:count] for number in np.unique(numbers)]):
         row = rows[int(index)]
         name = f"data: {names[row['source']]}: " if len(names) > 1 else "data: "
-        logger().info(f"{name}a sample{', answers in ⟦ ⟧' if row['answers'] else ''}:\n{row_sample(tokenizer, row)}")
+        marks = ", answers in ⟦ ⟧" if row["answers"] else ""
+        logger().info(f"{name}a sample{marks}:\n{row_sample(tokenizer, row)}{_columns(row)}")
+
+
+def _columns(row: dict[str, Any]) -> str:
+    """Lines with what else the step uses of a token row: margin, labels, in step 3 the columns that rewards receive."""
+    columns = {"margin": row.get("margin") or None, "label": row.get("label"), "labels": row.get("step_labels")}
+    columns |= {name: value for name, value in json.loads(row.get("row") or "{}").items() if name not in ADDED}
+    texts = {name: json.dumps(value, ensure_ascii=False) for name, value in columns.items() if value is not None}
+    return "".join(
+        f"\n  {name}: {text[:_COLUMN_CHARACTERS]}{' [...]' * (len(text) > _COLUMN_CHARACTERS)}"
+        for name, text in texts.items()
+    )
 
 
 def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
