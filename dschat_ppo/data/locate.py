@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,7 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
         with reading(f"{what}: cannot be read as a folder of save_to_disk"):
             saved = datasets.load_from_disk(str(folder))
         return _tables(source, DatasetDict({TRAIN: saved}) if isinstance(saved, Dataset) else saved, str(folder))
-    files = split_files(path, config, what)
+    files = split_files(path, config, what, cache_dir)
     paths = sorted({path for found_files in files.values() for path in found_files}, key=str)
     numbers = {path: number for number, path in enumerate(paths)}
     splits = {split: [numbers[path] for path in found_files] for split, found_files in files.items()}
@@ -152,7 +153,7 @@ def is_eval(split: str) -> bool:
 # Folders
 
 
-def split_files(folder: Path, config: str | None, what: str) -> Files:
+def split_files(folder: Path, config: str | None, what: str, cache_dir: str | None = None) -> Files:
     """The files of each split of a folder, sorted by path.
 
     The README.md of a clone of a hub data set says it, if it lists configurations. In any other folder, a file named
@@ -164,9 +165,13 @@ def split_files(folder: Path, config: str | None, what: str) -> Files:
     """
     readme = folder / "README.md"
     if readme.is_file():
-        with reading(f"{what}: the configurations of its README.md"):
-            if (metadata_load(readme) or {}).get("configs"):
-                listed: Any = datasets.load_dataset_builder(str(folder), config).config
+        with reading(f"{what}: the configurations of its README.md (FOLDER:CONFIG names one)"):
+            listed: Any = {}
+            root = cache_dir and os.path.expanduser(cache_dir)
+            with suppress(ValueError):  # it is not UTF-8, or has no list of settings
+                listed = metadata_load(readme) or {}
+            if listed.get("configs"):  # a relative path such as `json` would name a builder of `datasets`
+                listed = datasets.load_dataset_builder(str(folder.resolve()), config, cache_dir=root).config
                 return {str(split): [Path(path) for path in paths] for split, paths in listed.data_files.items()}
     if config is not None:
         folder = folder / config
@@ -247,6 +252,8 @@ def _hub_problem(problem: UserError, spec: str, flag: str) -> UserError:
         cause = cause.__cause__ or cause
     text = in_one_line(cause)
     hint = ""
+    if isinstance(cause, PermissionError) or getattr(cause, "errno", None) in (errno.EROFS, errno.ENOSPC):
+        return UserError(f"{flag} {spec}: cannot be stored ({text}); --data_output_path names another folder")
     if isinstance(cause, ConnectionError):
         hint = "; download it on a machine with network and give the local folder"
     elif "config" in text.lower():

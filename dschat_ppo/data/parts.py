@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
@@ -263,8 +264,19 @@ def _is_json_lines(path: Path) -> bool:
     """Whether each line of a JSON file is a row, rather than one array, one object, or objects over several lines."""
     with _opened(path) as file:
         text = file.read(BATCH_BYTES).removeprefix(_BOM).lstrip()
-    first, _, rest = text.partition(b"\n")
-    return text[:1] != b"[" and (text[:1] != b"{" or (first.strip() != b"{" and bool(rest.strip())))
+        if text[:1] != b"{":
+            return text[:1] != b"["
+        if b"\n" not in text:
+            text += file.readline()
+        first, _, rest = text.partition(b"\n")
+        rest = rest or file.read(BATCH_BYTES)
+    with suppress(ValueError, RecursionError):
+        json.loads(first)
+        return bool(rest.strip())  # an object by itself may hold columns
+    with suppress(ValueError, RecursionError):
+        json.JSONDecoder().raw_decode((first + b"\n" + rest).decode(errors="ignore"))
+        return False  # it begins on the first line and ends on a later one
+    return first.strip() != b"{"  # a bad line
 
 
 def _constant(name: str) -> None:
@@ -384,9 +396,10 @@ def _separated_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty."""
     delimiter = "," if kind_of(path) == "csv" else "\t"
     with _opened(path) as file:
-        first = next((line for line in file if line.strip()), b"").decode(errors="replace")
+        lines_of_text = (line.decode(errors="replace") for line in file if line.strip())
+        first, later = next(lines_of_text, ""), "".join(islice(lines_of_text, 20))
     for mark, mend in _SEPARATORS.items() if delimiter not in first else ():
-        if mark in first:
+        if mark in first and mark in later:
             wanted = _SEPARATORS[delimiter].partition(";")[0]
             raise UserError(f"fields are separated by {wanted}; this file seems to use {mend}")
     csv.field_size_limit(sys.maxsize)

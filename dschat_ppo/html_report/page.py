@@ -25,6 +25,7 @@ ASSETS = Path(__file__).parent / "assets"
 MOST_POINTS = 400  # of one metric of one run; fewer where several runs are compared
 MOST_ANSWER_CHARACTERS = 2000  # of one prompt or answer
 MOST_PROMPTS, MOST_STEPS = 40, 20  # of each run: held-out prompts, and steps whose training samples are shown
+MOST_ANSWERS = 8  # to a held-out prompt in one evaluation
 ENDS = {"eos": "ended", "stop": "ended at a stop string", "length": "cut at the length limit", "data": "of the data"}
 Value = TypeVar("Value")
 
@@ -234,7 +235,7 @@ def answers(runs: Sequence[Run]) -> dict[str, Any]:
         for prompt in list(by_prompt)[:MOST_PROMPTS]:
             steps = sorted(by_prompt[prompt])
             for step in dict.fromkeys(steps[-1:] if len(runs) > 1 else [steps[0], steps[-1]]):
-                held_out.setdefault(prompt, []).append((f"{name}step {step}", by_prompt[prompt][step]))
+                held_out.setdefault(prompt, []).append((f"{name}step {step}", by_prompt[prompt][step][:MOST_ANSWERS]))
         samples = [answer for answer in run.answers if answer.kind == "training"]
         by_step = [(step, list(own)) for step, own in groupby(samples, key=lambda answer: answer.step)]
         for step, own in evenly(by_step, MOST_STEPS):

@@ -80,8 +80,9 @@ class ReproBundles:
         """Remove old bundles and make the new folder, on rank 0. Returns its name, and an error message or None."""
         first = f"step_{step:06d}_rank_{rank}"
         names = chain([first], (f"{first}_{number}" for number in count(2)))
-        name = next(name for name in names if not (self.root / name).exists())
+        name = first
         try:
+            name = next(name for name in names if not (self.root / name).exists())
             (self.root / name).mkdir(parents=True)
             for old in sorted(self.root.glob("step_*"), key=lambda path: path.stat().st_mtime)[: -self.most]:
                 remove_folder(old)
@@ -108,6 +109,7 @@ class ReproBundles:
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         }
         try:
+            folder.mkdir(parents=True, exist_ok=True)  # rank 0 of another machine has made its own
             save_state(folder / BUNDLE, state)
         except OSError as problem:
             return f"{folder / BUNDLE} cannot be written, {problem.strerror}"

@@ -240,6 +240,25 @@ def test_the_text_around_the_first_byte_that_is_not_utf8_is_shown(tmp_path, name
 
 
 @pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (f'{{"p": "{"x" * 2**20}"}}\nbad\n{{"p": "b"}}\n', ["x" * 2**20, "b"]),  # the first line is longer than a piece
+        ('{ "p": "a",\n  "q": "b" }\n', ["a"]),
+        ('{"p": ["a", "b"],\n "q": ["c", "d"]}\n', ["a", "b"]),
+        ('{"p": "a"}\n{"p": \xff\n', ["a"]),
+    ],
+    ids=["long first line", "object over lines", "columns over lines", "bad last line"],
+)
+def test_lines_and_values_over_several_lines_are_told_apart(tmp_path, text, values):
+    assert column(read(tmp_path, text, "skip", "d.json").train, "p") == values
+
+
+@pytest.mark.parametrize(("name", "text"), [("d.csv", "question; hint\nA\nB\n"), ("d.tsv", "question, long\nfoo\n")])
+def test_a_file_of_one_column_may_have_another_mark_in_its_header(tmp_path, name, text):
+    assert len(read(tmp_path, text, name=name).train) == text.count("\n") - 1
+
+
+@pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("d.csv", "p;q\n1,5;2\n3;4\n", "fields are separated by commas; this file seems to use ';'; convert it"),

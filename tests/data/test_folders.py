@@ -101,7 +101,7 @@ def test_the_readme_of_a_hub_clone_lists_its_configurations(clone):
     assert files_of(clone, "main") == main
     assert files_of(clone, "socratic") == {"train": ["socratic/x.jsonl", "socratic/y.jsonl"]}
     assert files_of(clone, "third") == {"train": ["socratic/x.jsonl"]}
-    with pytest.raises(UserError, match=r"clone: the config.* README.md: .*missing.*\['main', 'socratic', 'third'\]"):
+    with pytest.raises(UserError, match=r"clone: the config.* names one\): .*missing.*\['main', 'socratic', 'third'\]"):
         files_of(clone)
     with pytest.raises(UserError, match=r"'x' not found. Available: \['main', 'socratic', 'third'\]"):
         files_of(clone, "x")
@@ -112,7 +112,7 @@ def test_the_readme_of_a_hub_clone_lists_its_configurations(clone):
 
 def test_files_that_the_readme_lists_must_be_there(clone):
     (clone / "main/test-00000-of-00001.jsonl").unlink()
-    with pytest.raises(UserError, match=r"clone: the configurations of its README.md: .*format for all splits"):
+    with pytest.raises(UserError, match=r"clone: the config.* names one\): .*format for all splits"):
         files_of(clone, "main")
 
 
@@ -123,11 +123,11 @@ def test_other_readmes_do_not_matter(tmp_path, text):
     assert files_of(folder) == {"train": ["a.jsonl"]}
 
 
-@pytest.mark.parametrize("text", ["---\nconfigs: [a\n---\n", "---\nconfigs: 7\n---\n", "---\n[1]\n---\n"])
+@pytest.mark.parametrize("text", ["---\nconfigs: [a\n---\n", "---\nconfigs: 7\n---\n"])
 def test_a_damaged_head_of_a_readme_is_a_one_line_error(tmp_path, text):
     folder = make(tmp_path / "d", "a.jsonl")
     (folder / "README.md").write_text(text)
-    with pytest.raises(UserError, match="/d: the configurations of its README.md: [^\n]+$"):
+    with pytest.raises(UserError, match=r"/d: the config[^\n]* names one\): [^\n]+$"):
         files_of(folder)
 
 
@@ -176,3 +176,23 @@ def test_rows_of_a_nested_folder_have_their_origin_in_order(tmp_path):
     splits = load(tmp_path, folder)
     assert column(splits.train, "a") == [f"data/train-0000{n}-of-00002.jsonl" for n in (0, 1)]
     assert [origin >> 40 for origin in splits.train.table[ORIGIN]] == [0, 1]
+
+
+CONFIGS = "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n"
+
+
+def test_a_relative_folder_with_the_name_of_a_builder_is_itself(tmp_path, monkeypatch):
+    """`datasets` would read all Parquet files of the working directory."""
+    folder = make(tmp_path / "parquet", "a.jsonl", "b.jsonl")
+    (folder / "README.md").write_text(CONFIGS)
+    Dataset.from_dict({"a": ["secret"]}).to_parquet(tmp_path / "other.parquet")
+    monkeypatch.chdir(tmp_path)
+    found = split_files(Path("parquet"), None, "--data_path parquet")
+    assert {split: [path.name for path in paths] for split, paths in found.items()} == {"train": ["a.jsonl"]}
+
+
+@pytest.mark.parametrize("text", ["\u00e9".encode("cp1252"), b"---\nMy data set\n---\n"])
+def test_a_readme_without_settings_does_not_matter(tmp_path, text):
+    folder = make(tmp_path / "d", "a.jsonl")
+    (folder / "README.md").write_bytes(text)
+    assert files_of(folder) == {"train": ["a.jsonl"]}

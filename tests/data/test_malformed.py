@@ -186,14 +186,14 @@ def not_utf8() -> bytes:
             LINES + b'{"prompt":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n",
             "line 51 is nested too deeply",
         ),
-        ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "row 1 is nested too deeply"),
+        ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "line 1 is nested too deeply"),
         ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
         ("deep_row.json", b'[{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 1 is nested too deeply"),
         ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
         ("zeros.parquet", b"\0" * 10_000, "cannot be read: "),
         ("not_utf8.parquet", not_utf8(), "UTF8"),
         ("deepest.jsonl", b'{"a":' * 201 + b"1" + b"}" * 201, "row 1 is nested too deeply"),
-        ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "row 1 is not JSON .Exceeds the limit"),
+        ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1 is not JSON .Exceeds the limit"),
     ],
 )
 def test_a_file_that_crashes_its_reader_is_a_one_line_error(tmp_path, name, content, words):
