@@ -7,7 +7,6 @@ reward server and plain transformers render the same text without these flags.
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,7 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
     # Some tokenizers have several templates, such as "default" and "tool_use".
     texts = with_variables(found if isinstance(found, dict) else {"default": found}, variables)
     tokenizer.chat_template = texts if isinstance(found, dict) else texts["default"]
-    shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in variables.items())
-    logger().info(f"chat template: {shown} ({VARIABLES_FLAG})")
+    logger().info(f"chat template: {flags.chat_template_kwargs} ({VARIABLES_FLAG})")
     return tokenizer
 
 
@@ -77,8 +75,8 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     (end, others), known = NAMED[name], tokenizer.get_vocab()
     has_end = end in known
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    head = f"{{%- set start = {'bos_token' if begins else _literal('')} %}}\n"
-    head += f"{{%- set end_of_turn = {_literal(end) if has_end else 'eos_token'} %}}\n"
+    head = f"{{%- set start = {'bos_token' if begins else repr('')} %}}\n"
+    head += f"{{%- set end_of_turn = {repr(end) if has_end else 'eos_token'} %}}\n"
     note = "" if has_end or end is None else f", because the tokenizer has no token {end}"
     logger().info(f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}{note}")
     missing = [token for token in others if token not in known]
@@ -92,7 +90,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_of_file(name: str) -> str:
-    """The text of a Jinja file, checked: syntax, depth, and that it uses `messages`."""
+    """The text of a Jinja file, whose syntax is checked; `check_rendered` checks what it renders."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
@@ -103,48 +101,29 @@ def template_of_file(name: str) -> str:
             _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:
             raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
-        variables = _variables_read(text)
-    if "messages" not in variables:
-        raise UserError(f"{FLAG} {name}: never uses `messages`, so every conversation would give the same text")
     return text
 
 
 def with_variables(templates: dict[str, str], variables: dict[str, Any]) -> dict[str, str]:
     """Jinja texts that set `variables` first, each those that it reads, and otherwise render as before. Values that an
     earlier call has set under the same names are replaced. A name that no template reads is refused."""
+    try:
+        json.dumps(variables, allow_nan=False)
+    except ValueError:
+        raise UserError(f"{VARIABLES_FLAG}: a number is not finite") from None
     result, readable = {}, set[str]()
     for which, text in templates.items():
         for name in variables:
             text = re.sub(rf"\A((?:{_BAKED.format('[A-Za-z_0-9]+')})*?){_BAKED.format(re.escape(name))}", r"\1", text)
         with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
-            read = _variables_read(text) - _GIVEN
+            read = meta.find_undeclared_variables(_JINJA.parse(text)) - _GIVEN  # without those that it sets itself
         readable |= read
-        # In transformers' Jinja the line break after a block is no output, and what follows starts a line, as before.
-        lines = [f"{{%- set {name} = {_literal(variables[name])} %}}\n" for name in variables if name in read]
+        # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break after a block is
+        # no output, and what follows starts a line, as before.
+        lines = [f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items() if name in read]
         result[which] = "".join(lines) + text
     for name in variables:
-        if name in _GIVEN:
-            raise UserError(f"{VARIABLES_FLAG}: '{name}' is set by each rendering; remove it")
         if name not in readable:
             known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none"
-            raise UserError(f"{VARIABLES_FLAG}: the chat template reads no variable '{name}'; {known}")
+            raise UserError(f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}")
     return result
-
-
-def _variables_read(template: str) -> set[str]:
-    """Variables that `template` reads without setting them first."""
-    return meta.find_undeclared_variables(_JINJA.parse(template))
-
-
-def _literal(value: Any) -> str:
-    """A finite JSON value as a Jinja literal on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{VARIABLES_FLAG}: {value} is not a finite number")
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    # Jinja reads the escapes of JSON in texts, except a pair of surrogates.
-    return json.dumps(value, ensure_ascii=False)

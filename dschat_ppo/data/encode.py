@@ -17,11 +17,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.messages import check_rendered
 from dschat_ppo.data.templates import (
     Messages,
     Tools,
+    render,
     render_answer,
-    render_prompt,
     text_answer,
     turn_end,
     without_final,
@@ -134,7 +135,8 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: b
         # of the line break.
         before = ("\n", ":", "") if prompt and _puts_a_space_before(tokenizer) else ("",)
         return _Texts(prompt, has_bos, before, [text_answer(tokenizer, answer) for answer in example.answers], [])
-    opening = render_prompt(tokenizer, prompt, example.tools)
+    opening = render(tokenizer, prompt, open_answer=True, tools=example.tools)
+    check_rendered(opening, prompt, example.tools)
     spans: list[Span] = []
     if all_turns:
         said = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]

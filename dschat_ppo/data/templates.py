@@ -21,21 +21,6 @@ _LONGEST_TAG = 64  # characters of the text with which a template opens an answe
 _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answer
 
 
-def is_messages(value: Any) -> bool:
-    """Whether `value` is a non-empty list of `{"role": text, "content": text}`; `tool_calls` may replace the
-    content."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(turn, dict)
-            and isinstance(turn.get("role"), str)
-            and (isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls"))))
-            for turn in value
-        )
-    )
-
-
 @dataclass(frozen=True)
 class TurnEnd:
     """The text that a chat template renders after an answer: `kept + dropped`.
@@ -121,14 +106,6 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
     return bare, int(tokenizer.eos_token_id) if first is None else first
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: Tools | None = None) -> str:
-    """The text of chat messages, followed by the opening of the assistant's turn. `UserError` if the template rejects
-    the messages, or leaves out a message, a tool call or the tools."""
-    text = render(tokenizer, prompt, open_answer=True, tools=tools)
-    check_rendered(text, prompt, tools)
-    return text
-
-
 def render_answer(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Messages,
@@ -136,7 +113,7 @@ def render_answer(
     answer: str | Message,
     tools: Tools | None = None,
 ) -> tuple[str, int]:
-    """(the assistant's turn as the template renders it after `opening`, which is `render_prompt` of `prompt`; id of the
+    """(the assistant's turn as the template renders it after `opening`, which is `render` of `prompt`; id of the
     token that ends the answer). The text ends with that token, unless the template writes none."""
     end = turn_end(tokenizer)
     final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))

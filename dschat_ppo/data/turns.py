@@ -21,7 +21,7 @@ _PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # stand for the contents of answer
 def turn_spans(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None = None
 ) -> list[Span]:
-    """Ranges of characters of `opening`, which is `render_prompt` of `prompt`, that are answers of the assistant, each
+    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each
     with its end-of-turn token. `UserError` if one cannot be found for certain.
 
     They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with

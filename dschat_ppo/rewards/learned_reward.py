@@ -18,7 +18,6 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_examples, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
-from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
@@ -110,9 +109,9 @@ class RetokenizedModelReward:
         """Score at the final token of prompt + response, or that of `steps`, (B,) fp32. Collective, as `ModelReward`.
 
         A response that the length limit cut has no final token, as with `ModelReward`. If the row holds chat messages
-        (`_messages`, which data preparation adds to rows of every chat form, or a column `prompt`) and the reward
-        model's tokenizer has a chat template, the template renders them with the response as the assistant's answer;
-        otherwise the prompt's text is used. If the template or the tokenizer rejects a row of some rank, every rank
+        (`_messages`, which data preparation adds to rows of every chat form) and the reward model's tokenizer has a
+        chat template, the template renders them with the response as the assistant's answer; otherwise the prompt's
+        text is used. If the template or the tokenizer rejects a row of some rank, every rank
         raises a `RewardServiceError`.
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
@@ -139,7 +138,7 @@ class RetokenizedModelReward:
 
     def _example(self, prompt: str, response: str, row: dict[str, Any]) -> Example:
         """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
-        messages = next((row[name] for name in (MESSAGES, "prompt") if is_messages(row.get(name))), None)
+        messages = row.get(MESSAGES)
         if messages is None or self.tokenizer.chat_template is None:
             return Example(prompt, [response])
         # The space that some templates write before an answer is not a part of it; thinking that they open is.

@@ -18,7 +18,7 @@ from dschat_ppo.data.encode import (
     encode_prompt,
 )
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import render_prompt, turn_end
+from dschat_ppo.data.templates import render, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import addition
 
@@ -98,7 +98,7 @@ def test_the_reward_server_reads_the_same_ids_as_training(kind, name):
     tokenizer = chat_tokenizer(kind, name)
     for prompt in ("Where is it?", [{"role": "user", "content": "Where is it?"}]):
         answer = encode_answer(tokenizer, prompt, "lamp")
-        text = prompt if isinstance(prompt, str) else render_prompt(tokenizer, prompt)
+        text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, open_answer=True)
         whole = encode_finished(tokenizer, f"{text}{tokenizer.decode(answer[:-1]).removeprefix(' ')}")
         if name in ("chatml", "zephyr") and kind.startswith("bytes"):
             assert whole == encode_prompt(tokenizer, prompt) + answer

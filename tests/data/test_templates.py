@@ -5,7 +5,6 @@ from tiny_tokenizers import encode_answer
 from tokenizers.processors import TemplateProcessing
 
 from dschat_ppo.data.encode import encode_prompt
-from dschat_ppo.data.templates import is_messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.tools.toy_model import EOS
@@ -48,10 +47,3 @@ def test_messages_without_a_template_are_rejected():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="chat template"):
         encode_prompt(tokenizer, ASK)
-
-
-@pytest.mark.parametrize(
-    "value", [[], "text", None, [1], [{"role": "user"}], [{"role": "user", "content": None}], {"role": "user"}]
-)
-def test_other_values_are_not_messages(value):
-    assert not is_messages(value)

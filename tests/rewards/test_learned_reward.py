@@ -145,7 +145,7 @@ def test_a_truncated_response_has_no_eos(engine, tokenizer):
 
 
 def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
-    rows = [("the actor's form", "yes", {"prompt": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
+    rows = [("the actor's form", "yes", {"_messages": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
     tokenizer.chat_template = TEMPLATE
     texts = ["<user>a lamp?\n<assistant>", "text", "none"]
     expected = [
@@ -162,7 +162,7 @@ def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
 def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_that_its_template_opens(
     engine, tokenizer
 ):
-    rows = [("a lamp?<think>\n", "yes", {"prompt": MESSAGES}), ("a lamp?", " yes", {"prompt": MESSAGES})]
+    rows = [("a lamp?<think>\n", "yes", {"_messages": MESSAGES}), ("a lamp?", " yes", {"_messages": MESSAGES})]
     for opens, thinking in (("", "<think>\n"), ("<think>\n", "")):
         tokenizer.chat_template = TEMPLATE.replace("<assistant>", f"<assistant>{opens}")
         start = tokenizer.encode(f"<user>a lamp?\n<assistant>{opens}", add_special_tokens=False)
@@ -198,7 +198,7 @@ def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, caps
 def test_a_prompt_rejected_by_the_template_is_a_user_error(engine, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"):
-        foreign(engine, tokenizer, [("text of it", "yes", {"prompt": MESSAGES})])
+        foreign(engine, tokenizer, [("text of it", "yes", {"_messages": MESSAGES})])
 
 
 def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(engine, tokenizer, monkeypatch):
