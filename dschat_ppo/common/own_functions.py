@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from dschat_ppo.config.own_names import is_own_function
+from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

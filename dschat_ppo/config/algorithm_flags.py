@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from dschat_ppo.config.own_names import is_own_function
 from dschat_ppo.config.schema import (
     flag,
+    is_own_function,
     not_negative,
     positive,
     refuse,
     require,
-    require_ranges,
     share,
 )
 
@@ -132,7 +131,6 @@ class AlgorithmFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         for name in ("gamma", "gae_lambda"):
             require(0 <= vars(self)[name] <= 1, f"--{name} must lie between 0 and 1, got {vars(self)[name]}")
         defaults = {field.name: field.default for field in fields(self)}

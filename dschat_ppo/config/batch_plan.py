@@ -60,26 +60,19 @@ class SupervisedPlan:
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
-        lines: list[tuple[str, str]] = []
-        steps, row = self.steps_per_epoch, "row" if self.packing is None else "packed row"
+        steps, row, lines = self.steps_per_epoch, "row", []
         if self.packing is not None:
-            samples, tokens, room = self.packing.samples, self.tokens or 0, self.rows * self.packing.capacity
-            lines = [
-                ("training samples", f"{samples}"),
-                ("packed rows", f"{self.rows} of {self.packing.capacity} tokens, {100 * tokens / room:.1f} % full"),
-                ("samples per optimizer step", f"{samples} / {steps} = {samples / steps:.1f} on average"),
-            ]
+            row, room = "packed row", self.rows * self.packing.capacity
+            full = f"{100 * (self.tokens or 0) / room:.1f} % full"
+            samples = f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity} tokens"
+            lines = [("packed rows", f"{samples}, {full}")]
         if self.tokens is not None:
-            per_step = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
-            lines.append(("tokens per optimizer step", per_step))
+            average = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
+            lines.append(("tokens per optimizer step", average))
         return [
             *lines,
-            *_sharing(self.world_size, self.shared),
             ("global batch", _global_batch(self, self.per_device, row)),
-            (
-                "optimizer steps per epoch",
-                f"ceil({self.rows} / {self.global_batch}) = {self.steps_per_epoch}",
-            ),
+            ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
             ("optimizer steps in all", self._total_shown()),
         ]
 
@@ -95,13 +88,6 @@ def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, row: str) ->
     apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
     batches = counted(plan.accumulation, "micro-batch", "micro-batches")
     return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
-
-
-def _sharing(world_size: int, shared: int) -> list[tuple[str, str]]:
-    """The line about ranks that share their rows, if there are such."""
-    if shared == 1:
-        return []
-    return [("groups of ranks that share their rows", f"{world_size} / {shared} = {world_size // shared}")]
 
 
 def plan_supervised(
@@ -201,7 +187,6 @@ class PPOPlan:
         of_prompts = f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
         return [
             ("prompts", f"{self.prompts}"),
-            *_sharing(self.world_size, self.shared),
             ("rows per rank", f"{of_prompts} x {self.samples} answers = {rows}"),
             ("rows per PPO step", f"{rows} x {ranks} = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),

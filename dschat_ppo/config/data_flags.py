@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
@@ -105,7 +105,6 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
-        require_ranges(self)
         template = self.input_template
         refuse({
             "--data_path is required: name at least one data set": not self.data_path,

@@ -16,8 +16,8 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from dschat_ppo.config.own_names import OrOwnFunction
 from dschat_ppo.config.retired_flags import RETIRED
+from dschat_ppo.config.schema import is_own_function, require_in_range
 from dschat_ppo.errors import UserError, printable_line
 
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
@@ -53,7 +53,10 @@ class FlagParser(argparse.ArgumentParser):
             arg_strings = parts if action.nargs == "*" else [",".join(parts)]
             if action.nargs == "+":  # a text
                 return super()._get_values(action, arg_strings)[0]
-        return super()._get_values(action, arg_strings)
+        value: Any = super()._get_values(action, arg_strings)
+        if range := getattr(action, "range", ""):
+            require_in_range(action.dest, range, str(action.help), value)
+        return value
 
     def knows(self, word: str) -> bool:
         """Whether a word of a command line, such as "--seed=1", is a flag of this parser."""
@@ -70,6 +73,13 @@ class FlagParser(argparse.ArgumentParser):
         """The flags, by their names without dashes."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         return {flag[2:].replace("-", "_"): flag for flag in reversed(flags)}
+
+
+class OrOwnFunction(tuple[str, ...]):
+    """The choices of a flag that takes a function of one's own too."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and is_own_function(name))
 
 
 def _between_commas(word: str) -> list[str]:
@@ -162,7 +172,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
         *names, *field.metadata.get("aliases", []), default=default, **({"nargs": "+"} if commas else {}) | read,
         help=argparse.SUPPRESS if is_hidden else help_of(field, kind),
     )  # fmt: skip
-    action.commas = commas
+    action.commas, action.range = commas, field.metadata.get("range", "")
     if default is True:
         section.add_argument(
             f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.config.run_flags import RunFlags
-from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, require_ranges, share
+from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, share
 
 _TARGETS = (
     "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
@@ -39,7 +39,6 @@ class AdapterFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         require(not (self.load_in_4bit and self.load_in_8bit), "--load_in_4bit and --load_in_8bit: use one of the two")
 
 
@@ -54,9 +53,6 @@ class LoraFlags:
     lora_learning_rate: float = share(5e-4,
         f"peak learning rate of the LoRA parameters, at most 1; {_GIVEN.format('--learning_rate')}")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,6 @@ class PPOLoraFlags:
         "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
         "(needs --only_optimize_lora)")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self)
 
 
 def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:

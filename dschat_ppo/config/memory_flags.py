@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class MemoryFlags:
         "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of the weights for "
         "the backward pass; 1 = off (needs ZeRO stage 3)")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self)
 
 
 def possible_sizes(ranks: int, heads: int | None = None) -> str:
@@ -75,9 +72,6 @@ class PPOMemoryFlags:
         "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
         "--dtype fp16 and a GPU)")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self)
 
 
 def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:

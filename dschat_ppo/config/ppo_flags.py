@@ -18,7 +18,6 @@ from dschat_ppo.config.schema import (
     positive,
     refuse,
     require,
-    require_ranges,
     share,
 )
 
@@ -52,7 +51,7 @@ class PPOFlags:
     max_prompt_seq_len: int = positive(256, "maximum tokens of a prompt (see --truncation)")
     max_answer_seq_len: int = positive(256, "maximum new tokens of an answer")
 
-    temperature: float = positive(1.0, "sampling temperature; log-probs are computed at the same temperature")
+    temperature: float = not_negative(1.0, "sampling temperature; log-probs are computed at the same temperature")
     top_p: float = share(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
     top_k: int = not_negative(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
     min_p: float = fraction(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
@@ -124,7 +123,6 @@ class PPOFlags:
 
     def __post_init__(self) -> None:
         require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
-        require_ranges(self)
         refuse({
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
                 self.min_answer_seq_len > self.max_answer_seq_len,
@@ -162,7 +160,6 @@ class EvaluationFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         others = [field for field in fields(self) if field.name != "eval_data_path"]
         given = [f"--{field.name}" for field in others if vars(self)[field.name] != field.default]
         refuse({

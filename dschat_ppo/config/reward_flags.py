@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require, require_ranges
+from dschat_ppo.config.schema import flag, positive, refuse, require
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class RewardSourceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         for name, value in (
             ("reward_model_weight", self.reward_model_weight),
             ("reward_default", self.reward_default),

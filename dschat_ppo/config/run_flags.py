@@ -16,7 +16,6 @@ from dschat_ppo.config.schema import (
     positive,
     refuse,
     require,
-    require_ranges,
     share,
 )
 
@@ -73,7 +72,6 @@ class RunFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         refuse({
             "--output_dir is required: name the folder for the model and its metrics": self.output_dir is None,
             f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them":
@@ -137,7 +135,6 @@ class SafetyFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         refuse({
             f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
             "every half second, and at most 10^8, three years": not 1 <= self.collective_timeout <= 10**8,
@@ -154,9 +151,6 @@ class ConsoleFlags:
         "step; metrics.jsonl always has every step")
     verbose: bool = flag(False, "also print the informational messages of DeepSpeed and transformers, on every rank")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        require_ranges(self)
 
     def prints(self, step: int, total: int) -> bool:
         """Whether the run prints a line after `step`, counted from 1, of `total`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import SCHEDULERS, flag, fraction, not_negative, refuse, require, require_ranges, share
+from dschat_ppo.config.schema import SCHEDULERS, flag, fraction, not_negative, refuse, require, share
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
@@ -29,9 +29,6 @@ class ScheduleFlags:
         "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        require_ranges(self)
-
     def warmup_steps(self, number: int, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
         return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
@@ -41,12 +38,6 @@ class ScheduleFlags:
         if model.kind == WITHOUT_WARMUP:
             return 0
         return self.warmup_steps(number, total) if model.warmup is None else model.warmup
-
-    def warmup_shown(self, total: int) -> list[tuple[str, str]]:
-        """The warm-up by --warmup_ratio as a (name, arithmetic) line for the log; [] without it."""
-        if self.warmup_ratio == 0:
-            return []
-        return [("warm-up steps", f"ceil({self.warmup_ratio} x {total}) = {self.warmup_steps(0, total)}")]
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,6 @@ class PPOScheduleFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         require(
             self.ref_sync_interval > 0 or self.ref_sync_mixup == 1,
             "--ref_sync_mixup has no effect without --ref_sync_interval",

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: str = "") -> Any:
     """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of other libraries. A
     list takes any number of values; with `commas` it takes them between commas too, and a text has such parts, which
-    may also be words of their own. `range`: of `_RANGES`, which `require_ranges` checks."""
+    may also be words of their own. `range`: of `_RANGES`, which the parser checks."""
     metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]}
     metadata |= ({"commas": True} if commas else {}) | ({"range": range} if range else {})
     if isinstance(default, list):
@@ -76,14 +76,17 @@ def refuse(problems: Mapping[str, bool]) -> None:
         require(not holds, message)
 
 
-def require_ranges(flags: Any) -> None:
-    """Require the flags of a group to be in their ranges; None (not given) passes. Of flags that are 0 or above the
-    message says what 0 means, for which others have -1."""
-    for own in fields(flags):
-        value, (wanted, fits) = vars(flags)[own.name], _RANGES.get(own.metadata.get("range", ""), ("", bool))
-        zero = re.search(r"\b0 = [^;,)]+", own.metadata["help"]) if wanted.endswith("0 or above") else None
-        message = f"--{own.name} must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else "")
-        require(not wanted or value is None or fits(value), message)
+def require_in_range(name: str, range: str, help: str, value: float) -> None:
+    """Require the value of a flag to be in its range. Of flags that are 0 or above the message says what 0 means, for
+    which others have -1."""
+    wanted, fits = _RANGES[range]
+    zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
+    require(fits(value), f"--{name} must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else ""))
+
+
+def is_own_function(name: str) -> bool:
+    """Whether this is `FILE.py:FUNCTION`; the file need not exist."""
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", name, re.DOTALL) is not None
 
 
 def read_settings(flag: str, path: str) -> str:

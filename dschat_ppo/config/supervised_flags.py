@@ -18,7 +18,6 @@ from dschat_ppo.config.schema import (
     positive,
     refuse,
     require,
-    require_ranges,
     share,
 )
 
@@ -90,7 +89,6 @@ class SupervisedFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         refuse({
             f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}":
                 self.max_seq_len < 2,
@@ -150,7 +148,6 @@ class PreferenceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require_ranges(self)
         defaults = {field.name: field.default for field in fields(self)}
         for name, objectives in ONLY_FOR.items():
             value = vars(self)[name]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.own_names import is_own_function
+from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, set_named
 from dschat_ppo.data.forms import (

@@ -297,7 +297,7 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
     """Log batch sizes, warm-up, and what the flags do to ratios."""
     ppo, schedule = config.ppo, config.schedule
-    lines = [*plan.table(), *schedule.warmup_shown(plan.actor_updates)]
+    lines = plan.table()
     schedules = ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
     totals = (plan.actor_updates, plan.total_updates)
     warmups = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, TokenLosses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
 from dschat_ppo.common.own_functions import cause_of, file_named, own_function
-from dschat_ppo.config.own_names import is_own_function
+from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Experience, FinishReason

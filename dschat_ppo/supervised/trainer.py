@@ -129,7 +129,7 @@ def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedul
     total = plan.total_steps
     [model] = fit_schedules(fit)
     warmup = (schedule.warmup_of(model, fit.num_warmup_steps, total), total)
-    show_plan(f"{title}: batches", [*plan.table(), *schedule.warmup_shown(total)], warmup)
+    show_plan(f"{title}: batches", plan.table(), warmup)
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,7 @@ def test_each_epoch_trains_each_sample_once_in_fewer_steps_that_the_schedule_cou
     shown = [line[:8] for line in said if line.startswith("step ")]
     assert shown == ["step 1/4", "step 4/4"], "the first and the last"
     table = dict(trainer.plan.table())
-    assert table["packed rows"] == f"4 of 25 tokens, {tokens.sum():.1f} % full", "of 100"
-    assert table["samples per optimizer step"] == "12 / 2 = 6.0 on average"
+    assert table["packed rows"] == f"12 samples in 4 rows of 25 tokens, {tokens.sum():.1f} % full", "of 100"
     assert table["tokens per optimizer step"] == f"{tokens.sum()} / 2 = {tokens.sum() / 2:.1f} on average"
 
 
