@@ -12,7 +12,6 @@ from typing import Any
 
 from dschat_ppo.common.atomic_files import sync_entries, sync_file
 from dschat_ppo.common.dist import is_main
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError
 
 
@@ -29,20 +28,11 @@ class JsonLines:
         self.offset = 0  # length in bytes at the checkpoint from which the run resumes
 
     def begin(self) -> None:
-        """Cut the file back to `offset`. Lines that are lost are reported, unless the whole file is missing, as in
-        another output folder."""
+        """Cut the file back to `offset`, if it exists and is longer."""
         if not is_main() or not self.path.exists():
             return
         with storage_errors(self.path), self.path.open("rb+") as file:
-            offset, length = self.offset, file.seek(0, os.SEEK_END)
-            if length < offset:
-                logger().warning(
-                    f"{self.path}: has {length} bytes, but {offset} when the checkpoint was saved from which the run "
-                    "resumes: lines of finished steps are lost"
-                )
-                file.seek(0)
-                offset = sum(len(line) for line in file if line.endswith(b"\n"))  # drop an incomplete last line
-            file.truncate(offset)
+            file.truncate(min(self.offset, file.seek(0, os.SEEK_END)))
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append one line for each object; NaN and infinity become null."""

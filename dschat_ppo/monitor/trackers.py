@@ -178,7 +178,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Writes event files with scalars, texts, and the flags for the HParams tab. A resumed run writes
+    """Writes event files with scalars and texts, of which one has the flags. A resumed run writes
     another one; TensorBoard drops the points of earlier files from `first_step` on (`purge_step`)."""
 
     name = "tensorboard"
@@ -186,13 +186,9 @@ class TensorBoardTracker:
 
     def __init__(self, tracking: Tracking, start: Start):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(tracking.tensorboard), purge_step=start.first_step)
-        # Without an experiment summary, the HParams tab finds flags and metrics itself: all scalars, the last value.
-        flags = {name: _hparam(value) for name, value in tracking.flags.items()}
-        _, began, self._ended = hparams(flags, {})
-        self._writer._get_file_writer().add_summary(began)
+        self._writer.add_text("flags", "\n".join(f"    {name}: {value}" for name, value in tracking.flags.items()))
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
@@ -203,15 +199,8 @@ class TensorBoardTracker:
             self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, answers)), step)
 
     def close(self, succeeded: bool) -> None:
-        """See `Tracker`. TensorBoard marks a run as finished, and has no mark for a failed one."""
-        if succeeded:
-            self._writer._get_file_writer().add_summary(self._ended)
+        """See `Tracker`. TensorBoard has no mark for the end of a run."""
         self._writer.close()
-
-
-def _hparam(value: Any) -> float | str:
-    """A flag as a number or a text; `hparams` would make numbers of True and False."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _markdown(answer: Answer) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from collections.abc import Callable
 
-from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError
 
 DONE = 0  # finished, or stopped on request with everything saved
 UNEXPECTED = 1  # any other exception; also a second Ctrl-C
@@ -25,6 +27,15 @@ _DISCONNECTED = (
     "recvValue failed", "failed to recv", "Connection was likely closed", "remote process exited", "ncclRemoteError",
     "ncclSystemError", "NCCL communicator was aborted",
 )  # fmt: skip
+
+
+def exit_code_of(work: Callable[[], int | None]) -> int:
+    """Do the work of a tool; its exit code. What the user has to correct is one line."""
+    try:
+        return work() or DONE
+    except (UserError, NonFiniteError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return exit_code(problem)
 
 
 def exit_code(problem: BaseException) -> int:

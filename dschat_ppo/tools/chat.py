@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser
-from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.runtime.exit_codes import DONE, NOT_FINITE, USER_ERROR
+from dschat_ppo.errors import UserError
+from dschat_ppo.runtime.exit_codes import DONE, exit_code_of
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 from dschat_ppo.tools.web_server import listen
 
@@ -91,13 +91,7 @@ def main(argv: Sequence[str]) -> int:
     """Chat; returns the exit code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        chat(*read_arguments(argv))
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return USER_ERROR
-    except NonFiniteError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return NOT_FINITE
+        return exit_code_of(lambda: chat(*read_arguments(argv)))
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:  # while loading

@@ -19,20 +19,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dschat_ppo.errors import NonFiniteError, StorageError, UserError
-from dschat_ppo.runtime.exit_codes import DONE, exit_code
+from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.runtime.exit_codes import exit_code_of
 from dschat_ppo.tools.evaluate_flags import Wanted, read_arguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate; returns the exit code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        _evaluate(read_arguments(argv, __doc__))
-    except (UserError, NonFiniteError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return exit_code(problem)
-    return DONE
+    return exit_code_of(lambda: _evaluate(read_arguments(argv, __doc__)))
 
 
 def _evaluate(wanted: Wanted) -> None:

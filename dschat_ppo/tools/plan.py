@@ -25,7 +25,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.runtime.exit_codes import DONE, exit_code
+from dschat_ppo.runtime.exit_codes import exit_code_of
 
 if TYPE_CHECKING:  # it needs torch
     from dschat_ppo.planner.plan_step import Plan
@@ -88,13 +88,7 @@ def step_config(step: str, rest: Sequence[str]) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Plan and print; returns the exit code."""
-    try:
-        words, rest = read_words(argv)
-        _print_plan(words, rest, step_config(words.step, rest))
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return exit_code(problem)
-    return DONE
+    return exit_code_of(lambda: _print_plan(*read_words(argv)))
 
 
 def settings_folder(name: str, flag: str) -> str:
@@ -109,7 +103,8 @@ def settings_folder(name: str, flag: str) -> str:
         return str(Path(huggingface_hub.hf_hub_download(name, "config.json")).parent)
 
 
-def _print_plan(words: argparse.Namespace, rest: list[str], config: StepConfig) -> None:
+def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
+    config = step_config(words.step, rest)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face

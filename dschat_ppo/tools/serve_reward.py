@@ -24,7 +24,7 @@ from typing import Any
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.exit_codes import USER_ERROR
+from dschat_ppo.runtime.exit_codes import exit_code_of
 from dschat_ppo.tools.web_server import OWN_NAMES, RefusedError, check_origin, listen, serve_until_stopped
 
 
@@ -122,12 +122,7 @@ def serve(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Serve; returns the exit code."""
-    try:
-        serve(argv)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return USER_ERROR
-    return 0
+    return exit_code_of(lambda: serve(argv))
 
 
 if __name__ == "__main__":

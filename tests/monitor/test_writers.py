@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Answer, Start, Tracking
@@ -38,25 +37,6 @@ def test_nan_and_infinity_are_written_as_null(tmp_path):
     assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (1, None, None, 0.5)
     assert (second["step"], second["loss"]) == (2, 2.0)
     assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
-
-
-def test_a_metrics_file_with_lost_lines_is_reported(tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(logger(), "warning", warnings.append)
-    with MetricsWriter(tmp_path, None) as writer:
-        writer.write(1, {"loss": 2.0})
-        offset = writer.saved_offset()
-        writer.write(2, {"loss": 1.0})
-    for resumed in ((offset, 2), (0, 2)):
-        with MetricsWriter(tmp_path, None, resumed):
-            pass
-    assert warnings == []
-    (tmp_path / "metrics.jsonl").write_bytes(b'{}\n{"step": 1')
-    with MetricsWriter(tmp_path, None, (offset, 2)):
-        pass
-    assert len(warnings) == 1
-    assert f"{tmp_path}/metrics.jsonl: has 13 bytes, but {offset} when" in warnings[0]
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"{}\n"
 
 
 def test_the_result_is_json_without_partial_files(tmp_path):
