@@ -33,6 +33,9 @@ def write(path: Path) -> None:
     table = pa.Table.from_pylist(ROWS)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as sink:
+            sink.write(text.encode())
     elif path.name == "array.json":
         path.write_text(json.dumps(ROWS))
     elif path.suffix == ".jsonl":
@@ -73,7 +76,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(parts, "BATCH_BYTES", 400)
 
 
-FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.csv", "a.txt"]
+FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.csv", "a.txt"]
 
 
 @pytest.mark.parametrize("name", FILES)
