@@ -46,22 +46,15 @@ class EncodedExample:
 
 @dataclass(frozen=True)
 class _Texts:
-    """What is encoded of an example.
+    """What is encoded of an example."""
 
-    Attributes:
-        prompt: text, with the opening of the assistant's turn if it is a chat.
-        has_own_bos: whether the tokenizer adds no tokens of its own, such as BOS, to the prompt.
-        before: texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these
-            are removed: some tokenizers put a space before every text.
-        answers: text and id of the final token of each.
-        spans: characters of `prompt` that are earlier answers.
-    """
-
-    prompt: str
-    has_own_bos: bool
+    prompt: str  # with the opening of the assistant's turn if it is a chat
+    has_own_bos: bool  # the tokenizer adds no tokens of its own, such as BOS, to the prompt
+    # Texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these are removed:
+    # some tokenizers put a space before every text.
     before: tuple[str, ...]
-    answers: list[tuple[str, int]]
-    spans: list[Span]
+    answers: list[tuple[str, int]]  # text and id of the final token of each
+    spans: list[Span]  # characters of `prompt` that are earlier answers
 
     def after(self) -> list[str]:
         """The texts from which the ids of the answers are taken first."""
@@ -265,13 +258,10 @@ class _Encoder:
 def joined_steps(example: Example, separator: str) -> Example:
     """The example with one answer: its steps with `separator` between them, which is removed from their ends.
     `UserError` if there are no steps or labels, or a step is empty or contains the separator."""
-    steps = []
+    steps, ends = list[str](), re.escape(separator)
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
-        while step.startswith(separator):
-            step = step.removeprefix(separator)
-        while step.endswith(separator):
-            step = step.removesuffix(separator)
+        step = re.sub(rf"\A(?:{ends})+|(?:{ends})+\Z", "", step)
         if not step.strip():
             raise UserError(f"step {number} is empty")
         if separator in step:

@@ -20,10 +20,10 @@ from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schedule_flags import ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import rows_at_hand
+from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter

@@ -23,10 +23,10 @@ from dschat_ppo.config.run_flags import ConsoleFlags, RunFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
-from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.examples import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples, readable_text, text_between
+from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted

@@ -20,8 +20,7 @@ from dschat_ppo.checkpoint.store import MANIFEST, CheckpointFolder, Manifest, da
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.retired_flags import note_on_retired
-from dschat_ppo.data.chat_templates import with_template_flags
-from dschat_ppo.data.templates import answer_ends
+from dschat_ppo.data.templates import answer_ends, with_template_flags
 from dschat_ppo.engine.averages import whole_averages
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings

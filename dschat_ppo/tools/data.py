@@ -87,9 +87,9 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     # after the flags are checked: it takes seconds
     from datasets import Dataset
 
-    from dschat_ppo.data.chat_templates import with_template_flags
     from dschat_ppo.data.prepare import Preparation
     from dschat_ppo.data.sample_text import log_samples
+    from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_files import settings_only
     from dschat_ppo.models.model_folders import model_folder
     from dschat_ppo.models.tokenizers import load_tokenizer

@@ -22,8 +22,8 @@ from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.batches import collate_pairs, collate_prompts
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.chat_templates import with_template_flags
 from dschat_ppo.data.prepare import prepare_whole
+from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.loading import (
     check_sequence_classifier,

@@ -9,9 +9,8 @@ from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.chat_templates import NAMED, template_of_file, with_template_flags
 from dschat_ppo.data.encode import encode_prompt
-from dschat_ppo.data.templates import answer_ends, turn_end
+from dschat_ppo.data.templates import NAMED, answer_ends, template_of_file, turn_end, with_template_flags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model

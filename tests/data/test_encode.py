@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.data import encode
-from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.encode import (
     EncodedExample,
     check_size,
@@ -18,7 +17,7 @@ from dschat_ppo.data.encode import (
     encode_prompt,
 )
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import render, turn_end
+from dschat_ppo.data.templates import NAMED, named_template, render, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import addition
 

@@ -3,9 +3,9 @@
 import pytest
 from tiny_tokenizers import tokenizer_of
 
-from dschat_ppo.data.chat_templates import named_template
 from dschat_ppo.data.encode import EncodedExample, encode_prompt
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.templates import named_template
 from dschat_ppo.data.tokenise import Fitted, fit, fixed_ends
 
 P = Fitted.PROMPT_CUT

@@ -31,13 +31,13 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.batches import epoch_order
-from dschat_ppo.data.chat_templates import NAMED, named_template
 from dschat_ppo.data.examples import PARTS
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.mixture import SPLIT_SEED, rows_of_step
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
+from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 

@@ -7,10 +7,9 @@ import pytest
 from test_encode import CASES, TEMPLATES, chat_tokenizer
 from tiny_tokenizers import KINDS, tokenizer_of
 
-from dschat_ppo.data.chat_templates import NAMED
 from dschat_ppo.data.encode import _Encoder, encode_examples, encode_prompt
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import turn_end
+from dschat_ppo.data.templates import NAMED, turn_end
 from dschat_ppo.errors import UserError
 
 TALK = [
