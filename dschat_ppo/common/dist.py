@@ -140,11 +140,7 @@ def gather_data_cat(value: Tensor) -> Tensor:
 
 def gather_sequence_cat(value: Tensor) -> Tensor:
     """`gather_cat` of the ranks with which this process shares its rows."""
-    if sequence_ranks() == 1:
-        return value
-    parts = [torch.empty_like(value) for _ in range(sequence_ranks())]
-    torch_dist.all_gather(parts, value.contiguous(), group=sequence_group())
-    return torch.cat(parts)
+    return value if sequence_ranks() == 1 else gather_cat(value, sequence_group())
 
 
 def broadcast(value: Tensor, source: int) -> Tensor:

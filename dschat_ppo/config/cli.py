@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
@@ -25,7 +25,6 @@ from dschat_ppo.errors import UserError, printable_line, reading, without_creden
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
-MOST_COUNT = 2**31 - 1  # several libraries store counts as 32-bit integers
 _ALL_FLAGS = "(all flags: --help all)"
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
@@ -77,13 +76,9 @@ def _yaml_arguments(path: str, known: set[str]) -> list[str]:
 
 def _config_path(argv: Sequence[str]) -> str | None:
     """The value of `--config`, which is needed before the full parse because the file adds arguments to it."""
-    path = None
-    for position, word in enumerate(argv):
-        if word.startswith("--config="):
-            path = word.split("=", 1)[1]
-        elif word == "--config":
-            require(position + 1 < len(argv), "--config needs a file name")
-            path = argv[position + 1]
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    path: str | None = parser.parse_known_args(argv)[0].config
     return path
 
 
@@ -178,10 +173,9 @@ def _check_values(values: dict[str, Any]) -> None:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and _IS_A_PATH.search(name):
                 _check_path(name, item)
-            elif isinstance(item, int) and "seed" not in name:
-                require(abs(item) <= MOST_COUNT, f"--{name} {item}: must be below 2^31, to fit in 32 bits")
             elif isinstance(item, int):
-                require(item < 2**63, f"--{name} {item}: must be below 2^63, to fit in 64 bits")
+                bits = 63 if "seed" in name else 31
+                require(abs(item) < 2**bits, f"--{name} {item}: must be below 2^{bits}, to fit in {bits + 1} bits")
             elif isinstance(item, float):
                 usable = item == 0 or LEAST_NUMBER <= abs(item) <= MOST_NUMBER
                 require(usable, f"--{name} {item}: must be 0, or between 1e-30 and 1e30 in magnitude, as fp32 requires")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,9 +149,9 @@ def extent(points: Points) -> list[str]:
 
 
 def overview(runs: Sequence[Run], now: float) -> Table:
-    """What the runs are and how far they came: kind, state, main metrics, models, data, algorithm and rewards."""
+    """What the runs are and how far they came: kind, state, main metrics and models."""
     shown = [(name, words) for name, words in HEADLINES.items() if any(name in run.metrics for run in runs)]
-    about = [described(run) for run in runs]
+    models = dict.fromkeys(label for run in runs for label in run.models)
     rows = [
         ("kind", *(run.kind for run in runs)),
         ("state", *(state(run, now) for run in runs)),
@@ -160,27 +160,10 @@ def overview(runs: Sequence[Run], now: float) -> Table:
                        if any(run.times.values()) else "-" for run in runs)),
         ("times started", *(starts(run) for run in runs)),
         *((words, *(change(run, name) for run in runs)) for name, words in shown),
-        *((label, *(one.get(label, "-") for one in about)) for label in dict.fromkeys(chain.from_iterable(about))),
+        *((label, *(text_of(run.models.get(label)) for run in runs)) for label in models),
         ("folder", *(str(run.folder) for run in runs)),
     ]  # fmt: skip
     return Table("Runs; numbers are first → last", ("", *(run.name for run in runs)), rows)
-
-
-def described(run: Run) -> dict[str, str]:
-    """What a run trains, on what and by what: the label of a row -> its text."""
-    given = {name: value for name, value in run.config.items() if value not in (None, [])}
-    found: dict[str, Any] = dict(run.models)
-    algorithm = {"advantage_estimator": "advantages", "policy_loss": "policy loss", "objective": "objective"}
-    found["algorithm"] = [f"{given[flag]} {what}" for flag, what in algorithm.items() if flag in given]
-    if "actor_model_name_or_path" in given:
-        model = given.get("reward_model_name_or_path", given.get("critic_model_name_or_path"))
-        learned = [model] if given.get("use_reward_model") else []
-        rules = given.get("reward_function", [])
-        found["reward"] = [*learned, *(rules if isinstance(rules, list) else [rules]), given.get("remote_reward_url")]
-    found |= {"data": given.get("data_path"), "held-out data": given.get("eval_data_path")}
-    found["held-out reward"] = given.get("eval_reward_function")
-    rows = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
-    return {name: text for name, value in rows.items() if (text := ", ".join(str(part) for part in value if part))}
 
 
 def state(run: Run, now: float) -> str:
