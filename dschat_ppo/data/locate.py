@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -212,13 +213,11 @@ def _split_of(path: Path, folder: Path) -> str:
 # The hub
 
 
-def hub_dataset(
-    spec: str, config: str | None, root: str | None, flag: str = "--data_path"
-) -> datasets.DatasetDict | Path:
+def hub_dataset(spec: str, config: str | None, root: str | None, flag: str = "--data_path") -> DatasetDict | Path:
     """The splits of a hub data set, through the cache of `datasets` in the folder `root`, None for its own. If the hub
     cannot be reached, that of an earlier download, or else the folder with its files that `hf download` has made."""
     try:
-        with reading(spec):
+        with _hub(spec, flag):
             splits = datasets.load_dataset(spec, config, cache_dir=root and os.path.expanduser(root))
     except UserError as problem:
         if isinstance(problem.__cause__, ConnectionError):
@@ -226,37 +225,38 @@ def hub_dataset(
                 folder = Path(snapshot_download(spec, repo_type="dataset", local_files_only=True))
                 logger().info(f"data: {spec}: the hub cannot be reached; an earlier download is used: {folder}")
                 return folder
-        raise _hub_problem(problem, spec, flag) from problem.__cause__
+        raise
     for rows in splits.values():
         for file in rows.cache_files:
             sync_folder(Path(file["filename"]).parent)
     return splits
 
 
-def hub_stream(
-    spec: str, config: str | None, flag: str = "--data_path"
-) -> tuple[str, dict[str, datasets.IterableDataset]]:
+def hub_stream(spec: str, config: str | None, flag: str = "--data_path") -> tuple[str, dict[str, IterableDataset]]:
     """(what identifies the revision of a hub data set, its splits, to be read from the hub row by row)."""
-    try:
-        with reading(spec):
-            builder = datasets.load_dataset_builder(spec, config)
-            splits = builder.as_streaming_dataset()
-    except UserError as problem:
-        raise _hub_problem(problem, spec, flag) from problem.__cause__
+    with _hub(spec, flag):
+        builder = datasets.load_dataset_builder(spec, config)
+        splits = builder.as_streaming_dataset()
     return str(builder.hash), {str(name): rows for name, rows in splits.items()}
 
 
-def _hub_problem(problem: UserError, spec: str, flag: str) -> UserError:
-    cause = problem.__cause__ or problem
-    if isinstance(cause, datasets.exceptions.DatasetGenerationError):  # its own text names no cause
-        cause = cause.__cause__ or cause
-    text = in_one_line(cause)
-    hint = ""
-    if isinstance(cause, PermissionError) or getattr(cause, "errno", None) in (errno.EROFS, errno.ENOSPC):
-        return UserError(f"{flag} {spec}: cannot be stored ({text}); --data_output_path names another folder")
-    if isinstance(cause, ConnectionError):
-        hint = "; download it on a machine with network and give the local folder"
-    elif "config" in text.lower():
-        hint = f"; a configuration is named as in {spec}:CONFIG"
-    what = f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"
-    return UserError(f"{what}: {text}{hint}{nearest_path(spec)}")
+@contextmanager
+def _hub(spec: str, flag: str) -> Iterator[None]:
+    """Tell in one line what is wrong with a hub data set, and what to do."""
+    try:
+        with reading(spec):
+            yield
+    except UserError as problem:
+        cause = problem.__cause__ or problem
+        if isinstance(cause, DatasetGenerationError):  # its own text names no cause
+            cause = cause.__cause__ or cause
+        text, hint = in_one_line(cause), ""
+        if isinstance(cause, PermissionError) or getattr(cause, "errno", None) in (errno.EROFS, errno.ENOSPC):
+            told = f"{flag} {spec}: cannot be stored ({text}); --data_output_path names another folder"
+            raise UserError(told) from cause
+        if isinstance(cause, ConnectionError):
+            hint = "; download it on a machine with network and give the local folder"
+        elif "config" in text.lower():
+            hint = f"; a configuration is named as in {spec}:CONFIG"
+        what = f"{flag} {spec}: neither a local file or folder nor a hub data set that can be read"
+        raise UserError(f"{what}: {text}{hint}{nearest_path(spec)}") from cause

@@ -73,7 +73,7 @@ def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
         share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
         if share.bounds[0] == share.bounds[1]:
             raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
-    tokenise = partial(_token_batch, columns=found.columns, settings=settings, skips=flags.bad_rows != "error")
+    tokenise = partial(_token_batch, columns=found.columns, settings=settings)
     key = "\0".join(map(str, [source.weight, share, *settings.identity(), *(part.key for part in found.parts)]))
     content = "\0".join(map(content_of, found.parts))
     return StreamSource(source.name, source.weight or 1.0, found.parts, share, tokenise, flags.bad_rows, key, content)
@@ -96,30 +96,25 @@ def start(
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
     key = token_key("\0".join(source.key for source in sources), tokenizer)
     content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
-    features = Features({**_columns(use), "source": Value("int32")})
+    features = Features({**token_features(use), "source": Value("int32")})
     rows = StreamedRows(flags.data_output_path, key, sources, flags.streaming_rows or 0, features, content)
     if set(FITTED_NAMES.values()).intersection(rows.counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
         raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
     return rows
 
 
-def _columns(use: str) -> Features:
-    """Columns of a token row; without its digest, which only a table of all rows needs."""
-    return Features({name: kind for name, kind in token_features(use).items() if name != "digest"})
-
-
-def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings, skips: bool) -> TokenBatch:
+def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings) -> TokenBatch:
     """The token rows of a batch that are kept; see `StreamSource.tokenise`."""
-    raw_rows = [dict.fromkeys(columns) | row for row in batch.rows]
-    found = tokenise_batch(raw_rows, batch.origins, settings)
-    bad = [row for row in found if row["problem"] is not None]
-    for row in bad:
-        message = row["problem"].partition("\n")[0]
-        if row["fitted"] == Fitted.TOO_LONG or not skips:
-            raise UserError(message if row["fitted"] == Fitted.TOO_LONG else f"{message}; {WAY_OUT}")
-    made = [row for row in found if row["problem"] is None]
-    names = list(_columns(settings.use))
+    found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
+    made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]
+    messages = [row["problem"].partition("\n")[0] for row in bad]
+    for row, message in zip(bad, messages, strict=True):
+        if row["fitted"] == Fitted.TOO_LONG:
+            raise UserError(message)
+        if settings.flags.bad_rows == "error":
+            raise UserError(f"{message}; {WAY_OUT}")
+    names = list(token_features(settings.use))
     rows = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
     counts = Counter(FITTED_NAMES[Fitted(row["fitted"])] for row in made)
     counts[NOTHING] = len(batch.rows) - len({row["number"] for row in found})
-    return TokenBatch(rows, dict(counts), len(bad), bad[0]["problem"].partition("\n")[0] if bad else "")
+    return TokenBatch(rows, dict(counts), len(bad), messages[0] if bad else "")

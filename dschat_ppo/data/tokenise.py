@@ -274,12 +274,10 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Token rows of the raw rows `numbers` of one data set, in the order of the file, and what `prepare` must know of
-    each, (N,) arrays."""
+    """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays."""
 
     raw: Rows
     origins: Origins
-    numbers: np.ndarray  # of raw rows, in the order of use
     rows: Dataset  # the columns of `token_features`
     number: np.ndarray  # int64, of the raw row; rising
     fitted: np.ndarray  # int8, see `Fitted`
@@ -336,7 +334,7 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: To
         for name in ("number", "fitted", "tokens")
     )
     kept, problems = rows.select_columns(list(columns)), rows.data.column("problem")
-    return TokenTable(raw, origins, numbers, kept, number, fitted, tokens, problems)
+    return TokenTable(raw, origins, kept, number, fitted, tokens, problems)
 
 
 def mapped(
