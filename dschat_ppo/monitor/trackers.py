@@ -7,14 +7,12 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.extras import require_extra
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, in_one_line
 from dschat_ppo.monitor.json_lines import storage_errors
 
@@ -105,25 +103,11 @@ def check_wandb() -> None:
 
 
 def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
-    """Begin the run in each library, or continue it. Call it on rank 0. If one does not begin it (`UserError`), the
-    runs that the libraries before it began are closed as failed."""
-    opened: list[Tracker] = []
-    with ExitStack() as begun:
-        for library in tracking.libraries:
-            is_board = library == "tensorboard"
-            tracker = TensorBoardTracker(tracking, start) if is_board else WandbTracker(library, tracking, start)
-            opened.append(tracker)
-            begun.callback(_close_as_failed, tracker)
-        begun.pop_all()
-    return opened
-
-
-def _close_as_failed(tracker: Tracker) -> None:
-    """Close the run of a tracker. A failure is only a warning, because it must not hide why the run ends."""
-    try:
-        tracker.close(succeeded=False)
-    except tracker.failures as problem:
-        logger().warning(f"{tracker.name} cannot be closed: {in_one_line(problem)}")
+    """Begin the run in each library, or continue it. Call it on rank 0. `UserError` if one does not begin it."""
+    return [
+        TensorBoardTracker(tracking, start) if library == "tensorboard" else WandbTracker(library, tracking, start)
+        for library in tracking.libraries
+    ]
 
 
 class WandbTracker:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,33 +74,6 @@ def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):
     trackers.check_trackers(["trackio"])
     with pytest.raises(UserError, match="there is no key"):
         trackers.check_trackers(["wandb"])
-
-
-class Begun:
-    """A tracker that begins, unless its library is "wandb", and closes, unless this is the first."""
-
-    failures, name, closed = (OSError,), "begun", list[bool]()
-
-    def __init__(self, library, tracking, start):
-        if library == "wandb":
-            raise UserError("there is no server")
-
-    def close(self, succeeded):
-        self.closed.append(succeeded)
-        if len(self.closed) == 1:
-            raise OSError("the network is down")
-
-
-def test_a_tracker_that_cannot_begin_closes_those_begun_before_it(monkeypatch, tmp_path, said):
-    """One that cannot be closed does not hide why the run ends."""
-    monkeypatch.setattr(trackers, "WandbTracker", Begun)
-    monkeypatch.setattr(Begun, "closed", closed := [])
-    tracking = replace(tracking_in(tmp_path, "trackio"), libraries=("trackio", "other", "wandb", "trackio"))
-    with pytest.raises(UserError, match="^there is no server$"):
-        trackers.open_trackers(tracking, Start())
-    assert closed == [False, False] and said == ["begun cannot be closed: the network is down"]
-    assert len(trackers.open_trackers(replace(tracking, libraries=("trackio", "other")), Start())) == 2
-    assert closed == [False, False], "trackers that begin stay open"
 
 
 def test_the_libraries_that_the_flags_name_are_opened(tmp_path):
