@@ -352,6 +352,7 @@ def test_picture_parts_of_messages_go_with_the_ignored_column():
     with pytest.raises(UserError, match="part of type 'image'"):
         read(rows, "sft")
     assert read(rows, "sft", ignore_columns=["images"])[0].prompt[0]["content"] == "Where?"
+    assert form_of(rows, ignore_columns=["images"]).warning == "", "the first rows fit"
 
 
 def test_who_answered_is_no_content_and_a_question_with_a_response_is_read():

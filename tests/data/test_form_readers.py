@@ -281,6 +281,10 @@ BAD = {
         "has 1 completions, but 'chosen_completion' is 1", [PRM800K],
     ),
     "prm: human": (prm(STEP), "steps", "has a completion without 'text'", [PRM800K]),
+    "a conversation that is answered twice": (
+        {"conversations": [ASK, HALL], "chosen": "a", "rejected": "b"}, "prompt",
+        "the prompt in 'conversations' ends with the assistant's",
+    ),
     "a prompt of another column": (
         {"chat": [ASK, HALL]}, "prompt", "the prompt in 'chat' ends with the assistant's", {"prompt_column": "chat"}
     ),
