@@ -16,6 +16,7 @@ Row = dict[str, Any]
 # What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
 Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
 PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}  # the share of --data_split
+SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
 # the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"

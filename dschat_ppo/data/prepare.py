@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import datasets
 import numpy as np
-from datasets import Dataset
+import torch
+from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import too_many, way_out
-from dschat_ppo.data.examples import PARTS, Use, limit_flag
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.mixture import SPLIT_SEED, Part, hold_out, joined, mix, rows_of_step
 from dschat_ppo.data.rows import Origins, Rows, Splits, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.stream_sources import find_rows, start, stream_of
@@ -37,6 +39,7 @@ from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
 _SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
+_HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
 EVAL_FLAG = "--eval_data_path"
 Numbers = tuple[np.ndarray, str, bool]  # of rows in the order of use, suffix of their name in the log, for training?
 
@@ -50,6 +53,16 @@ class TokenRows:
     eval: Dataset | None
     sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the order of the
+    file."""
+
+    source: DataSource
+    rows: Dataset
+    order: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class Preparation:
             self.tokenise(source, raw, splits.origins, settings, [(numbers, "", False)])
             return
         if source.flag == "--data_path":
-            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use], SPLIT_SEED)
+            numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[self.use])
             if len(numbers) == 0:
                 raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
             if len(numbers) < len(raw):
@@ -107,7 +120,7 @@ class Preparation:
                 logger().info(f"data: {source.spec}: this step uses {used}")
         evaluates, held_out = self.eval_fraction is not None and not self.eval_paths, numbers[:0]
         if evaluates and splits.eval is None:
-            numbers, held_out = hold_out(numbers, self.eval_fraction or 0, SPLIT_SEED)
+            numbers, held_out = hold_out(numbers, self.eval_fraction or 0)
         self.tokenise(source, raw, splits.origins, settings, [(numbers, "", True), (held_out, " (eval)", False)])
         if splits.eval is None:
             return
@@ -214,6 +227,71 @@ class Preparation:
         return TokenRows(train, evaluation or None, names, eval_names)
 
 
+# Which rows of each data set a step uses, and in which order: they depend on counts and one seed alone, so they are
+# equal on every rank and after a resume.
+
+
+def rows_of_step(count: int, shares: tuple[float, float, float], part: int) -> np.ndarray:
+    """(N,) int64, numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random,
+    disjoint and complete. All three steps see the same split of `count` rows, which `shares` decide."""
+    order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
+    bounds = [round(count * sum(shares[:i]) / sum(shares)) for i in range(4)]
+    return order[bounds[part] : bounds[part + 1]]
+
+
+def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split row numbers at random into (for training, held out). At least one row is held out and one is kept. Nothing
+    is held out if `fraction` is 0 or there is only one row."""
+    if fraction == 0 or len(numbers) < 2:
+        return numbers, numbers[:0]
+    count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
+    order = torch.randperm(len(numbers), generator=shared_generator(SPLIT_SEED, _HOLD_OUT)).numpy()
+    return numbers[order[count:]], numbers[order[:count]]
+
+
+def mix(parts: list[Part]) -> list[Part]:
+    """The parts with the rows that an epoch has of each: all of them as often as they fit, then a random remainder in
+    the order of the file. Data sets with a weight share the sum of their sizes in proportion to their weights, rounded
+    so that the total is exact; `@ROWS` sets a number; all others are used once."""
+    used = [len(part.order) if part.source.samples is None else part.source.samples for part in parts]
+    weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
+    weights = [float(parts[place].source.weight or 0) for place in weighted]
+    total, before = sum(len(parts[place].order) for place in weighted), 0
+    for number, place in enumerate(weighted, start=1):
+        bound = round(total * sum(weights[:number]) / sum(weights))
+        used[place], before = bound - before, bound
+    mixed = []
+    for number, (part, count) in enumerate(zip(parts, used, strict=True)):
+        there = len(part.order)
+        whole, rest = divmod(count, there)
+        chosen = torch.randperm(there, generator=shared_generator(SPLIT_SEED, _MIX, number))[:rest].sort().values
+        mixed.append(replace(part, order=np.concatenate([*[part.order] * whole, part.order[chosen.numpy()]])))
+        if len(parts) > 1 or count != there:
+            share = f"{count} rows of an epoch ({100 * count / sum(used):.1f} %)"
+            logger().info(f"data: {part.source.spec}: {share}, {count / there:.2f} times its {there}")
+    return mixed
+
+
+def joined(parts: list[Part]) -> tuple[Dataset, tuple[str, ...]]:
+    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order. And
+    the names of the data sets that this column numbers."""
+    names = tuple(dict.fromkeys(part.source.name for part in parts))
+    if not parts:
+        return Dataset.from_dict({}), names
+    tables, orders, before = [], [], 0
+    for part in parts:
+        source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
+        tables.append(part.rows.add_column("source", source, feature=Value("int32")))
+        orders.append(part.order + before)
+        before += len(part.rows)
+    order = np.concatenate(orders)
+    rows = datasets.concatenate_datasets(tables)
+    return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
+
+
+# Bad rows and repeated ones
+
+
 def report_unreadable(name: str, splits: Splits, policy: str) -> None:
     """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are too many."""
     lines = splits.skipped.count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
@@ -261,17 +339,14 @@ def repetitions(name: str, table: TokenTable, skips: bool) -> np.ndarray:
     return repeats
 
 
+# The whole
+
+
 def prepare(
-    use: Use,
-    tokenizer: PreTrainedTokenizerBase,
-    flags: DataFlags,
-    limit: int,
-    whole_paths: list[str] | None = None,
-    eval_paths: list[str] | None = None,
-    eval_fraction: float | None = None,
-    all_turns: bool = False,
+    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, whole_paths: list[str] | None = None,
+    eval_paths: list[str] | None = None, eval_fraction: float | None = None, all_turns: bool = False,
     step_separator: str = "\n",
-) -> TokenRows:
+) -> TokenRows:  # fmt: skip
     """Token rows of one step from all its data sets, of at most `limit` tokens.
 
     Args:

@@ -14,10 +14,9 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import WAY_OUT
 from dschat_ppo.data.cache import content_key, token_key
-from dschat_ppo.data.examples import PARTS, Use
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.locate import OpenSet, open_set
-from dschat_ppo.data.mixture import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart, HubPart, Part, Row
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.streaming import RawBatch, StepShare, StreamedRows, StreamSource, TokenBatch, raw_batches

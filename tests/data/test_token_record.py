@@ -34,8 +34,7 @@ from dschat_ppo.data.batches import epoch_order
 from dschat_ppo.data.examples import PARTS
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
-from dschat_ppo.data.mixture import SPLIT_SEED, rows_of_step
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import prepare, rows_of_step
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
@@ -165,7 +164,7 @@ def tokens_of(case: str, template: str) -> str:
         except UserError:  # the form has nothing for this use
             continue
         made = tokenise_batch(rows, [f"d, row {n}" for n in range(len(rows))], how)
-        order = rows_of_step(len(rows), parse_data_split(WHOLE[PARTS[use]]), PARTS[use], SPLIT_SEED)
+        order = rows_of_step(len(rows), parse_data_split(WHOLE[PARTS[use]]), PARTS[use])
         kept = [row for number in order for row in made if row["number"] == number and row["fitted"] != Fitted.DROPPED]
         is_bad = any(row["problem"] for row in made)
         if kept and not is_bad and any(row["fitted"] != Fitted.ANSWER_CUT for row in made):
