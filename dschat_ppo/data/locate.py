@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -102,7 +103,8 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
     """Find the parts of a data set. With `streaming` a hub data set is not downloaded."""
     what = f"{source.flag} {source.location}"
     path, config = Path(source.location), source.config
-    if is_hub_name(source.location):
+    # a builder such as `json` would read all such files of the working directory
+    if is_hub_name(source.location) and source.location not in _PACKAGED_DATASETS_MODULES:
         name, usual = HUB_NAMES.get(source.location, (source.location, None))
         config = source.config or usual
         shown = source.location + (f":{source.config}" if source.config else "")

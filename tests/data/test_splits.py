@@ -11,6 +11,7 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
+from dschat_ppo.data.locate import open_set
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.rows import ORIGIN, Rows, Splits, load_splits
 from dschat_ppo.data.sources import DataSource, parse_sources
@@ -53,6 +54,15 @@ def test_missing_files_are_named_with_their_flag(tmp_path, name):
     with pytest.raises(UserError, match=r"--data_path .*: no such file or folder") as problem:
         load(tmp_path, name)
     assert name in str(problem.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_missing_folder_that_is_named_like_a_builder_of_datasets(tmp_path, monkeypatch, streaming):
+    """`datasets` would read all JSON files of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "other.json", ROWS)
+    with pytest.raises(UserError, match="^--data_path json: no such file or folder"):
+        open_set(source_of("json"), str(tmp_path / "cache"), streaming)
 
 
 def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
