@@ -307,8 +307,8 @@ class Form:
             tools = tools or inside
         if tools and self.rendering == "text":
             name = reading.tools or "tools"
-            ways = f"{self._chat_way()}--ignore_columns {name} leaves them out"
-            raise UserError(f"'{name}' describes tools, which need the chat template; {ways}")
+            way = f"--ignore_columns {name} leaves them out" if reading.tools else "remove them from the rows"
+            raise UserError(f"'{name}' describes tools, which need the chat template; {self._chat_way()}{way}")
         return tools
 
     def _chat_way(self) -> str:
