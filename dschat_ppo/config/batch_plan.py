@@ -17,10 +17,6 @@ def times(count: int, factor: float) -> int:
     return ceil(count * Fraction(str(factor)))
 
 
-def _shown(epochs: float) -> str:
-    return f"{epochs:.15g}"  # 2.0 as 2
-
-
 @dataclass(frozen=True)
 class PackedRows:
     """With `--packing`: what the packed rows hold."""
@@ -73,14 +69,8 @@ class SupervisedPlan:
             *lines,
             ("global batch", _global_batch(self, self.per_device, row)),
             ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
-            ("optimizer steps in all", self._total_shown()),
+            ("optimizer steps in all", f"{self.total_steps}, {self.total_steps / steps:.3g} epochs"),
         ]
-
-    def _total_shown(self) -> str:
-        if self.max_steps:
-            return f"{self.max_steps} (--max_steps), {self.max_steps / self.steps_per_epoch:.3g} epochs"
-        product = f"{self.steps_per_epoch} x {_shown(self.epochs)}"
-        return f"{product if self.epochs == int(self.epochs) else f'ceil({product})'} = {self.total_steps}"
 
 
 def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, row: str) -> str:

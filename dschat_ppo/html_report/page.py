@@ -158,7 +158,7 @@ def overview(runs: Sequence[Run], now: float) -> Table:
         ("steps", *(f"{run.steps[-1]:,}" if run.steps[-1] else "0, evaluation without training" for run in runs)),
         ("duration", *(duration(max(run.times.values()) - min(filter(None, run.times.values()), default=0.0))
                        if any(run.times.values()) else "-" for run in runs)),
-        ("times started", *(starts(run) for run in runs)),
+        ("times started", *(str(len(run.starts) or "-") for run in runs)),
         *((words, *(change(run, name) for run in runs)) for name, words in shown),
         *((label, *(text_of(run.models.get(label)) for run in runs)) for label in models),
         ("folder", *(str(run.folder) for run in runs)),
@@ -172,12 +172,6 @@ def state(run: Run, now: float) -> str:
         return "finished"
     last = run.times[run.steps[-1]]
     return f"not finished; last step {duration(max(now - last, 0))} before this report" if last else "not finished"
-
-
-def starts(run: Run) -> str:
-    """How often a run was started, and at which steps it was resumed."""
-    steps = [f"{at:.0f}" for start in run.starts[1:] if (at := number_or_none(start.get("step"))) is not None]
-    return f"{len(run.starts)}, resumed at step {', '.join(steps)}" if steps else "1" if run.starts else "-"
 
 
 def change(run: Run, name: str) -> str:
