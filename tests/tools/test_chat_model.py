@@ -86,6 +86,9 @@ def test_seed_and_number_decide_the_random_numbers(plain):
 def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(plain):
     with pytest.raises(UserError, match="has .* tokens, but the model has 128 positions; begin a new one"):
         next(plain.answer([user("where is it " * 80)], GREEDY, 0))
+    full = next(text for n in range(999) if len(plain.prompt_ids([user(text := "a " * n)])) == 128)
+    with pytest.raises(UserError, match="has 128 tokens"):
+        next(plain.answer([user(full)], GREEDY, 0))
     with pytest.raises(UserError, match="no tokens"):
         next(plain.answer([user("")], GREEDY, 0))
     count = next(n for n in range(80) if len(plain.prompt_ids([user("where is it " * n)])) > 118)

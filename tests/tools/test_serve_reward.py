@@ -196,6 +196,21 @@ def test_concurrent_clients_get_their_own_scores(assets, address):
     assert [score for answer in answers for score in answer] == pytest.approx(expected, abs=1e-5)
 
 
+def test_requests_are_scored_one_after_another():
+    running, most = [], []
+
+    def score(texts):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.1)
+        running.pop()
+        return [0.0]
+
+    with served(score) as address, ThreadPoolExecutor(4) as threads:
+        assert [status for status, _ in threads.map(lambda _: ask(address, ["a"]), range(4))] == [200] * 4
+    assert most == [1] * 4
+
+
 def test_a_failing_model_and_a_score_that_is_not_finite():
     def score(texts):
         if texts == ["nan"]:
