@@ -130,6 +130,12 @@ def test_every_answer_cut_is_an_error(tmp_path):
         train(tmp_path, write(tmp_path / "data.jsonl", rows), limit=20)
 
 
+def test_truncation_error_ends_a_stream_also_with_bad_rows_skip(tmp_path):
+    path = write(tmp_path / "data.jsonl", [*ROWS[:50], ROWS[50] | {"chosen": "word " * 200}, *ROWS[51:]])
+    with pytest.raises(UserError, match=rf"^{path}, row 51: longer than the limit of 64 tokens"):
+        train(tmp_path, path, truncation="error", bad_rows="skip")
+
+
 def test_an_empty_data_set_and_rows_that_must_be_joined_are_refused(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="the data set is empty"):
