@@ -108,10 +108,9 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def check_size(text: str) -> int:
-    """The number of bytes of a text in UTF-8, at least: four for each character unless all are ASCII. `UserError` above
-    `MOST_BYTES`."""
-    size = len(text) if text.isascii() else 4 * len(text)
-    if size > MOST_BYTES and len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+    """The number of bytes of a text in UTF-8; `UserError` above `MOST_BYTES`."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MOST_BYTES:
         raise UserError(
             f"a text of {len(text):,} characters is too long for the tokenizer, which takes {MOST_BYTES >> 20} MiB at "
             "once; split it"

@@ -229,7 +229,7 @@ def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer
 
 def test_a_text_of_more_than_16_mib_is_refused():
     assert check_size("a" * 2**24) == 2**24
-    assert check_size("é" * 2**23) == 2**25  # an estimate; it has 2**24 bytes
+    assert check_size("é" * 2**23) == 2**24
     for text in ("a" * (2**24 + 1), "é" * 2**23 + "a"):
         with pytest.raises(UserError, match=f"^a text of {len(text):,} characters is too long for the tokenizer"):
             check_size(text)

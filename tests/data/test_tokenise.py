@@ -81,6 +81,13 @@ def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     assert problems[3].startswith("f, row 5, answer 2: the answer is empty: it has only the final token; the row: ")
 
 
+def test_tokens_are_counted_before_the_limit_and_those_of_blocks_after_it():
+    assert [row["tokens"] for row in batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)] == [30 + 4]
+    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
+    blocks = batch([{"text": "a" * 6}], form=form, limit=4)  # 7 tokens
+    assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCK)] * 2
+
+
 def test_rows_that_the_limit_drops_are_marked():
     found = batch([{"prompt": "p", "answers": ["a" * 50, "b"]}], limit=20, truncation="drop")
     assert [row["fitted"] for row in found] == [Fitted.DROPPED, Fitted.WHOLE]
