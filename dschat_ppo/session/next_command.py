@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
-import torch
-
 import dschat_ppo
 from dschat_ppo.common import dist
 from dschat_ppo.common.paths import shown_path
@@ -19,7 +17,6 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU of this machine
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
 
 
@@ -32,29 +29,19 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     """The command that runs `training/FOLDER/main.py WORDS` on as many ranks of each machine as this run, for a shell.
 
     It is the installed command, such as `dschat-ppo`, if one has started this run or there is no source tree. On a CPU
-    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank. On some
-    of a machine's GPUs it sets `CUDA_VISIBLE_DEVICES`, which the launcher has set for this run.
+    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank.
     """
     main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
     ranks, on_gpus = dist.local_world_size(), dist.on_gpu()
-    all_ranks = torch.cuda.device_count() if on_gpus else 1
-    devices: str | None = None
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpus else None
-    if shown and len(shown.split(",")) != (gpus := len(os.listdir(GPUS)) if GPUS.is_dir() else 0):
-        if dist.machines() == 1:
-            devices = shown
-        else:  # a hostfile overrides the variable
-            all_ranks = gpus
-    count = [] if ranks == all_ranks else ["--num_accelerators", str(ranks)]
+    count = ["--num_accelerators", str(ranks)]
     if _is_installed_command() or not main.is_file():
-        program = [_program(f"dschat-{folder.partition('_')[2]}"), *count]
-    elif ranks == 1 == all_ranks and dist.machines() == 1:
+        program = [_program(f"dschat-{folder.partition('_')[2]}"), *(count if ranks > 1 or on_gpus else [])]
+    elif ranks == 1 and dist.machines() == 1:
         program = [_program("python"), shown_path(main)]
     else:
         program = [_program("deepspeed"), *count, shown_path(main)]
     threads = os.environ.get("OMP_NUM_THREADS") if ranks > 1 and not on_gpus else None
-    variables = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": devices}
-    prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
+    prefix = f"OMP_NUM_THREADS={shlex.quote(threads)} " if threads else ""
     return prefix + shlex.join([*program, *map(shown_path, words)])
 
 

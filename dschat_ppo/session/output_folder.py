@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.checkpoint.identity import FLAGS, LENGTH, compare_configs, format_diff, is_inside
+from dschat_ppo.checkpoint.identity import LENGTH, compare_configs, format_diff, is_inside
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
@@ -221,22 +221,12 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The flags of the earlier run in an output folder, by name; None if neither file has them. If `config.yaml` cannot
-    be read, it is restored from the newest intact checkpoint."""
+    """The flags of the earlier run in an output folder, by name; None if `config.yaml` cannot be read."""
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
         saved = None
-    if isinstance(saved, dict):
-        return saved
-    checkpoints = CheckpointFolder(folder)
-    name, _ = checkpoints.newest_intact(checksums=False)
-    if name is None:
-        return None
-    saved = {flag: value for flag, value in Manifest.read(checkpoints.root / name).config.items() if flag in FLAGS}
-    path = write_config(saved, folder)
-    logger().warning(f"{path} could not be read; it is restored from checkpoint {name}")
-    return saved
+    return saved if isinstance(saved, dict) else None
 
 
 def _has_steps(metrics: Path) -> bool:
@@ -285,8 +275,8 @@ def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resum
 def restore_metrics(output: Path, checkpoint: Path) -> None:
     """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved.
 
-    A file whose lines are not those of the run (changed, doubled, with other line ends, added by hand) is kept under
-    another name. Later lines of the run itself stay; `MetricsWriter` cuts them off, since their steps are repeated.
+    A file with other lines is kept under another name. `MetricsWriter` cuts off what follows them, since these steps
+    are repeated.
     Checkpoints of an earlier version hold no copy of the metrics: then nothing is done.
     """
     manifest, path = Manifest.read(checkpoint), output / METRICS
@@ -294,8 +284,7 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
     if saved is None:
         return
     content = path.read_bytes() if path.exists() else b""
-    is_prefix = hashlib.sha256(content[: saved["bytes"]]).hexdigest() == saved["sha256"]
-    if is_prefix and _are_later_steps(content[saved["bytes"] :], manifest.step):
+    if hashlib.sha256(content[: saved["bytes"]]).hexdigest() == saved["sha256"]:
         return
     kept = keep_old_metrics(path) if content else None
     write_file(path, (checkpoint / METRICS).read_bytes())
@@ -311,19 +300,6 @@ def keep_old_metrics(path: Path) -> Path:
     kept = path.rename(path.parent / f"metrics.{number}.jsonl")
     sync_entries(path.parent)
     return kept
-
-
-def _are_later_steps(lines: bytes, step: int) -> bool:
-    """Whether these are lines of later steps in ascending order. The last line may be incomplete."""
-    for line in lines.split(b"\n")[:-1]:
-        try:
-            later = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):  # not JSON, without a step, not an object
-            return False
-        if type(later) is not int or later <= step or line.endswith(b"\r"):
-            return False
-        step = later
-    return True
 
 
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:

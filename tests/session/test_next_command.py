@@ -26,52 +26,32 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def set_up(ranks, device="cpu", gpus=0, threads=None, machines=1):
+    def set_up(ranks, device="cpu", threads=None, machines=1):
         monkeypatch.setenv("WORLD_SIZE", str(ranks * machines))
         monkeypatch.setenv("LOCAL_SIZE", str(ranks))
         monkeypatch.setattr(next_command.dist, "on_gpu", lambda: device == "cuda")
-        monkeypatch.setattr(next_command.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
 
     return set_up
 
 
-@pytest.mark.parametrize(("ranks", "device", "gpus", "threads", "start"), [
-    (1, "cpu", 0, "2", "python"), (2, "cpu", 0, None, "deepspeed --num_accelerators 2"),
-    (2, "cpu", 0, "4", "OMP_NUM_THREADS=4 deepspeed --num_accelerators 2"),
-    (1, "cuda", 1, "4", "python"), (1, "cuda", 8, "4", "deepspeed --num_accelerators 1"),
-    (8, "cuda", 8, "4", "deepspeed"), (4, "cuda", 8, None, "deepspeed --num_accelerators 4"),
+@pytest.mark.parametrize(("ranks", "device", "threads", "start"), [
+    (1, "cpu", "2", "python"), (2, "cpu", None, "deepspeed --num_accelerators 2"),
+    (2, "cpu", "4", "OMP_NUM_THREADS=4 deepspeed --num_accelerators 2"),
+    (1, "cuda", "4", "python"), (4, "cuda", "4", "deepspeed --num_accelerators 4"),
 ])  # fmt: skip
-def test_a_step_is_launched_as_this_one_was(machine, ranks, device, gpus, threads, start):
-    machine(ranks, device, gpus, threads)
+def test_a_step_is_launched_as_this_one_was(machine, ranks, device, threads, start):
+    machine(ranks, device, threads)
     command = step_command("step3_ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "PPO"])
     assert command == f"{start} training/step3_ppo/main.py --data_path 'a b.jsonl' --output_dir PPO"
 
 
-@pytest.mark.parametrize(("ranks", "gpus", "start"), [(8, 8, "deepspeed"), (4, 8, "deepspeed --num_accelerators 4"),
-                                                      (1, 1, "deepspeed")])  # fmt: skip
-def test_the_ranks_are_those_of_one_of_several_machines(machine, ranks, gpus, start):
-    machine(ranks, "cuda", gpus, machines=2)
-    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
-
-
-@pytest.mark.parametrize(("devices", "there", "machines", "start"), [
-    ("0,1", 8, 1, "CUDA_VISIBLE_DEVICES=0,1 deepspeed"), ("3", 8, 1, "CUDA_VISIBLE_DEVICES=3 python"),
-    ("0,1", 2, 1, "deepspeed"), ("0", 1, 1, "python"), ("0,1", None, 1, "CUDA_VISIBLE_DEVICES=0,1 deepspeed"),
-    ("0,1", 8, 2, "deepspeed --num_accelerators 2"), ("0,1", 2, 2, "deepspeed"),
-])  # fmt: skip
-def test_the_gpus_are_those_of_this_run(machine, monkeypatch, tmp_path, devices, there, machines, start):
-    """DeepSpeed's launcher shows its ranks their GPUs only, so `device_count` is the number of ranks."""
-    ranks = len(devices.split(","))
-    machine(ranks, "cuda", ranks, machines=machines)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-    monkeypatch.setattr(next_command, "GPUS", tmp_path / "gpus")
-    for number in range(there or 0):
-        (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
-    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_ranks_are_those_of_one_of_several_machines(machine, ranks):
+    machine(ranks, "cuda", machines=2)
+    assert step_command("step3_ppo", []) == f"deepspeed --num_accelerators {ranks} training/step3_ppo/main.py"
 
 
 def test_paths_outside_of_the_working_directory_are_whole(machine, monkeypatch, tmp_path):

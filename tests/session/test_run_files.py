@@ -20,17 +20,11 @@ def doubled(lines):
     return [lines[0], *lines]
 
 
-def by_hand(lines):
-    return [*lines, b'{"note": "learning rate looks low"}\n']
-
-
 DAMAGE = {
     "a line twice": doubled,
-    "the last line twice": lambda lines: [*lines, lines[-1]],
     "CRLF": lambda lines: [line.replace(b"\n", b"\r\n") for line in lines],
     "zeros": lambda lines: [bytes(len(b"".join(lines)))],
     "zeros in a line": lambda lines: [lines[0], bytes(len(lines[1])), *lines[2:]],
-    "a line by hand": by_hand,
     "a line by hand at the start": lambda lines: [b'{"note": 1}\n', *lines],
     "another number": lambda lines: [line.replace(b'"a": 1.0', b'"a": 2.0') for line in lines],
     "cut": lambda lines: [lines[0], lines[1][:5]],
