@@ -96,8 +96,9 @@ def test_sleep_frees_the_device_in_a_rollout_and_keeps_host_memory():
     assert held(asleep, "rollout", "critic", "optimizer").device == 0
     size = held(awake, "rollout", "critic", "optimizer").device
     assert held(asleep, "rollout", "critic", "optimizer").host == size
-    update = held(asleep, "actor update", "critic", "optimizer")
-    assert (update.device, update.host) == (size, size)
+    for phase in ("scoring", "actor update"):
+        later = held(asleep, phase, "critic", "optimizer")
+        assert (later.device, later.host) == (size, size)
     assert held(asleep, "rollout", "actor", "weights").device == held(awake, "rollout", "actor", "weights").device
 
 
