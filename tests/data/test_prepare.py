@@ -379,6 +379,15 @@ def test_skipped_rows_are_counted_by_reason_and_the_first_are_named(tmp_path, ca
         prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64)  # the cache repeats it
 
 
+def test_reasons_that_differ_in_the_value_that_they_quote_are_counted_together(tmp_path, said):
+    rows = [{"prompt": f"p{n}", "response": "a"} for n in range(40)] + [
+        {"prompt": "p", "response": [n]} for n in (1, 2)
+    ]
+    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", rows), bad_rows="skip"), 64)
+    [line] = [line for line in said if "rows cannot be used" in line]
+    assert "2 of 42 rows cannot be used: 2 'response' is a list" in line and "; 1 " not in line
+
+
 @pytest.mark.parametrize("is_line", [False, True])
 def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is_line):
     bad = "{no" if is_line else json.dumps({"prompt": "p", "response": ""})
