@@ -48,9 +48,10 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
                 if not folder.is_dir():  # another process may have made the entry in the meantime
                     _write_entry(folder, make)
         except OSError as problem:
+            place = f"--data_output_path {root}" if root else folder.parent
             raise UserError(
-                f"{folder.parent}: cannot be written ({problem.strerror or problem}), and prepared data are stored "
-                "there; free disk space there, or name another folder with --data_output_path"
+                f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free disk space, or "
+                "name another folder with --data_output_path"
             ) from None
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
