@@ -193,8 +193,14 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
                 number = float(value)
             except ValueError:
                 number = math.nan
-            if not 0 <= number / limit < math.inf:  # of the sign of the default
-                raise UserError(f"--health {text}: {name} takes {'-' if limit < 0 else ''}NUMBER, or off")
+            if isinstance(limit, int):
+                fits, takes = number >= 1 and number.is_integer(), "a whole number of 1 or more"
+            elif limit > 1:
+                fits, takes = 1 < number < math.inf, "a factor above 1"
+            else:
+                fits, takes = 0 <= number / limit < math.inf, f"a number of 0 or {'above' if limit > 0 else 'below'}"
+            if not fits:
+                raise UserError(f"--health {text}: {name} takes {takes}, or off")
             limits[name] = number
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

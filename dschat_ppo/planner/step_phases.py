@@ -106,12 +106,20 @@ def ppo_phases(
     tokens = -(-min(budget, plan.rows_per_rank * plan.shared * longest) // plan.shared)
     scored = -(-tokens * ppo.max_answer_seq_len // longest)  # of answers
     micro_batches = -(-plan.rows_per_rank * longest * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
+    # the rows of a PPO step, which every rank holds: 9 bytes (id, mask) for each token of the prompt, and 41 for each
+    # of the answer (id, two masks, and six or seven fp32 numbers, such as log-probs, values and advantages)
+    experience = Memory.of(
+        plan.rollout_rows * (9 * ppo.max_prompt_seq_len + 41 * ppo.max_answer_seq_len),
+        config.ppo_memory.experience_on_host and roles[0].on_gpu,
+    )
     rollout, rows = _rollout_phase(config, plan, roles, actor_config, device_memory, sleeps)
     phases = [rollout, _score_phase(roles, tokens, scored, ema)]
     phases += [
         update_phase(f"{role.name} update", role, roles, tokens, scored, micro_batches, config, ema)
         for role in roles if role.trained
     ]  # fmt: skip
+    for phase in phases[1:]:
+        phase.add("experience", "buffers", experience)
     phases.append(checkpoint_phase(roles, ema))
     if sleeps:
         for phase in phases[1:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)

@@ -34,6 +34,7 @@ RULES = {
 }  # fmt: skip
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 MOST_WARNINGS = 3
+MOST_NUMBERS = 256  # names of the numbers beside the scores
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -133,6 +134,7 @@ class FunctionReward:
         self.default = default
         self.counts = CallCounts()  # since the last `take_counts`
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
+        self.names: set[str] = set()  # of all numbers so far
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         try:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout, _returned)
@@ -177,8 +179,15 @@ class FunctionReward:
         self.numbers = {}
         for row, found in zip(rows, results, strict=True):
             for name, number in found.numbers.items():
-                missing = torch.full((len(request),), math.nan, dtype=torch.float64)
-                self.numbers.setdefault(name, missing)[row] = number
+                if name not in self.names:
+                    if len(self.names) == MOST_NUMBERS:
+                        continue
+                    self.names.add(name)
+                    if len(self.names) == MOST_NUMBERS:
+                        self._warn(f"its numbers have {MOST_NUMBERS} names, each a metric; further ones are left out")
+                if name not in self.numbers:
+                    self.numbers[name] = torch.full((len(request),), math.nan, dtype=torch.float64)
+                self.numbers[name][row] = number
         return scores
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:

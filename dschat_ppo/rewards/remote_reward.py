@@ -175,8 +175,13 @@ def _exchange(request: Request, timeout: float) -> tuple[int, bytes] | Exception
     for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()):
         client.add_handler(handler)
     try:
+        deadline = time.monotonic() + timeout
         with client.open(request, timeout=timeout) as reply:
-            content = reply.read(_MOST_BYTES + 1)
+            content = b""
+            while len(content) <= _MOST_BYTES and (piece := reply.read1(2**16)):
+                content += piece
+                if time.monotonic() > deadline:  # nobody waits for the rest any more
+                    raise TimeoutError
             if len(content) <= _MOST_BYTES and reply.length:
                 raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
             return reply.status, content

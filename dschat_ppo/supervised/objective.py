@@ -88,8 +88,7 @@ def collated(
     error of `collate`. Close the generator to end its thread.
 
     A thread makes the batches of the next step while the caller uses those before; steps are drawn on the caller's
-    thread. `device`: of the batches; a thread whose copies go to another
-    GPU than the current one would use both.
+    thread. `device`: of the batches; a thread whose copies go to another GPU than the current one would use both.
     """
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
@@ -97,7 +96,8 @@ def collated(
 
     select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
     waiting: tuple[MicroBatches, Future[list[Batch]]] | None = None
-    with ThreadPoolExecutor(1, "collate", *select) as thread:
+    thread = ThreadPoolExecutor(1, "collate", *select)
+    try:
         for micro_batches in steps:
             submitted = thread.submit(make, micro_batches)
             if waiting is not None:
@@ -105,3 +105,5 @@ def collated(
             waiting = micro_batches, submitted
         if waiting is not None:
             yield waiting[0], waiting[1].result
+    finally:  # a stream may still wait for the rows of a step that will not run
+        thread.shutdown(wait=isinstance(rows, Dataset), cancel_futures=True)

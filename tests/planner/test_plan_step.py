@@ -112,6 +112,13 @@ def test_one_base_counts_once():
     assert held(shared, "scoring", "reward", "weights").device == 2 * 64  # its head
 
 
+def test_every_rank_holds_the_rows_of_all_ranks():
+    rows = 8 * 16 * (9 * 256 + 41 * 256)  # ranks, rows of each, bytes of prompts and answers
+    assert held(plan_ppo(), "scoring", "experience", "buffers").device == rows
+    on_host = held(plan_ppo("--experience_on_host"), "actor update", "experience", "buffers")
+    assert (on_host.device, on_host.host) == (0, rows)
+
+
 def test_the_average_is_in_host_memory():
     plan = plan_ppo("--enable_ema", SMALL, ranks=2)
     actor = plan.roles[0].trained

@@ -250,6 +250,16 @@ def test_none_leaves_a_response_to_other_sources(name, capsys):
     reward.close()
 
 
+def test_numbers_of_more_names_than_metrics_can_hold_are_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(function_reward, "MOST_NUMBERS", 1)
+    reward = FunctionReward(FunctionSpec(FILE, "dicts"), 1, 10.0, -9.0)
+    for _ in range(2):
+        reward(of_responses("a", "abc"), None)
+        assert list(reward.numbers) == ["is_long"]
+    assert capsys.readouterr().out.count("have 1 names, each a metric; further ones are left out") == 1
+    reward.close()
+
+
 def test_other_numbers_of_a_dict_are_kept_by_response(capsys):
     reward = FunctionReward(FunctionSpec(FILE, "dicts"), 2, 10.0, -9.0)
     scores = reward(of_responses("a", "none", "lacking", "abc"), None)
