@@ -54,9 +54,16 @@ class FlagParser(argparse.ArgumentParser):
             if action.nargs == "+":  # a text
                 return super()._get_values(action, arg_strings)[0]
         value: Any = super()._get_values(action, arg_strings)
-        if range := getattr(action, "range", ""):
-            require_in_range(action.dest, range, str(action.help), value)
         return value
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does. The last value of each flag must be in its range: flags override those of `--config`."""
+        found, others = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            if (range := getattr(action, "range", "")) and value is not None and value != action.default:
+                require_in_range(action.dest, range, str(action.help), value)
+        return found, others
 
     def knows(self, word: str) -> bool:
         """Whether a word of a command line, such as "--seed=1", is a flag of this parser."""

@@ -260,7 +260,7 @@ def joined_steps(example: Example, separator: str) -> Example:
     steps, ends = list[str](), re.escape(separator)
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
-        step = re.sub(rf"\A(?:{ends})+|(?:{ends})+\Z", "", step)
+        step = re.sub(rf"\A(?:{ends})+|(?<!{ends})(?:{ends})+\Z", "", step)  # a run inside is tried once
         if not step.strip():
             raise UserError(f"step {number} is empty")
         if separator in step:

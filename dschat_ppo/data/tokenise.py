@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_examples, joined_steps, labelled_ends
-from dschat_ppo.data.examples import MESSAGES, TOOLS, TRUTH, Example, Use
+from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
 from dschat_ppo.errors import UserError
@@ -266,7 +266,7 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
         added[MESSAGES] = example.prompt
     if example.tools is not None:
         added[TOOLS] = example.tools
-    first = json.dumps(row, default=str)
+    first = json.dumps({name: value for name, value in row.items() if name not in ADDED}, default=str)
     if not added:
         return first
     return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dschat_ppo.common.atomic_files import sync_entries, sync_file
 from dschat_ppo.common.dist import is_main
@@ -28,11 +28,11 @@ class JsonLines:
         self.offset = 0  # length in bytes at the checkpoint from which the run resumes
 
     def begin(self) -> None:
-        """Cut the file back to `offset`, if it exists and is longer."""
+        """Cut the file back to `offset`, if it exists and is longer; of a shorter one, remove an incomplete line."""
         if not is_main() or not self.path.exists():
             return
         with storage_errors(self.path), self.path.open("rb+") as file:
-            file.truncate(min(self.offset, file.seek(0, os.SEEK_END)))
+            file.truncate(self.offset if file.seek(0, os.SEEK_END) >= self.offset else _whole_lines(file))
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append one line for each object; NaN and infinity become null."""
@@ -53,6 +53,11 @@ class JsonLines:
         with storage_errors(self.path), self.path.open("rb") as file:
             sync_file(file.fileno())
             return file.seek(0, os.SEEK_END)
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1
 
 
 @contextmanager

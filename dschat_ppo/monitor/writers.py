@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -86,9 +87,11 @@ class MetricsWriter:
 
 
 def _last_step(metrics: Path) -> int:
-    """The step of the last complete line of `metrics.jsonl`; -1 if it has none."""
-    lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return int(json.loads(lines[-1]).get("step", -1)) if lines else -1
+    """The step of the last line of `metrics.jsonl` that has one; -1 without any. A power loss may leave other bytes."""
+    for line in reversed(metrics.read_bytes().splitlines()):
+        with suppress(ValueError, TypeError, LookupError):
+            return int(json.loads(line)["step"])
+    return -1
 
 
 def is_finished(folder: Path) -> bool:

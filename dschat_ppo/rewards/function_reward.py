@@ -135,6 +135,7 @@ class FunctionReward:
         self.counts = CallCounts()  # since the last `take_counts`
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.names: set[str] = set()  # of all numbers so far
+        self.leaves_out = False  # numbers of other names
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         try:
             self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout, _returned)
@@ -181,10 +182,11 @@ class FunctionReward:
             for name, number in found.numbers.items():
                 if name not in self.names:
                     if len(self.names) == MOST_NUMBERS:
+                        if not self.leaves_out:
+                            self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
+                        self.leaves_out = True
                         continue
                     self.names.add(name)
-                    if len(self.names) == MOST_NUMBERS:
-                        self._warn(f"its numbers have {MOST_NUMBERS} names, each a metric; further ones are left out")
                 if name not in self.numbers:
                     self.numbers[name] = torch.full((len(request),), math.nan, dtype=torch.float64)
                 self.numbers[name][row] = number

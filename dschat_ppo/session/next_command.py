@@ -29,19 +29,25 @@ def step_command(folder: str, words: Sequence[str]) -> str:
     """The command that runs `training/FOLDER/main.py WORDS` on as many ranks of each machine as this run, for a shell.
 
     It is the installed command, such as `dschat-ppo`, if one has started this run or there is no source tree. On a CPU
-    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank.
+    it sets `OMP_NUM_THREADS` as this run has it, since DeepSpeed's launcher does not know the cores per rank. On the
+    GPUs of one machine it names them: the launcher ignores `CUDA_VISIBLE_DEVICES` beside a number of ranks.
     """
     main = Path(dschat_ppo.__file__).parents[1] / "training" / folder / "main.py"
     ranks, on_gpus = dist.local_world_size(), dist.on_gpu()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpus and dist.machines() == 1 else None
+    threads = os.environ.get("OMP_NUM_THREADS") if ranks > 1 and not on_gpus else None
     count = ["--num_accelerators", str(ranks)]
+    variables = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": gpus}
     if _is_installed_command() or not main.is_file():
         program = [_program(f"dschat-{folder.partition('_')[2]}"), *(count if ranks > 1 or on_gpus else [])]
     elif ranks == 1 and dist.machines() == 1:
         program = [_program("python"), shown_path(main)]
+    elif gpus:
+        program = [_program("deepspeed"), "--include", f"localhost:{gpus}", shown_path(main)]
+        del variables["CUDA_VISIBLE_DEVICES"]
     else:
         program = [_program("deepspeed"), *count, shown_path(main)]
-    threads = os.environ.get("OMP_NUM_THREADS") if ranks > 1 and not on_gpus else None
-    prefix = f"OMP_NUM_THREADS={shlex.quote(threads)} " if threads else ""
+    prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
     return prefix + shlex.join([*program, *map(shown_path, words)])
 
 

@@ -45,6 +45,12 @@ def test_flags_override_yaml_at_every_position_of_config(tmp_path, place):
     assert read("sft", f"--config={words[place + 1]}")["seed"] == 5
 
 
+def test_only_the_last_value_of_a_flag_must_be_in_its_range(tmp_path):
+    assert read("sft", "--config", yaml_file(tmp_path, "seed: -3\n"), "--seed", "3")["seed"] == 3
+    with pytest.raises(UserError, match="--seed must be"):
+        read("sft", "--config", yaml_file(tmp_path, "seed: 3\n"), "--seed", "-3")
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

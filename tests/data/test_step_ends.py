@@ -69,6 +69,13 @@ def test_a_tokenizer_that_loses_the_separator_is_named(merging):
         labelled_ends(merging, ids("a", "b", "</s>"), (1.0, 0.0), "\n")
 
 
+def test_separators_at_the_ends_of_a_step_are_removed_in_linear_time():
+    steps = ["\n\na\n\n\n", "a" + "\n" * 10**5 + "b"]
+    assert joined_steps(Example("Q:", steps[:1], labels=(1.0,)), "\n\n").answers == ["a\n"]
+    with pytest.raises(UserError, match="step 2 contains the separator"):
+        joined_steps(Example("Q:", steps, labels=(1.0, 1.0)), "\n\n")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("separator", ["\n", "\n\n", " and "])
 def test_every_step_of_an_encoded_answer_ends_where_its_text_ends(kind, separator):

@@ -45,6 +45,10 @@ def test_a_resumed_run_continues_after_the_lines_of_the_checkpoint(tmp_path):
     resumed.offset = 999
     resumed.begin()
     assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n', "a file that lost lines stays as it is"
+    path.write_text('{"step": 1}\n{"st')
+    resumed.begin()
+    resumed.append([{"step": 2}])
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     JsonLines(path).begin()  # from scratch
     assert path.read_bytes() == b""
 

@@ -118,6 +118,11 @@ def test_a_resumed_run_tells_trackers_which_steps_run_again(tmp_path, opened):
     with MetricsWriter(tmp_path, TRACKING, (0, 7)):
         pass
     assert opened[4].start == Start(7, 1)
+    for line in (b"# by hand\n", bytes(20) + b'"a": 1.0}\n', b"[1]\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 4}\n' + line)
+        with MetricsWriter(tmp_path, TRACKING, (12, 2)):
+            pass
+        assert opened[-2].start == Start(2, 4)
 
 
 @pytest.mark.parametrize(

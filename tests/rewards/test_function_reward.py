@@ -256,7 +256,7 @@ def test_numbers_of_more_names_than_metrics_can_hold_are_left_out(capsys, monkey
     for _ in range(2):
         reward(of_responses("a", "abc"), None)
         assert list(reward.numbers) == ["is_long"]
-    assert capsys.readouterr().out.count("have 1 names, each a metric; further ones are left out") == 1
+    assert capsys.readouterr().out.count("more than 1 metrics; further numbers are left out") == 1
     reward.close()
 
 

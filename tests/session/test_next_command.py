@@ -30,7 +30,8 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", str(ranks * machines))
         monkeypatch.setenv("LOCAL_SIZE", str(ranks))
         monkeypatch.setattr(next_command.dist, "on_gpu", lambda: device == "cuda")
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
 
@@ -46,6 +47,14 @@ def test_a_step_is_launched_as_this_one_was(machine, ranks, device, threads, sta
     machine(ranks, device, threads)
     command = step_command("step3_ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "PPO"])
     assert command == f"{start} training/step3_ppo/main.py --data_path 'a b.jsonl' --output_dir PPO"
+
+
+@pytest.mark.parametrize(("gpus", "start"), [("2,3", "deepspeed --include localhost:2,3"),
+                                             ("3", "CUDA_VISIBLE_DEVICES=3 python")])  # fmt: skip
+def test_the_gpus_are_those_of_this_run(machine, monkeypatch, gpus, start):
+    machine(len(gpus.split(",")), "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
