@@ -194,7 +194,7 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
 
     saved = read_config(folder)
     if saved is None:
-        raise UserError(f"{refusal}, and its {CONFIG} cannot be read; {ways_out}")
+        raise UserError(f"{refusal} and no readable {CONFIG}; {ways_out}")
     compared = compare_configs(saved, flatten(config))
     changes = [change for change in compared if change.matters]
     has_other_length = any(change.name in LENGTH for change in compared)

@@ -206,7 +206,7 @@ def test_outputs_without_their_configuration_are_refused(tmp_path, name, config)
     if config is not None:
         (tmp_path / "config.yaml").write_bytes(config)
     problem, _ = earlier(tmp_path)
-    assert problem is not None and f"holds earlier outputs ({name}); name another folder" in problem
+    assert problem is not None and f"holds earlier outputs ({name}) and no readable config.yaml; name" in problem
     assert "\n" not in problem
 
 
@@ -298,7 +298,7 @@ def test_a_finished_run_with_an_unreadable_configuration_is_another_run(tmp_path
     (tmp_path / "result.json").write_text("{}")
     save_checkpoint(tmp_path, 4)
     problem, done = earlier(tmp_path)
-    assert done is None and "holds earlier outputs (result.json); name another folder" in problem
+    assert done is None and "holds earlier outputs (result.json) and no readable config.yaml; name" in problem
 
 
 @pytest.mark.parametrize("name", ["health.jsonl", "samples.jsonl", "starts.jsonl", "report.html"])
