@@ -61,7 +61,7 @@ def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
 
     loss_of = partial(loss, sums=sums)
     if settings is not None:
-        loss_of, _ = with_router_term(settings, "router_loss", [batch], loss, real_rows, sums)
+        loss_of = with_router_term(settings, "router_loss", [batch], loss, real_rows, sums)
     apply(accumulate(engine, [batch], loss_of))
     weights = gather_state(engine.module.lm)
     if dist.is_main():
