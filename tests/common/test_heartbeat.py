@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, saving
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.output_folder import remove_earlier_outputs
 
 
@@ -102,7 +102,7 @@ def test_the_watchdog_is_paused_while_old_outputs_are_removed(tmp_path, monkeypa
     ]
     config = parse("sft", words)
     for step in range(3):
-        ReproBundles("sft", config, None)._make_folder(step, 0, FailureContext([], {}))
+        ReproBundles("sft", config, None)._make_folder(step, 0)
     assert paused == [True] * 3
     remove_earlier_outputs(tmp_path, config.run)
     assert paused == [True] * 5 and sorted(tmp_path.iterdir()) == []

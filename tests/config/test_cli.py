@@ -72,7 +72,8 @@ def test_help_prints_what_is_asked_for_and_ends(words, printed, capsys):
     assert f"\n{printed}" in f"\n{capsys.readouterr().out}"
 
 
-def test_help_shows_the_defaults_of_the_step(capsys):
+def test_help_shows_the_defaults_of_the_step(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # a narrow terminal cuts the text
     for step, objective in (("reward", "reward"), ("dpo", "dpo")):
         with pytest.raises(SystemExit):
             parse(step, ["--help"])

@@ -126,7 +126,7 @@ def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rows.pa, "OSFile", fail)
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(CONTENT[".csv"]))
-    with pytest.raises(UserError, match=r"cache.*No space left on device.*free disk space .* --data_output_path"):
+    with pytest.raises(UserError, match=r"^--data_output_path .*cache: .*No space left on device.*free disk space"):
         load(tmp_path, tmp_path / "d.csv.gz")
     assert [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [".lock"]
 

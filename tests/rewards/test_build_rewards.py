@@ -134,12 +134,9 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"reward_workers": 0}, "--reward_workers"),
-        ({"reward_timeout": 0.0}, "--reward_timeout"),
         ({"reward_default": float("nan")}, "--reward_default"),
         ({"reward_model_weight": float("inf")}, "--reward_model_weight"),
         ({"remote_reward_weight": float("nan")}, "--remote_reward_weight"),
-        ({"remote_reward_timeout": -1.0}, "--remote_reward_timeout"),
         ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
         ({"use_reward_model": True, "reward_model_sources": [""]}, "--reward_model_sources"),
         ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"),

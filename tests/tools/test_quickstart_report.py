@@ -36,7 +36,7 @@ def test_quickstart_learns_the_task(out):
 
 def test_quickstart_prints_samples_and_paths(out):
     log = (out / "log").read_text()
-    assert log.count("  prompt: ") == log.count("before:") == log.count("after :") == 5
+    assert log.count("before:") == log.count("after :") == 5 <= log.count("  prompt: ")
     for place in ("sft", "reward", "ppo/actor", "summary.json"):
         assert str(out / place) in log
 
@@ -55,13 +55,11 @@ def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_ans
     assert keeps_rule(Question(asked.name, "green", "lamp", 4), second)
 
 
-def test_the_report_of_ppo_shows_the_true_rule_and_links_the_other_steps(out):
+def test_the_report_of_ppo_shows_the_true_rule(out):
     scores = [line["eval/score"] for line in metrics_of(out / "ppo") if "eval/score" in line]
     assert len(scores) == 9 and scores[0] < 0.7 and scores[-1] > 0.9
     text = (out / "ppo/report.html").read_text()
     assert "dschat_ppo.tools.toy:true_rule" in text and "parameters, 100 % trained, from " in text
-    assert all(f'href="../{step}/report.html"' in text for step in ("sft", "reward"))
-    assert all('href="../ppo/report.html"' in (out / step / "report.html").read_text() for step in ("sft", "reward"))
 
 
 def test_the_reports_exist_and_the_commands_at_the_end_run(out):

@@ -1,12 +1,19 @@
-"""main.py of a step that pauses after each optimizer step, so that a test can interfere at a known place.
+"""main.py of a step that pauses, so that a test can interfere at a known place.
 
-slow_main.py SECONDS STEP [flags of the step]
+slow_main.py PAUSE STEP [flags of the step]
+
+    PAUSE: seconds after each optimizer step; or MACHINE:PHASE:STEP, such as 1:rollout:2, for the ranks of one machine
+        to stop within that phase of that training step until they are killed, each with a file `held_RANK` in $TMPDIR
 """
 
+import os
 import sys
 import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
+from dschat_ppo.common import phases, ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.runtime.launch import leave, run_step
@@ -15,6 +22,7 @@ from workers.quick import be_quick
 
 PAUSE, STEP, *WORDS = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
 TRAIN = {"sft": sft.train_sft, "ppo": train_ppo.train_ppo}
+EVENT = {"rollout": 1, "train": 2}  # of the phase: its begin, or a part of it
 
 
 class SlowManager(CheckpointManager):
@@ -23,12 +31,30 @@ class SlowManager(CheckpointManager):
         super().save_if_due()
 
 
+class Hold:
+    """Stops at an event of a phase; marks nothing, as `phases.blocks_marked_by` asks."""
+
+    def __init__(self, phase: str, step: str):
+        self.event, self.place, self.seen = EVENT[phase], f"phase '{phase}', step {step}", 0
+
+    def __call__(self, name: str) -> nullcontext:
+        self.seen += phases.where() == self.place
+        if self.seen == self.event:
+            Path(os.environ["TMPDIR"], f"held_{ranks.rank()}").touch()
+            time.sleep(1000)
+        return nullcontext()
+
+
 def train(config) -> None:
     be_quick()
     from dschat_ppo.session import session
 
-    session.CheckpointManager = SlowManager
-    TRAIN[STEP](config)
+    with ExitStack() as stack:
+        if ":" not in PAUSE:
+            session.CheckpointManager = SlowManager
+        elif int(PAUSE.split(":")[0]) == ranks.rank() // ranks.local_world_size():
+            stack.enter_context(phases.blocks_marked_by(Hold(*PAUSE.split(":")[1:])))
+        TRAIN[STEP](config)
 
 
 leave(run_step(lambda argv: parse(STEP, argv), train, WORDS))
