@@ -22,7 +22,7 @@ from workers.quick import be_quick
 
 PAUSE, STEP, *WORDS = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
 TRAIN = {"sft": sft.train_sft, "ppo": train_ppo.train_ppo}
-EVENT = {"rollout": 1, "train": 2}  # of the phase: its begin, or a part of it
+EVENT = {"rollout": 1, "train": 3}  # of the phase: its begin, or between two updates
 
 
 class SlowManager(CheckpointManager):
@@ -35,10 +35,10 @@ class Hold:
     """Stops at an event of a phase; marks nothing, as `phases.blocks_marked_by` asks."""
 
     def __init__(self, phase: str, step: str):
-        self.event, self.place, self.seen = EVENT[phase], f"phase '{phase}', step {step}", 0
+        self.phase, self.event, self.seen, self.place = phase, EVENT[phase], 0, f"phase '{phase}', step {step}"
 
     def __call__(self, name: str) -> nullcontext:
-        self.seen += phases.where() == self.place
+        self.seen += name == self.phase and phases.where() == self.place
         if self.seen == self.event:
             Path(os.environ["TMPDIR"], f"held_{ranks.rank()}").touch()
             time.sleep(1000)
