@@ -53,8 +53,7 @@ class FlagParser(argparse.ArgumentParser):
             arg_strings = parts if action.nargs == "*" else [",".join(parts)]
             if action.nargs == "+":  # a text
                 return super()._get_values(action, arg_strings)[0]
-        value: Any = super()._get_values(action, arg_strings)
-        return value
+        return super()._get_values(action, arg_strings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does. The last value of each flag must be in its range: flags override those of `--config`."""

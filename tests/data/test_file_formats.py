@@ -246,8 +246,9 @@ def test_the_text_around_the_first_byte_that_is_not_utf8_is_shown(tmp_path, name
         ('{ "p": "a",\n  "q": "b" }\n', ["a"]),
         ('{"p": ["a", "b"],\n "q": ["c", "d"]}\n', ["a", "b"]),
         ('{"p": "a"}\n{"p": \xff\n', ["a"]),
+        (f'{{"p": ["{"x" * 2**20}", "b"]}}', ["x" * 2**20, "b"]),
     ],
-    ids=["long first line", "object over lines", "columns over lines", "bad last line"],
+    ids=["long first line", "object over lines", "columns over lines", "bad last line", "long columns"],
 )
 def test_lines_and_values_over_several_lines_are_told_apart(tmp_path, text, values):
     assert column(read(tmp_path, text, "skip", "d.json").train, "p") == values

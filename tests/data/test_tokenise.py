@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,3 +181,10 @@ def test_a_data_set_without_a_row_for_the_step_is_rejected(tmp_path):
     rows = dataset([{"prompt": "p", "answers": []}, {"prompt": "q", "answers": ["a"]}])
     with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
         tokenised(rows, np.array([0]), tmp_path)
+
+
+def test_a_column_with_the_name_of_an_added_one_is_left_out():
+    """Rewards would take its value for the conversation of the row."""
+    settings = SimpleNamespace(flags=SimpleNamespace(answer_column=None, answer_pattern=None), source="a")
+    text = row_text({"x": 1, "data_source": "b", "_messages": "no"}, Example("Q:", []), settings)
+    assert json.loads(text) == {"x": 1, "data_source": "b"}
