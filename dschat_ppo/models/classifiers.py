@@ -25,7 +25,7 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
     state of every token, so the model must be causal. A classifier must have one label and a head named `score`. Other
     models get a new head, or must have the layout of DeepSpeed-Chat."""
     check_architecture(config, folder, needs_lm=False)
-    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+    if not any(str(name).endswith("ForSequenceClassification") for name in config.architectures or []):
         return
     if config.num_labels != 1:
         raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model or critic has one")

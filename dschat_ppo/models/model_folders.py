@@ -52,8 +52,7 @@ WEIGHTS = (
 
 
 def model_folder(name: str, flag: str, revision: str | None = None) -> str:
-    """The local folder of the model or adapter that `flag` names: itself, or the files of that revision from the hub. A
-    file, and a folder with a pipe or a device in it, are refused."""
+    """The local folder of the model or adapter that `flag` names: itself, or that revision's files from the hub."""
     name = os.path.expanduser(name)  # a shell does not expand the `~` of `--flag=~/model`
     if Path(name).is_file():
         raise UserError(f"{flag} {name}: is a file; name the folder of a model, or a model on the hub")
@@ -63,8 +62,8 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
             meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
             raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model{meant}")
         for path in sorted(Path(name).iterdir()):
-            if is_pipe_or_device(path):
-                raise UserError(f"{flag} {path}: is not a regular file; remove it, or copy the model again")
+            if is_pipe_or_device(path):  # a reader would wait for ever
+                raise UserError(f"{flag} {path}: is not a regular file")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder{nearest_path(name)}")
@@ -129,9 +128,7 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
     others = sorted(name for name, value in config.items() if value and name not in _USED | _NO_EFFECT)
     unusable = {
         f"an adapter of type {kind}": kind != "LORA",
-        "LoRA with trained biases": config.get("bias", "none") != "none" or bool(config.get("lora_bias")),
-        "LoRA of expert tensors (target_parameters)": bool(config.get("target_parameters")),
-        "LoRA of single tokens (trainable_token_indices)": bool(config.get("trainable_token_indices")),
+        "LoRA with trained biases": config.get("bias", "none") != "none",
         f"LoRA that changed the weights of its base (init_lora_weights {start})": (
             isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
         ),

@@ -29,36 +29,18 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
         )
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")
-    try:
-        with reading(f"{flag} {folder}: its tokenizer cannot be loaded"):
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-            if words:  # parts that do not match fail only in use; any other text may lack an unknown token
-                tokenizer.encode(tokenizer.decode([min(words)]))
-    except UserError as problem:
-        if _has_tokenizer_files(Path(folder)):
-            raise
-        raise UserError(f"{flag} {folder}: has no tokenizer files{_inner_tokenizers(folder)}") from problem.__cause__
+    with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+        if words:  # parts that do not match fail only in use; any other text may lack an unknown token
+            tokenizer.encode(tokenizer.decode([min(words)]))
     if not words:  # transformers made an empty one
-        hint = _inner_tokenizers(folder) or "; save the model's tokenizer there"
-        raise UserError(f"{flag} {folder}: has no tokenizer{hint}")
+        raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
         token, file = _eos_of_model(folder, flag, tokenizer)
         tokenizer.eos_token = token
         logger().info(f"{flag} {folder}: the tokenizer has no EOS token; answers end with {token}, the one of {file}")
     return tokenizer
-
-
-def _has_tokenizer_files(folder: Path) -> bool:
-    """Whether a folder has files of a tokenizer, by the names that transformers gives them; True if it is no folder."""
-    names = ("tokenizer*", "*vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "tekken*")
-    return not folder.is_dir() or any(any(folder.glob(name)) for name in names)
-
-
-def _inner_tokenizers(folder: str) -> str:
-    """`; did you mean FOLDER?`, with the folders inside this one that hold a tokenizer; "" if there is none."""
-    inner = sorted(str(path.parent) for path in Path(folder).glob("*/tokenizer_config.json"))
-    return f"; did you mean {' or '.join(inner)}?" if inner else ""
 
 
 def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:

@@ -259,7 +259,7 @@ def test_a_base_that_is_not_there_is_named_with_the_file_to_correct(assets, tmp_
     [
         ({"peft_type": "IA3"}, "an adapter of type IA3"),
         ({"bias": "all"}, "LoRA with trained biases"),
-        ({"target_parameters": ["mlp.experts"]}, "LoRA of expert tensors"),
+        ({"target_parameters": ["mlp.experts"]}, "LoRA with target_parameters"),
         ({"init_lora_weights": "pissa"}, "LoRA that changed the weights of its base"),
     ],
 )

@@ -55,20 +55,14 @@ def test_without_eos_in_the_model_either_the_message_names_the_way_out(tmp_path,
         load_tokenizer(str(save(tmp_path, ["eos_token"], config=config)), FLAG)
 
 
-def test_a_folder_without_a_tokenizer_says_so_and_names_those_inside(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match=rf"^--tokenizer {tmp_path}: has no tokenizer files$"):
-        load_tokenizer(str(tmp_path), "--tokenizer")
-    (tmp_path / "model").mkdir()
-    save(tmp_path / "model", [])
-    meant = f"; did you mean {tmp_path}/model\\?$"
-    with pytest.raises(UserError, match=f"has no tokenizer files{meant}"):
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match=rf"^--tokenizer {tmp_path}: it has no tokenizer, or one that cannot"):
         load_tokenizer(str(tmp_path), "--tokenizer")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # transformers makes an empty tokenizer
-    with pytest.raises(UserError, match=f"has no tokenizer( files)?{meant}"):
+    with pytest.raises(UserError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path), "--tokenizer")
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+    with pytest.raises(UserError, match="one that cannot be loaded"):
         load_tokenizer(str(tmp_path), "--tokenizer")
 
 
