@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,12 @@ import datasets
 import tokenizers
 import transformers
 from datasets import Dataset
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, remove_folder, replace_folder
-from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
+from dschat_ppo.runtime.file_lock import locked
 
-POLL_SECONDS = 0.5
 _ENDS = 2**16  # bytes at either end of a data file in its key
 NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
@@ -44,7 +40,8 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
     if not folder.is_dir():
         try:
             make_folder(folder.parent)
-            with _locked(folder):
+            waits = f"data: another process prepares {folder}; waiting for it"
+            with locked(folder.with_name(f"{folder.name}.lock"), waits, "waited for prepared data"):
                 if not folder.is_dir():  # another process may have made the entry in the meantime
                     _write_entry(folder, make)
         except OSError as problem:
@@ -64,24 +61,6 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
 def notes_of(rows: Dataset) -> Any:
     """The JSON that the maker of an entry left in `NOTES_FILE`."""
     return json.loads(Path(rows.cache_files[0]["filename"]).with_name(NOTES_FILE).read_bytes())
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of an entry, so that one process at a time makes it. The kernel frees it when its holder ends."""
-    lock = FileLock(f"{folder}.lock")
-    with suppress(Timeout):
-        lock.acquire(timeout=0)
-    if not lock.is_locked:
-        logger().info(f"data: another process prepares {folder}; waiting for it")
-    while not lock.is_locked:
-        raise_if_stop_requested("waited for prepared data")
-        with suppress(Timeout):
-            lock.acquire(timeout=POLL_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> None:

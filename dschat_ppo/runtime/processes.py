@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +73,3 @@ def ancestor(word: str) -> tuple[int, Process] | None:
             return pid, process
         pid = process.parent
     return None
-
-
-def processes_at(folder: Path) -> set[int]:
-    """Other processes that run in this folder; none without /proc."""
-    found, wanted = set(), os.path.realpath(folder)
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's process, or it has just ended
-            if os.readlink(entry / "cwd") == wanted:
-                found.add(int(entry.name))
-    return found - {os.getpid()}

@@ -13,7 +13,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.data import cache
 from dschat_ppo.data.cache import cached_dataset
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.runtime import stop_requests
+from dschat_ppo.runtime import file_lock, stop_requests
 from dschat_ppo.tools import toy
 
 
@@ -105,19 +105,19 @@ def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
 
 def test_an_entry_that_another_process_made_meanwhile_is_used(tmp_path, monkeypatch):
     """Between the first look and the lock."""
-    rows, locked = Rows(tmp_path), cache._locked
+    rows, locked = Rows(tmp_path), cache.locked
 
-    def after_another(folder):
-        cache._write_entry(folder, rows.make)
-        return locked(folder)
+    def after_another(*how):
+        cache._write_entry(rows.folder, rows.make)
+        return locked(*how)
 
-    monkeypatch.setattr(cache, "_locked", after_another)
+    monkeypatch.setattr(cache, "locked", after_another)
     assert rows.read() == [1, 2, 3] and rows.calls == 1
 
 
 def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monkeypatch):
     lines, flag_is_set = [], iter([False, True])
-    monkeypatch.setattr(cache, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(file_lock, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(logger(), "info", lines.append)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: next(flag_is_set))
     rows = Rows(tmp_path)

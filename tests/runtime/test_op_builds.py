@@ -1,6 +1,5 @@
 """DeepSpeed's operators: killed compilations, two processes at once, damaged files, the folder of an environment."""
 
-import errno
 import fcntl
 import os
 import shutil
@@ -8,13 +7,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
 from launch import ROOT, environment
 
 from dschat_ppo.errors import StopRequested, UserError
@@ -23,13 +22,10 @@ from dschat_ppo.runtime.op_builds import (
     OWN_LOCK,
     TORCH_LOCK,
     WHOLE,
-    exclusive,
-    explained,
     folder_of_environment,
     guard_builds,
     offer_all_reduce,
 )
-from dschat_ppo.runtime.processes import processes_at
 
 COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
@@ -68,9 +64,11 @@ def operators(tmp_path):
 
 
 def kill_compilers(folder: Path) -> None:
-    """ninja starts each in a new process group."""
-    for pid in processes_at(folder / "operators/toy"):
-        os.kill(pid, signal.SIGKILL)
+    """ninja starts each in a new process group; all of them run in the operator's folder."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's process, or it has just ended
+            if (entry / "cwd").readlink() == folder / "operators/toy":
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def story(folder: Path) -> list[str]:
@@ -85,7 +83,6 @@ def until_it_compiles(folder: Path, compilations: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
-    """A killed compilation leaves torch's lock; if only its owner is killed, it leaves a running compiler too."""
     lock = tmp_path / "operators/toy" / TORCH_LOCK
     first = operators(100)
     until_it_compiles(tmp_path)
@@ -93,18 +90,14 @@ def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     kill_compilers(tmp_path)
     first.wait()
     assert lock.exists()
-    second = operators(3)
-    until_it_compiles(tmp_path, 2)
-    second.kill()
-    second.stderr.read()  # to its end: the compiler has ended too
-    third = operators(2)
+    second = operators(2)
+    out, err = second.communicate(timeout=100)
+    assert (out.splitlines()[-1], second.returncode) == ("loaded", 0), err
+    assert "DeepSpeed compiles its operator toy in " in err
+    assert story(tmp_path) == ["begin", "begin", "end"]
+    third = operators(100)
     out, err = third.communicate(timeout=100)
-    assert (out.splitlines()[-1], third.returncode) == ("loaded", 0), err
-    assert "DeepSpeed compiles its operator toy in " in err and "DeepSpeed's operator toy: compiled in " in err
-    assert story(tmp_path) == ["begin", "begin", "end", "begin", "end"]  # never two at a time
-    fourth = operators(100)
-    out, err = fourth.communicate(timeout=100)
-    assert (out.splitlines()[-1], "compiles" in err, len(story(tmp_path))) == ("loaded", False, 5)
+    assert (out.splitlines()[-1], "compiles" in err, len(story(tmp_path))) == ("loaded", False, 3)
 
 
 @pytest.mark.slow
@@ -141,12 +134,9 @@ def load_toy(folder: Path, programs: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_machine_without_ninja_or_without_a_compiler(tmp_path):
-    said = load_toy(tmp_path, ["sh"])
-    assert said.endswith("toy cannot be compiled without ninja: pip install ninja, and check that it is in PATH")
-    said = load_toy(tmp_path, ["ninja"])
-    assert said.endswith(
-        "toy cannot be compiled without a C++ compiler, and there is no 'c++': install g++, or name a compiler by CXX"
-    )
+    for programs in (["sh"], ["ninja"]):
+        said = load_toy(tmp_path, programs)
+        assert "operator toy cannot be compiled or loaded (" in said and "it needs ninja, a C++ compiler (g++" in said
 
 
 @pytest.mark.slow
@@ -161,71 +151,59 @@ def test_an_operator_of_another_torch_names_its_folder(tmp_path):
         check=True,
     )
     said = load_toy(tmp_path, [])
-    assert "toy cannot be loaded: it is damaged, or was compiled for another torch or Python (" in said
-    assert "undefined symbol: gone_in_this_torch" in said
-    assert f"remove the folder {folder} and run the same command again" in said
+    assert "toy cannot be compiled or loaded (" in said and "undefined symbol: gone_in_this_torch" in said
+    assert f"remove the folder {folder}, " in said
     shutil.rmtree(folder)
     assert load_toy(tmp_path, []) == "loaded"
 
 
-@pytest.mark.parametrize(("problem", "reason"), [
-    (RuntimeError("Error building extension 'toy': fatal error: Python.h: No such file or directory"), "python3-dev"),
-    (OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root."), "nvcc"),
-    (MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"), "CUDA toolkit"),
-    (CUDAMismatchException(
-        ">- DeepSpeed Op Builder: Installed CUDA version 12.8 does not match the version torch was compiled with 12.4"
-    ), "folder of torch's CUDA version by CUDA_HOME"),
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
+    """`guarded(load)`: what DeepSpeed calls to load the operator "toy" in a folder of this test."""
+
+    def guard(load):
+        monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: load())
+        guard_builds()
+        return lambda: OpBuilder.jit_load(SimpleNamespace(name="toy"))
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return guard
+
+
+@pytest.mark.parametrize("problem", [
+    RuntimeError("Error building extension 'toy': fatal error: Python.h: No such file or directory"),
+    OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root."),
+    MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"),
+    CUDAMismatchException("Installed CUDA version 12.8 does not match the version torch was compiled with 12.4"),
 ])  # fmt: skip
-def test_what_a_compilation_lacks(tmp_path, problem, reason):
-    with pytest.raises(UserError, match="^DeepSpeed's operator toy cannot be compiled") as caught, \
-            explained("toy", tmp_path):  # fmt: skip
+def test_what_a_compilation_lacks(guarded, monkeypatch, problem):
+    def fail():
         raise problem
-    assert reason in str(caught.value) and caught.value.__cause__ is problem
+
+    load = guarded(fail)
+    with pytest.raises(UserError, match=r"^DeepSpeed's operator toy cannot be compiled .* it needs ninja") as caught:
+        load()
+    assert str(problem) in str(caught.value) and caught.value.__cause__ is problem
+    monkeypatch.setattr(op_builds, "requested", lambda: True)  # the stop causes them
+    with pytest.raises(type(problem)):
+        load()
 
 
-def test_other_errors_of_a_compilation_pass(tmp_path):
-    with pytest.raises(RuntimeError, match="expected ';'"), explained("toy", tmp_path):
-        raise RuntimeError("Error building extension 'toy': error: expected ';' before '}' token")
-
-
-def test_during_a_stop_errors_pass_because_the_stop_causes_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(op_builds, "requested", lambda: True)
-    with pytest.raises(ImportError), explained("toy", tmp_path):
-        raise ImportError("toy.so: cannot open shared object file")
-
-
-def test_a_compiler_that_a_killed_process_left_is_waited_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(op_builds, "_LOG_AFTER_SECONDS", 0.0)
-    lock = tmp_path / TORCH_LOCK
-    lock.touch()
-    compiler = subprocess.Popen(["sleep", "0.5"], cwd=tmp_path)
-    threading.Timer(1.0, compiler.wait).start()  # until then it is a zombie, which runs nowhere
-    with exclusive(tmp_path):
-        assert not lock.exists() and processes_at(tmp_path) == set()
-    assert f"toy: process {compiler.pid} is compiling it".replace("toy", tmp_path.name) in capsys.readouterr().out
-
-
-def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch):
+def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch, guarded):
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
-    with (tmp_path / OWN_LOCK).open("w") as held:
+    monkeypatch.setattr(op_builds, "_QUIET_SECONDS", 0.1)
+    (tmp_path / "toy").mkdir()
+    with (tmp_path / "toy" / OWN_LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StopRequested):
-            exclusive(tmp_path).__enter__()
+            guarded(lambda: None)()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, guarded):
     (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
-        exclusive(tmp_path / "file" / "toy").__enter__()
-
-
-def test_a_file_system_without_locks_for_operators_is_reported(tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with exclusive(tmp_path):
-        assert "its file system has no locks" in capsys.readouterr().out
+        guarded(lambda: None)()
 
 
 def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
@@ -243,8 +221,6 @@ def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("given", [None, "chosen"])
 def test_a_folder_given_by_the_user_is_used(tmp_path, monkeypatch, given):
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
     monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: builder.name)
@@ -281,20 +257,11 @@ def test_one_rank_loads_no_all_reduce(monkeypatch, count):
     assert loaded == ([builder.name] if count > 1 else [])
 
 
-def test_objects_of_an_interrupted_compilation_are_not_linked(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_objects_of_an_interrupted_compilation_are_not_linked(tmp_path, guarded):
     (tmp_path / "toy").mkdir()
-    for name in ("toy.o", "toy.so", ".ninja_log"):
+    for name in ("toy.o", "toy.so", ".ninja_log", TORCH_LOCK):
         (tmp_path / "toy" / name).write_bytes(b"")
-    load = op_builds._guarded(lambda builder: sorted(path.name for path in (tmp_path / "toy").iterdir()))
-    assert load(SimpleNamespace(name="toy")) == [OWN_LOCK]
+    load = guarded(lambda: sorted(path.name for path in (tmp_path / "toy").iterdir()))
+    assert load() == [OWN_LOCK]
     (tmp_path / "toy/toy.so").write_bytes(b"compiled")
-    assert load(SimpleNamespace(name="toy")) == [OWN_LOCK, WHOLE, "toy.so"]
-
-
-def test_every_wait_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(op_builds, "LIMIT_SECONDS", 0.1)
-    with (tmp_path / OWN_LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=rf"operator {tmp_path.name}: another process .* remove {tmp_path}"):
-            exclusive(tmp_path).__enter__()
+    assert load() == [OWN_LOCK, WHOLE, "toy.so"]
