@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import yaml
 
-from dschat_ppo.config.flag_parser import FlagParser, flag_parser
+from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.health_flags import idle_rules
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
 from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, groups_of
-from dschat_ppo.errors import UserError, printable_line, reading, without_credentials
+from dschat_ppo.errors import UserError, reading, without_credentials
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
-_ALL_FLAGS = "(all flags: --help all)"
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
     "max_train_steps": "did you mean --max_steps?",
@@ -58,28 +57,15 @@ def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
     return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(settings)
 
 
-def _yaml_arguments(path: str, known: set[str]) -> list[str]:
-    """The settings of a YAML file as command-line arguments, which precede those of the user."""
-    settings, _ = _read_yaml(path, known)
-    if unknown := [str(key) for key in settings if key not in known]:
-        named = " and ".join(f"'{key}'" for key in unknown)
-        raise UserError(f"--config {path}: unknown setting {named} {_ALL_FLAGS}{_hints(unknown, known)}")
+def _words_of(path: str, known: set[str]) -> list[str]:
+    """The settings of a YAML file as words of a command line."""
     words: list[str] = []
-    for key, value in settings.items():
+    for key, value in _read_yaml(path, known)[0].items():
+        require(key != "config", f"--config {path}: 'config' cannot name another file here")
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
-        if value is None:
-            continue
-        words.append(f"--{key}")
-        words.extend(str(item) for item in value) if isinstance(value, list) else words.append(str(value))
+        if value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return words
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    """The value of `--config`, which is needed before the full parse because the file adds arguments to it."""
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    path: str | None = parser.parse_known_args(argv)[0].config
-    return path
 
 
 def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = None) -> Any:
@@ -91,36 +77,30 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         given: flag -> value that takes the place of its default; such a flag is not required.
     """
     step = STEPS[step_name]
-    groups, defaults = list(groups_of(step).items()), {**step.defaults, **(given or {})}
+    groups = list(groups_of(step).items())
     parser = flag_parser([kind for _, kind in groups], add_help=False)
-    parser.helps_by_name = True
-    parser.set_defaults(**defaults)
+    parser.helps_by_name, parser.advice = True, partial(_advice, known=defaults_of(step))
+    parser.set_defaults(**{**step.defaults, **(given or {})})
     if (topic := asked_for_help(argv)) is not None:
         _print_help(help_text(step_name, parser, topic))
         raise SystemExit(0)
-    rates = {name: parser.get_default(name) for _, kind in groups for name in kind.__dataclass_fields__
-             if name.endswith("learning_rate")}  # fmt: skip
-    parser.set_defaults(**dict.fromkeys(rates))  # None: not given
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
-    known = {field.name for field in fields} - {"config", "local_rank"}
-    known |= {alias.lstrip("-") for field in fields for alias in field.metadata.get("aliases", [])}
-    path = _config_path(argv)
-    words = _named_file((_yaml_arguments(path, known) if path else []) + list(argv))
-    names = known | {f"no_{field.name}" for field in fields if parser.get_default(field.name) is True}
-    try:
-        found, unknown = parser.parse_known_args(words)
-    except UserError as problem:  # it is about one value; flags that are unknown are named with it
-        foreign = [word for word in words if word.startswith("--") and not parser.knows(word)]
-        raise UserError(f"{problem}{_hints(foreign, names)}") from None
-    if unknown:
-        words_of_it = printable_line(" ".join(unknown))
-        raise UserError(f"unknown flag or value: {words_of_it} {_ALL_FLAGS}{_hints(unknown, names)}")
-    # after unknown flags: often one of them is a required flag under another name
+    rates = {field.name: parser.get_default(field.name) for field in fields if field.name.endswith("learning_rate")}
+    parser.set_defaults(**dict.fromkeys(rates))  # None: not given
+    found = parser.parse_args(_named_file(argv))
+    if found.config:
+        try:
+            settings = parser.parse_args(_named_file(_words_of(found.config, set(defaults_of(step)))))
+        except UserError as problem:
+            raise UserError(
+                str(problem) if "--config" in str(problem) else f"--config {found.config}: {problem}"
+            ) from None
+        found = parser.parse_args(_named_file(argv), settings)
     values = vars(found)
     values |= learning_rates(values, rates)
     if missing := _missing(fields, values):
         named = ", ".join(_SET_BY_THEM.get(flag, flag) for flag in missing)
-        raise UserError(f"required: {named} {_ALL_FLAGS}")
+        raise UserError(f"required: {named} (all flags: --help all)")
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
@@ -128,7 +108,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     return step.config(**parts)
 
 
-def _named_file(words: list[str]) -> list[str]:
+def _named_file(words: Sequence[str]) -> list[str]:
     """`words` with `--deepspeed_config FILE` in place of `--deepspeed FILE`, as the Hugging Face trainer has it."""
     named = list(words)
     for place, word in enumerate(words):
@@ -162,11 +142,6 @@ def _print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
 
 
-def flag_help(kind: Any) -> str:
-    """The help of one group of flags, such as `DataFlags`, as text."""
-    return flag_parser([kind], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
-
-
 def _check_values(values: dict[str, Any]) -> None:
     """Refuse numbers that 32 or 64 bits cannot hold, and paths that no file system accepts."""
     for name, value in values.items():
@@ -189,33 +164,14 @@ def _check_path(name: str, path: str) -> None:
     require(fits, f"--{name} {path[:60]}...: is too long for a file system; move or rename it")
 
 
-def _hints(unknown: Sequence[str], known: set[str]) -> str:
-    """For each unknown flag that a hint is known for, a line with the hint."""
-    lines = dict.fromkeys(_hint(word, known) for word in unknown)
-    return "".join(f"\n  {line}" for line in lines if line)
-
-
-def _hint(unknown: str, known: set[str]) -> str:
-    """What to use in place of a flag of other trainers or of another step, or the flag that `unknown` misspells; "" if
-    one of its words resembles no word of a flag."""
-    theirs = printable_line(unknown.split("=")[0])
-    words = unknown.lstrip("-").split("=")[0].replace("-", "_").split("_")
-    given = "_".join(words)
-    if advice := _ADVICE.get(given) or RETIRED.get(given.removeprefix("no_")):
-        return f"{theirs}: {advice}"
-    if same := flags_for(given, known):
-        return f"{theirs} -> {' and '.join(f'--{name}' for name in same)}"
-    steps = [
-        name for name, step in STEPS.items() for kind in groups_of(step).values() if given in kind.__dataclass_fields__
-    ]
-    if steps:
-        return f"{theirs}: is a flag of {' and '.join(f'dschat-{name}' for name in steps)}"
-    for name in difflib.get_close_matches("_".join(words), known):
-        others = name.split("_")
-        pairs = zip(words, others, strict=False)
-        if len(others) == len(words) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.65 for pair in pairs):
-            return f"{theirs}: did you mean --{name}?"
-    return ""
+def _advice(name: str, known: Collection[str]) -> str:
+    """What to use in place of a flag of other trainers or of another step; "" if that is not known."""
+    if advice := _ADVICE.get(name):
+        return advice
+    if same := flags_for(name, known):
+        return f"use {' and '.join(f'--{ours}' for ours in same)}"
+    steps = [step for step in STEPS if name in defaults_of(STEPS[step])]
+    return f"is a flag of {' and '.join(f'dschat-{step}' for step in steps)}" if steps else ""
 
 
 def flatten(config: StepConfig) -> dict[str, Any]:
@@ -230,7 +186,7 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
     defaults = defaults_of(step)
     values = flatten(config)
     reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
-    reasons |= step.notes | config.run.idle() | config.idle()
+    reasons |= step.notes | config.run.idle() | config.idle() | idle_rules(config.health)
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None

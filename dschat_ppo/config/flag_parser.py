@@ -11,39 +11,55 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable
+import textwrap
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dschat_ppo.config.retired_flags import RETIRED
-from dschat_ppo.config.schema import is_own_function, require_in_range
+from dschat_ppo.config.schema import RANGES, is_own_function
 from dschat_ppo.errors import UserError, printable_line
 
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
 _SHORT_CHOICES = 24  # characters; longer lists are part of the help text
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+_KINDS = {"N": "a whole number", "X": "a number", "BOOL": "true or false"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `UserError` with a message of one line, which suggests flags for unknown ones.
-    With `helps_by_name` the program has `--help NAME` and `--help all`, as the steps have."""
+    """An argument parser that raises `UserError`, with a line for each unknown flag that says what to use. `advice`
+    names that for a flag without dashes, or ""; flags that left and misspelt ones have an answer in any case. With
+    `helps_by_name` the program has `--help NAME` and `--help all`, as the steps have."""
 
     helps_by_name = False
+    advice: Callable[[str], str] = staticmethod(lambda name: "")
 
     def error(self, message: str) -> NoReturn:
+        all_flags = "(all flags: --help all)" if self.helps_by_name else "(all flags: --help)"
         named = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
         if named and (action := self._option_string_actions.get(named[1])):
             word = f" {named[1].lstrip('-').removeprefix('no_')}" if self.helps_by_name else ""
             raise UserError(f"{_wrong_value(named[1], action, named[2])} (see --help{word})")
-        kind, _, words = message.partition(": ")
-        unknown = [word.split("=")[0] for word in words.split() if word.startswith("--")]
-        near = [difflib.get_close_matches(word[2:].replace("-", "_"), self._by_name, n=1) for word in unknown]
-        meant = [self._by_name[name] for [name] in filter(None, near)] if kind == "unrecognized arguments" else []
-        hint = f"; did you mean {' and '.join(dict.fromkeys(meant))}?" if meant else ""
-        all_flags = "--help all" if self.helps_by_name else "--help"
-        left = [f"\n  {word}: {RETIRED[word[2:]]}" for word in unknown if word[2:] in RETIRED]
-        raise UserError(f"{printable_line(message)}{hint} (all flags: {all_flags}){''.join(left)}")
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise UserError(f"{printable_line(message)} {all_flags}")
+        flags = dict.fromkeys(word.split("=")[0] for word in unknown.split() if word.startswith("--"))
+        lines = [f"\n  {printable_line(flag)}: {hint}" for flag in flags if (hint := self._hint(flag))]
+        raise UserError(f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}")
+
+    def _hint(self, flag: str) -> str:
+        """What to use in place of an unknown flag, or the flag that it misspells; "" if one of its words resembles no
+        word of a flag."""
+        name = flag[2:].replace("-", "_")
+        if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name):
+            return hint
+        for near in difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions]):
+            words, theirs = near.split("_"), name.split("_")
+            pairs = zip(words, theirs, strict=False)
+            if len(words) == len(theirs) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.65 for pair in pairs):
+                return f"did you mean --{near}?"
+        return ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
@@ -55,30 +71,19 @@ class FlagParser(argparse.ArgumentParser):
                 return super()._get_values(action, arg_strings)[0]
         return super()._get_values(action, arg_strings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does. The last value of each flag must be in its range: flags override those of `--config`."""
-        found, others = super().parse_known_args(args, namespace)
-        for action in self._actions:
-            value = getattr(found, action.dest, None)
-            if (range := getattr(action, "range", "")) and value is not None and value != action.default:
-                require_in_range(action.dest, range, str(action.help), value)
-        return found, others
-
-    def knows(self, word: str) -> bool:
-        """Whether a word of a command line, such as "--seed=1", is a flag of this parser."""
-        return word.partition("=")[0] in self._option_string_actions
-
     @property
-    def groups(self) -> list[tuple[str, list[argparse.Action]]]:
-        """(title, flags) of each group, without those that turn another flag off."""
-        found = [(str(group.title), group._group_actions) for group in self._action_groups]
-        return [(title, [flag for flag in flags if flag.const is not False]) for title, flags in found]
+    def flags(self) -> list[argparse.Action]:
+        """Those that the help shows."""
+        return [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
 
-    @property
-    def _by_name(self) -> dict[str, str]:
-        """The flags, by their names without dashes."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        return {flag[2:].replace("-", "_"): flag for flag in reversed(flags)}
+    def help_of(self, flags: Collection[argparse.Action], width: int) -> str:
+        """The whole help of some flags, under the titles of their groups."""
+        formatter = HelpFormatter(self.prog, width=width)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments([action for action in group._group_actions if action in flags])
+            formatter.end_section()
+        return formatter.format_help().rstrip()
 
 
 class OrOwnFunction(tuple[str, ...]):
@@ -96,13 +101,44 @@ def _between_commas(word: str) -> list[str]:
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Omits defaults of None and [], whose meaning is in the help text, and marks required flags."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows a flag by its name with _ alone; its default, its other names, and the flag that turns it off follow its
+    text."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is argparse.SUPPRESS and action.type is not None:
-            return f"{action.help} (required)"
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
+    def __init__(self, prog: str, **settings: Any):
+        super().__init__(prog, max_help_position=34, **settings)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        kind = action.metavar or (str(action.dest).upper() if action.nargs != 0 else "")
+        name = next((word for word in action.option_strings if word.startswith("--")), action.option_strings[0])
+        return f"{name} {kind}".strip() + (" ..." if action.nargs in ("*", "+") else "")
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        default = shown_default(action)
+        aliases = [word for word in action.option_strings[1:] if word[2:].replace("-", "_") != action.dest]
+        notes = (
+            [f"default: {default}"] if default not in ("", "required") and "(default" not in str(action.help) else []
+        )
+        notes += [f"off: --no_{action.dest}"] if getattr(action, "has_off", False) else []
+        notes += [f"also: {', '.join(aliases)}"] if aliases else []
+        return f"{action.help} ({'; '.join(notes)})" if notes else str(action.help)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def shown_default(action: argparse.Action) -> str:
+    """The default of a flag as the command line takes it, "required", or "" for none."""
+    value = action.default
+    if "(required)" in str(action.help):
+        return "required"
+    if value is None or value == [] or action.nargs == 0:
+        return ""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else f"'{value}'" if value in ("", "\\n") else str(value)
 
 
 def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
@@ -112,7 +148,7 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
     if problem.startswith("expected"):
         return f"{flag} needs a value, {expected}"
     if given is None:
-        return f"{flag}: {problem}"
+        return f"{flag} {problem}"
     if problem.startswith("ignored explicit argument"):
         return f"{flag} takes no value, got {given[2]}"
     choices = [str(choice) for choice in action.choices or ()]
@@ -126,11 +162,8 @@ def _expected(action: argparse.Action) -> str:
     if action.choices:
         own = ", or FILE.py:FUNCTION" if isinstance(action.choices, OrOwnFunction) else ""
         return f"one of {', '.join(map(str, action.choices))}{own}"
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number", _bool_of: "true or false"}
-    kind = kinds.get(action.type, "text")
-    if not action.help or action.help == argparse.SUPPRESS:
-        return kind
-    return f"{kind}: {first_words(action.help)}"
+    kind = _KINDS.get({int: "N", float: "X"}.get(action.type, str(action.metavar)), "text")  # type: ignore[call-overload]
+    return f"{kind}: {first_words(action.help)}" if action.help and action.help != argparse.SUPPRESS else kind
 
 
 def first_words(text: str) -> str:
@@ -148,22 +181,19 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     Literal, bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. `settings` are those of
     `argparse.ArgumentParser`.
     """
-    parser = FlagParser(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+    parser = FlagParser(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
     add_groups(parser, groups)
     return parser
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], hidden: Collection[str] = ()) -> None:
-    """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`."""
+    """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`. The title
+    of a group is the first line of its docstring."""
     for group in groups:
-        section, types = parser.add_argument_group(_title_of(group)), get_type_hints(group)
+        section = parser.add_argument_group(group.__doc__.partition("\n")[0].removesuffix("."))
+        types = get_type_hints(group)
         for field in dataclasses.fields(group):
             _add_flag(section, field, types[field.name], field.name in hidden)
-
-
-def _title_of(group: Any) -> str:
-    """The title of a group of flags: the first line of its docstring."""
-    return str(group.__doc__).partition("\n")[0].removesuffix(".")
 
 
 def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden: bool) -> None:
@@ -173,16 +203,23 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
     elif field.default is not dataclasses.MISSING:
         default = field.default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    read, commas = values_of(kind), field.metadata.get("commas", False)
+    read, text, commas = values_of(kind), str(field.metadata["help"]), field.metadata.get("commas", False)
+    if range := field.metadata.get("range"):
+        read["type"] = partial(_in_range, read["type"], range, text)
+    if read["metavar"] == LONG_CHOICES:
+        own = ", or FILE.py:FUNCTION" if isinstance(read["choices"], OrOwnFunction) else ""
+        text += f"; one of {', '.join(map(str, read['choices']))}{own}"
+    if default is argparse.SUPPRESS:
+        text += " (required)"
     action = section.add_argument(
         *names, *field.metadata.get("aliases", []), default=default, **({"nargs": "+"} if commas else {}) | read,
-        help=argparse.SUPPRESS if is_hidden else help_of(field, kind),
+        help=argparse.SUPPRESS if is_hidden else text,
     )  # fmt: skip
-    action.commas, action.range = commas, field.metadata.get("range", "")
+    action.commas, action.has_off = commas, default is True
     if default is True:
         section.add_argument(
             f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,
-            default=argparse.SUPPRESS, help=argparse.SUPPRESS if is_hidden else f"turn --{field.name} off",
+            default=argparse.SUPPRESS, help=argparse.SUPPRESS,
         )  # fmt: skip
 
 
@@ -192,44 +229,43 @@ def values_of(kind: Any) -> dict[str, Any]:
         kinds = [part for part in get_args(kind) if part is not NoneType]
         if len(kinds) == 2 and kinds[1] is str:
             own = OrOwnFunction(get_args(kinds[0]))
-            return {"choices": own, "type": partial(_choice_or_own, own), "metavar": LONG_CHOICES}
+            return {"choices": own, "type": partial(_choice_of, own), "metavar": LONG_CHOICES}
         [kind] = kinds
     if get_origin(kind) is list:
         [item] = get_args(kind)
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
-        by_text = {str(choice): choice for choice in get_args(kind)}
-        listed = "{" + ",".join(by_text) + "}"
+        listed = "{" + ",".join(map(str, get_args(kind))) + "}"
         metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
-        return {"choices": get_args(kind), "type": partial(_choice_of, by_text), "metavar": metavar}
+        return {"choices": get_args(kind), "type": partial(_choice_of, get_args(kind)), "metavar": metavar}
     if kind is bool:
         return {"type": _bool_of, "nargs": "?", "const": True, "metavar": "BOOL"}
     return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
 
 
-def help_of(field: dataclasses.Field[Any], kind: Any) -> str:
-    """The help text of a flag, with the choices if there are too many to list them before it."""
-    read, text = values_of(kind), str(field.metadata["help"])
-    if read["metavar"] != LONG_CHOICES:
-        return text
-    own = ", or FILE.py:FUNCTION" if isinstance(read["choices"], OrOwnFunction) else ""
-    return f"{text}; one of {', '.join(map(str, read['choices']))}{own}"
-
-
-def _choice_of(by_text: dict[str, Any], text: str) -> Any:
+def _choice_of(choices: tuple[Any, ...], text: str) -> Any:
     """The choice that `text` names."""
-    if text not in by_text:
+    choice = next((choice for choice in choices if str(choice) == text), text)
+    if choice not in choices:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
-    return by_text[text]
-
-
-def _choice_or_own(choices: OrOwnFunction, text: str) -> str:
-    if text not in choices:
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
-    return text
+    return choice
 
 
 def _bool_of(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}")
     return text.lower() in _TRUE
+
+
+def _in_range(kind: Callable[[str], float], range: str, help: str, text: str) -> float:
+    """A number in a range of `RANGES`. Of flags that are 0 or above the message says what 0 means, for which others
+    have -1."""
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}") from None
+    wanted, fits = RANGES[range]
+    if not fits(value):
+        zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else ""))
+    return value

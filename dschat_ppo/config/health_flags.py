@@ -14,6 +14,7 @@ from dschat_ppo.errors import UserError
 Stop = Literal["off", "error", "warning"]
 Level = Literal["warning", "error"]
 WINDOW, OFF = "window", "off"
+LEFT = ("ranks_uneven",)  # rules that left: their thresholds, such as those of a saved configuration, have no effect
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,19 @@ class FitHealthFlags:
         thresholds(self)
 
 
+def idle_rules(flags: PPOHealthFlags | FitHealthFlags) -> dict[str, str]:
+    """`--health`, if it sets rules that left -> which."""
+    left = [text for text in flags.health if text.partition("=")[0] in LEFT]
+    return {"health": f"of {', '.join(left)}: the rule left"} if left else {}
+
+
 def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
     window, limits, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
     for text in flags.health:
         name, _, value = text.partition("=")
+        if name in LEFT:
+            continue
         if name not in (WINDOW, *limits):
             near = difflib.get_close_matches(name, [WINDOW, *limits], n=1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {WINDOW}, {', '.join(limits)}"

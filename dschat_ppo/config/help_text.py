@@ -7,13 +7,11 @@ import difflib
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
-from dschat_ppo.config.flag_parser import FlagParser, first_words
+from dschat_ppo.config.flag_parser import FlagParser, first_words, shown_default
 from dschat_ppo.errors import UserError
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
-_COLUMN = 34  # where the text of a flag starts
 _WORDS = ("--help", "-h")
 
 TITLES = {  # step -> what it does, and the path of its program
@@ -64,50 +62,23 @@ def asked_for_help(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _default(flag: argparse.Action) -> str:
-    """The default as the command line takes it, "required", or "" for none."""
-    required = flag.default is argparse.SUPPRESS or "(required)" in str(flag.help)
-    return "required" if required else shown_default(flag.default)
-
-
-def _notes(flag: argparse.Action, has_off: bool) -> str:
-    """What follows the text of a flag, in brackets. `has_off`: whether another flag turns it off."""
-    default = "" if "(required)" in str(flag.help) else _default(flag)  # else the text says so
-    notes = [default if default == "required" else f"default: {default}"] if default else []
-    notes += [f"off: --no_{flag.dest}"] if has_off else []
-    aliases = [word for word in flag.option_strings if word[2:].replace("-", "_") != flag.dest]
-    notes += [f"also: {', '.join(aliases)}"] if aliases else []
-    return f" ({'; '.join(notes)})" if notes else ""
-
-
-def shown_default(value: Any) -> str:
-    """A default as the command line takes it; "" for none."""
-    if value is None or value == []:
-        return ""
-    if isinstance(value, bool):
-        return "True" if value else "False"
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else f"'{value}'" if value in ("", "\\n") else str(value)
-
-
 def help_text(step: str, parser: FlagParser, topic: str) -> str:
     """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a flag."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
     word = topic.lstrip("-").replace("-", "_").lower()
-    flags = [flag for _, group in parser.groups for flag in group]
+    flags = parser.flags
     if not word:
         return _usual(step, flags, width)
     if word == "all":
         head = f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same."
-        return f"{head}\n\n{_by_group(parser, flags, width)}"
+        return f"{head}\n\n{parser.help_of(flags, width)}"
     exact = [flag for flag in flags if f"--{word}" in flag.option_strings]
     found = exact or [flag for flag in flags if word in flag.dest]
     if not found:
         near = difflib.get_close_matches(word, [flag.dest for flag in flags])
         meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
         raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
-    return _by_group(parser, found, width)
+    return parser.help_of(found, width)
 
 
 def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
@@ -123,7 +94,7 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
     for heading, names in usual.items():
         lines.append(f"{heading}:")
         for name in names:
-            end = f" [{default}]" if (default := _default(known[name])) else ""
+            end = f" [{default}]" if (default := shown_default(known[name])) else ""
             room = width - column - len(end) - 4
             text = textwrap.shorten(first_words(str(known[name].help)), room, placeholder=" ...")
             lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
@@ -133,18 +104,3 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
         "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
     ]
     return "\n".join(lines)
-
-
-def _by_group(parser: FlagParser, flags: Sequence[argparse.Action], width: int) -> str:
-    """Flags with their whole text, under the titles of their groups."""
-    blocks: list[str] = []
-    for title, group in parser.groups:
-        lines = [f"{title}:"]
-        for flag in [flag for flag in group if flag in flags]:
-            head = f"  --{flag.dest} {flag.metavar}" + (" ..." if flag.nargs == "*" else "")
-            text = f"{flag.help}{_notes(flag, parser.knows(f'--no_{flag.dest}'))}"
-            words = textwrap.wrap(text, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
-            lines.append(head if len(head) + 2 > _COLUMN else f"{head.ljust(_COLUMN)}{words.pop(0)}")
-            lines += [" " * _COLUMN + line for line in words]
-        blocks += ["\n".join(lines)] if len(lines) > 1 else []
-    return "\n\n".join(blocks)

@@ -1,5 +1,5 @@
-"""Names that other trainers and other steps give to our settings, for the message about an unknown flag. Names of TRL
-1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md compare what they mean."""
+"""Names that other trainers and other steps give to the usual settings, for the message about an unknown flag. Names of
+TRL 1.x, OpenRLHF 0.8 to 0.11 and peft; docs/from-trl.md and docs/from-openrlhf.md have all of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ THEIR_NAMES = {
     "critic_model_name_or_path reward_model_name_or_path": "reward_model_path",
     "critic_model_name_or_path": "critic_pretrain",
     "ref_model_name_or_path": "ref_pretrain",
-    "dropout": "disable_dropout",
-    "router_loss_coef": "aux_loss_coef router_aux_loss_coef",
     # LoRA
     "lora_dim": "lora_r lora_rank use_peft",
     "lora_module_name": "lora_target lora_target_modules target_modules",
@@ -26,14 +24,10 @@ THEIR_NAMES = {
         "dataset dataset_name prompt_data prompt_dataset dataset_probs prompt_data_probs prompt_probs "
         "dataset_config dataset_train_split dataset_split prompt_split"
     ),
-    "preprocessing_num_workers": "dataset_num_proc",
     "eval_data_path": "eval_dataset",
     "prompt_column": "prompt_key",
-    "chat_template": "tokenizer_chat_template chat_template_path",
-    "truncation": "truncation_mode",
     "max_seq_len max_prompt_seq_len max_answer_seq_len": "max_length max_len",
     "train_on_prompt": "completion_only_loss assistant_only_loss pretrain_mode pretrain_mode_enable",
-    "train_on": "multiturn",
     "packing": "packing_samples padding_free",
     # batches and length of the run
     "per_device_train_batch_size per_device_training_batch_size": (
@@ -54,51 +48,32 @@ THEIR_NAMES = {
     # optimizer and schedule
     "learning_rate": "adam_lr",
     "adam_beta1 adam_beta2": "adam_betas",
-    "adam_epsilon": "adam_eps",
-    "weight_decay": "adam_weight_decay l2",
     "max_grad_norm": "max_norm",
     "lr_scheduler_type": "lr_scheduler",
     "warmup_ratio": "lr_warmup_ratio",
     "num_warmup_steps": "warmup_steps",
     # generation
     "n_samples_per_prompt": "num_generations",
-    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
     "max_answer_seq_len": "max_completion_length max_new_tokens response_length generate_max_len",
     "max_prompt_seq_len": "max_prompt_length prompt_max_len",
+    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
     "stop_strings": "stop_token",
     "stop_token_ids": "stop_token_id",
-    "inference_tp_size": "vllm_tensor_parallel_size",
-    "sleep_in_rollout": "vllm_enable_sleep vllm_enable_sleep_mode ds_enable_sleep deepspeed_enable_sleep",
-    "unpin_actor_parameters": "enforce_eager ds3_gather_for_generation",
     # algorithm
     "objective policy_loss loss_aggregation": "loss_type",
     "policy_loss": "policy_loss_type importance_sampling_level",
-    "loss_aggregation": "loss_agg_mode",
     "clip_eps": "epsilon eps_clip cliprange",
     "clip_eps_high": "epsilon_high",
-    "clip_eps_low clip_eps_high": "eps_clip_low_high",
     "dual_clip": "delta",
     "value_clip_eps": "cliprange_value value_clip",
     "gae_lambda": "lam lambd",
     "normalize_group_std": "scale_rewards",
-    "normalize_group_std whiten_advantages": "no_advantage_std_norm no_std_norm",
     "kl_loss_coef kl_coef": "beta",
     "kl_coef": "init_kl_coef kl_init_coef",
     "kl_loss_coef": "kl_use_loss use_kl_loss",
-    "kl_straight_through": "unbiased_gradient",
-    "sapo_tau_positive": "sapo_temperature_pos",
-    "sapo_tau_negative": "sapo_temperature_neg",
-    "high_entropy_share": "top_entropy_quantile",
-    "entropy_target": "use_adaptive_entropy",
-    "entropy_delta": "entropy_coef_delta",
-    "entropy_coef": "entropy_loss_coef",
     "mask_truncated_answers": "mask_truncated_completions",
     "ref_sync_interval": "sync_ref_model ref_model_sync_steps",
-    "ref_sync_mixup": "ref_model_mixup_alpha",
-    "off_policy_delta": "off_policy_mask_threshold",
     "importance_correction": "vllm_importance_sampling_correction enable_vllm_is_correction is_correction_level",
-    "importance_correction importance_mode": "vllm_is_correction_type vllm_importance_sampling_mode",
-    "importance_mode": "is_correction_gating is_correction_mode",
     "importance_cap": (
         "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_is_truncated_threshold "
         "is_correction_threshold"
@@ -112,41 +87,28 @@ THEIR_NAMES = {
     "remote_reward_url reward_function": "remote_url remote_rm_url",
     "reward_clip": "clip_range reward_clip_range",
     "normalize_rewards": "normalize_enable normalize_reward",
-    "overlong_buffer": "overlong_buffer_len",
-    "overlong_penalty": "overlong_penalty_factor",
     "missing_eos_penalty": "stop_properly_penalty_coef",
     # preferences
     "objective": "ipo ipo_enable",
     "nll_coef": "rpo_alpha nll_loss_coef",
     "kto_desirable_weight": "desirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
-    "center_rewards_coef": "center_rewards_coefficient",
     "use_margin": "margin_loss margin_loss_enable",
-    "compute_fp32_loss": "compute_fp32_loss_enable",
     # memory and devices
-    "dtype": "param_dtype",
     "gradient_checkpointing": "gradient_checkpointing_enable",
-    "offload_activations": "activation_offloading",
     "offload_optimizer": "adam_offload",
     "offload_reference_model": "ref_offload",
     "offload_reward_model": "reward_offload",
     "offload_reference_model offload_reward_model": "ref_reward_offload",
     "attn_implementation": "flash_attn",
     "sequence_parallel_size": "ring_attn_size",
-    "zero_hpz_partition_size": "zpg",
-    "deterministic": "full_determinism full_determinism_enable",
     # checkpoints, evaluation, log
     "output_dir": "save_path ckpt_path",
     "save_total_limit": "max_num max_ckpt_num",
-    "save_hf_steps": "save_hf save_hf_ckpt",
     "resume": "resume_from_checkpoint load_enable load_checkpoint",
-    "metric_for_best save_best": "best_metric_key load_best_model_at_end",
     "metric_for_best": "metric_for_best_model save_best",
     "eval_interval": "eval_steps",
-    "print_answers": "log_completions",
-    "sample_interval": "num_completions_to_print num_sample_generations",
     "report_to": "use_wandb wandb_key use_tensorboard",
-    "report_to tensorboard_path": "tensorboard_dir",
     "project": "wandb_project",
     "run_name": "wandb_run_name",
     # our other steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -17,7 +18,6 @@ from dschat_ppo.config.schema import (
     old_flag,
     positive,
     refuse,
-    require,
     share,
 )
 
@@ -51,7 +51,7 @@ class PPOFlags:
     max_prompt_seq_len: int = positive(256, "maximum tokens of a prompt (see --truncation)")
     max_answer_seq_len: int = positive(256, "maximum new tokens of an answer")
 
-    temperature: float = not_negative(1.0, "sampling temperature; log-probs are computed at the same temperature")
+    temperature: float = flag(1.0, "sampling temperature, above 0; log-probs are computed at the same temperature")
     top_p: float = share(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
     top_k: int = not_negative(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
     min_p: float = fraction(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
@@ -122,8 +122,9 @@ class PPOFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require(self.temperature != 0, "--temperature 0: use --top_k 1, which takes the most likely token (greedy)")
         refuse({
+            f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most likely token (greedy)":
+                not 0 < self.temperature < math.inf,
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
                 self.min_answer_seq_len > self.max_answer_seq_len,
             "--stop_token_ids must be 0 or above": any(number < 0 for number in self.stop_token_ids),

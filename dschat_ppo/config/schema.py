@@ -37,7 +37,7 @@ WITHOUT_EFFECT = {
 }
 
 
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("finite and above 0", lambda value: 0 < value < math.inf),
     "not_negative": ("finite, 0 or above", lambda value: 0 <= value < math.inf),
     "fraction": ("at least 0 and below 1", lambda value: 0 <= value < 1),
@@ -48,7 +48,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: str = "") -> Any:
     """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of other libraries. A
     list takes any number of values; with `commas` it takes them between commas too, and a text has such parts, which
-    may also be words of their own. `range`: of `_RANGES`, which the parser checks."""
+    may also be words of their own. `range`: of `RANGES`, which the parser checks."""
     metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]}
     metadata |= ({"commas": True} if commas else {}) | ({"range": range} if range else {})
     if isinstance(default, list):
@@ -56,7 +56,7 @@ def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: st
     return field(default=default, metadata=metadata)
 
 
-positive, not_negative, fraction, share = (partial(flag, range=name) for name in _RANGES)
+positive, not_negative, fraction, share = (partial(flag, range=name) for name in RANGES)
 
 
 def old_flag(name: str, default: Any, more: str = "") -> Any:
@@ -74,14 +74,6 @@ def refuse(problems: Mapping[str, bool]) -> None:
     """Raise `UserError` with the first message of a table whose condition holds."""
     for message, holds in problems.items():
         require(not holds, message)
-
-
-def require_in_range(name: str, range: str, help: str, value: float) -> None:
-    """Require the value of a flag to be in its range. Of flags that are 0 or above the message says what 0 means, for
-    which others have -1."""
-    wanted, fits = _RANGES[range]
-    zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
-    require(fits(value), f"--{name} must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else ""))
 
 
 def is_own_function(name: str) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common.logging import quiet_hugging_face
-from dschat_ppo.config.cli import flag_help, parse
+from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
@@ -32,11 +32,11 @@ _UNNAMED = ""  # stands for a model that the command does not name
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the step's configuration)."""
+    of_data = flag_parser([DataFlags], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
     parser = flag_parser(
         [], prog="python -m dschat_ppo.tools.data", description=__doc__,
-        epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{flag_help(DataFlags)}",
+        epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{of_data}",
     )  # fmt: skip
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --step STEP --data_path DATA --tokenizer MODEL [flags of the step]"
     parser.add_argument("--step", choices=list(STEPS), help="the step, as a number or a name (required)")
     parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer, if no flag names the model")

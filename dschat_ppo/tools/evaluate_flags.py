@@ -36,7 +36,6 @@ class Wanted:
 def read_arguments(argv: Sequence[str], description: str | None = None) -> Wanted:
     """Parse the command line; `description` is for `--help`."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.evaluate", description=description)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]\n       {parser.prog} --pairs DATA ..."
     _add_flags(parser)
     add_sampling_flags(parser)

@@ -59,7 +59,6 @@ def count_of(text: str) -> int:
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and those of the step."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
     add = parser.add_argument_group("planner").add_argument
     add("--step", choices=list(STEPS), default="3", help="1: SFT, 2: reward model, dpo, 3: PPO (default)")

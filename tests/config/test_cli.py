@@ -134,7 +134,7 @@ def test_a_misspelt_flag_is_suggested_and_an_unrelated_one_is_not(step, given, m
 def test_flags_of_another_step_or_of_peft_are_answered_with_those_of_the_step(step, given, named):
     with pytest.raises(UserError) as problem:
         read(step, given, "1")
-    assert f"\n  {given.split('=')[0]} -> {' and '.join(f'--{name}' for name in named)}" in str(problem.value)
+    assert f"\n  {given.split('=')[0]}: use {' and '.join(f'--{name}' for name in named)}" in str(problem.value)
 
 
 @pytest.mark.parametrize(("step", "given", "steps"), [
@@ -153,7 +153,7 @@ def test_a_number_format_as_a_flag_is_answered():
 
 def test_a_required_flag_under_the_name_of_another_step_is_answered():
     words = [word.replace("--actor_model_name", "--model_name") for word in NEEDED["ppo"]]
-    with pytest.raises(UserError, match=r"\n  --model_name_or_path -> --actor_model_name_or_path and"):
+    with pytest.raises(UserError, match=r"\n  --model_name_or_path: use --actor_model_name_or_path and"):
         parse("ppo", words)
 
 
@@ -183,7 +183,8 @@ def test_the_nearest_choice_is_suggested(tmp_path, step, flag, given, meant, in_
     words = ["--config", str(tmp_path / "flags.yaml")] if in_yaml else [f"--{flag}", given]
     with pytest.raises(UserError) as problem:
         read(step, *words)
-    assert str(problem.value).startswith(f"--{flag} {given}: expected one of ")
+    where = f"--config {tmp_path / 'flags.yaml'}: " if in_yaml else ""
+    assert str(problem.value).startswith(f"{where}--{flag} {given}: expected one of ")
     assert str(problem.value).endswith(
         f"; did you mean {meant}? (see --help {flag})" if meant else f" (see --help {flag})"
     )

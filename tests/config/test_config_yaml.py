@@ -45,12 +45,6 @@ def test_flags_override_yaml_at_every_position_of_config(tmp_path, place):
     assert read("sft", f"--config={words[place + 1]}")["seed"] == 5
 
 
-def test_only_the_last_value_of_a_flag_must_be_in_its_range(tmp_path):
-    assert read("sft", "--config", yaml_file(tmp_path, "seed: -3\n"), "--seed", "3")["seed"] == 3
-    with pytest.raises(UserError, match="--seed must be"):
-        read("sft", "--config", yaml_file(tmp_path, "seed: 3\n"), "--seed", "-3")
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -61,7 +55,8 @@ def test_only_the_last_value_of_a_flag_must_be_in_its_range(tmp_path):
         ("seed: {a: 1}\n", "'seed' must be a value"),
         ("seed: many\n", "--seed"),
         ("max_seq_len: 0\n", "--max_seq_len"),
-        ("lora_dim: -8\n", "--lora_dim must be"),
+        ("lora_dim: -8\n", "settings.yaml: --lora_dim must be"),
+        ("config: other.yaml\n", "'config' cannot name another file"),
     ],
 )
 def test_the_fault_of_a_bad_yaml_file_is_named(tmp_path, text, named):

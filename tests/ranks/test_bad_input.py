@@ -190,7 +190,7 @@ CASES = {
     "trace of a step that does not come": ("sft", "--profile 99999", ["--profile 99999", "name one of them"]),
     "trace of no step": ("sft", "--profile 0", ["--profile must be"]),
     "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
-    "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "'learning_speed'"]),
+    "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "--learning_speed"]),
 }
 
 

@@ -25,7 +25,7 @@ def test_flags():
         (["--port", "80"], "--port has no effect without --web"),
         (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
         (["--dtype", "int8"], "--dtype int8: expected one of "),
-        (["--temprature", "1"], "unrecognized arguments"),
+        (["--temprature", "1"], "unknown flag or value"),
         (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
     ],
 )

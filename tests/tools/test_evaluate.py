@@ -246,7 +246,7 @@ def test_rewards_are_optional():
         ([*MODELS, "--process_reward", "min", "--reward_function", "length"], "--process_reward has no effect"),
         (["--model", "a", "a", "--data_path", "d"], "--model names a model twice"),
         ([*MODELS, "--min_p", "2"], "--min_p must be a number from 0 to 1"),
-        ([*MODELS, "--actor_learning_rate", "1"], "unrecognized arguments"),
+        ([*MODELS, "--actor_learning_rate", "1"], "unknown flag or value"),
         ([*MODELS, "--html", "page.html"], "--html: left: --show N prints the answers"),
         ([*MODELS, "--show", "-1"], "--show must be at least 0, got -1"),
     ],
