@@ -46,7 +46,7 @@ _IMPORTED = (
     "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference",
     "dschat_ppo.tools.chat_model", "fastapi", "uvicorn",
     "dschat_ppo.tools.data", "dschat_ppo.tools.evaluate_models", "dschat_ppo.tools.checkpoint_models",
-    "dschat_ppo.tools.replay_bundle", "dschat_ppo.tools.text_scorer",
+    "dschat_ppo.tools.replay", "dschat_ppo.tools.text_scorer",
 )  # fmt: skip
 
 
@@ -172,9 +172,9 @@ class Fuzz:
         tempfile.tempdir = None
         for name in _IMPORTED:
             importlib.import_module(name)
-        from fuzz_material import make_bundles, make_material, train_run
+        from fuzz_material import make_bundle, make_material, train_run
 
-        for make in (make_material, train_run, make_bundles):
+        for make in (make_material, train_run, make_bundle):
             name = make.__name__
             (work / name).mkdir()
             ended = fork(work / name, partial(make, self.material)).wait()

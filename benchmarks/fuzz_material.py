@@ -19,7 +19,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 96,
 }  # fmt: skip
 _ROWS = 12
-BUNDLES = ("bundle of step 1", "bundle of step 3")
+BUNDLE = "bundle of step 1"
 
 
 def make_material(folder: Path) -> None:
@@ -89,37 +89,27 @@ def _make_data(folder: Path) -> None:
     (folder / "texts.txt").write_text("\n".join(words) + "\n")
 
 
-def make_bundles(folder: Path) -> None:
-    """Repro bundles of step 1 with weights that are not finite, and of the rows of a step 3."""
+def make_bundle(folder: Path) -> None:
+    """A repro bundle of step 1 with weights that are not finite."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     from dschat_ppo.config.cli import parse
     from dschat_ppo.data.batches import SFTBatch
+    from dschat_ppo.engine.optimizer_step import Fault
     from dschat_ppo.models.policy_model import PolicyModel
-    from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
-    from dschat_ppo.types import ScoredRollout
+    from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = PolicyModel(LlamaForCausalLM.from_pretrained(folder / "model"))
     with torch.no_grad():
         model.backbone.embed_tokens.weight[40, 3] = float("nan")
     ids, mask = torch.tensor([[11, 12, 13], [14, 40, 15]]), torch.tensor([[False, True, True], [False, False, True]])
-    batches = FailureContext([SFTBatch(ids, mask), SFTBatch(ids, mask)], {"total": 7.0}, _Engine(model))
-    places, numbers = mask[:, 1:], torch.zeros(2, 2)
-    scored = ScoredRollout(
-        prompt_ids=ids[:, :1], prompt_mask=~mask[:, :1], response_ids=ids[:, 1:], response_mask=places,
-        finish_reason=torch.zeros(2, dtype=torch.int8), rollout_logprobs=numbers, entropies=None,
-        source_scores=torch.zeros(2, 1), scores=torch.zeros(2), groups=torch.arange(2),
-        old_logprobs=numbers, ref_logprobs=numbers, kl=numbers, values=numbers / 0, baselines=None,
-    )  # fmt: skip
-    rows = FailureContext([scored], {}, model=str(folder / "reward"))
-    faults = ({"kind": "loss", "micro_batch": 1, "numbers": []}, {"kind": "values", "rows": [0, 1]})
-    steps = zip(("sft", "ppo"), ("model", "critic"), (batches, rows), faults, BUNDLES, strict=True)
-    for step, role, context, fault, name in steps:
-        config = parse(step, step_words(folder, step, folder / "bundles" / step))
-        written = ReproBundles(step, config, tokenizer).write(7, 0, context, {"role": role, "fault": fault})
-        Path(written).rename(folder / name)
+    batch, step = SFTBatch(ids, mask), "sft"
+    config = parse(step, step_words(folder, step, folder / "bundles" / step))
+    bundles = ReproBundles(step, config, tokenizer)
+    written = bundles.write("model", 7, Fault("loss", 0, 1, [], []), _Engine(model), [batch, batch], {"total": 7.0})
+    written.rename(folder / BUNDLE)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from fuzz_flags import Flag, flags_of, random_flag
-from fuzz_material import BUNDLES, note
+from fuzz_material import BUNDLE, note
 from fuzz_mutations import copy_of, mutate_file, mutate_some
 
 _NUMBER, _SMALL = {"type": float}, {"choices": (1, 2, 3)}  # large amounts would only compute for long
@@ -49,7 +49,7 @@ def replay(rng: random.Random, material: Path, own: Path) -> int:
     """`tools.replay` of a mutated bundle."""
     from dschat_ppo.tools.replay import main
 
-    folder = copy_of(material / rng.choice(BUNDLES), own / "bundle")
+    folder = copy_of(material / BUNDLE, own / "bundle")
     note(mutate_some(rng, folder / "model" if (folder / "model").is_dir() and rng.random() < 0.3 else folder))
     words = [str(folder), *rng.choice(([], [], ["--dtype", rng.choice(("bf16", "fp16", "fp32"))]))]
     note(shlex.join(words))

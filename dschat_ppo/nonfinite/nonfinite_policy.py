@@ -3,24 +3,29 @@ log-probs, values and advantages before any update uses them."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from dschat_ppo.common import dist
+import torch
+from torch import Tensor
+
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.optimizer_step import StepResult
-from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.nonfinite.diagnostics import bad_places
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
-from dschat_ppo.types import Experience, ScoredRollout, record_of, tensors_of
+from dschat_ppo.errors import NonFiniteError, StorageError
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.types import Engine, Experience, tensors_of
+
+# Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
+# log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
+UNUSED = ("source_scores", "rollout_logprobs")
+SHOWN = 8  # rows, at most, in a message
 
 
 class NonFinitePolicy:
     """Stops the run at the first failure, or counts skipped updates; the same on every rank. `bundles` writes a repro
-    bundle for each failure, unless it is None."""
+    bundle for each bad optimizer step, unless it is None."""
 
     def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
         self.flags = flags
@@ -29,41 +34,52 @@ class NonFinitePolicy:
         self._skipped = 0
         self._overflows = Counter[str]()
 
-    def handle(self, role: str, step: int, result: StepResult, context: Callable[[], FailureContext]) -> None:
-        """Handle the outcome of an optimizer step of `role`. With a fault, collective and with a call of `context`."""
+    def handle(
+        self, role: str, step: int, result: StepResult, engine: Engine, records: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Handle the outcome of an optimizer step of `role`. Collective with a fault, which writes a repro bundle of
+        the micro-batches `records`; `constants` are the other numbers that the loss needs."""
         self._overflows[role] += result.overflow
         if result.applied:
-            self.reset(role)
+            self._in_a_row[role] = 0
         if result.fault is None:
             return
-        fault, failure = result.fault, context()
-        details = {
-            "role": role,
-            "fault": {"kind": fault.kind, "micro_batch": fault.micro_batch, "numbers": fault.numbers},
-        }
-        problem = f"{role}, step {step}: {fault}; its update was skipped"
-        self.report(role, step, fault.rank, problem, failure, details)
+        replay = ""
+        if self.bundles is not None:
+            try:
+                folder = self.bundles.write(role, step, result.fault, engine, records, constants)
+                replay = f" Replay: python -m dschat_ppo.tools.replay {folder}"
+            except StorageError as problem:  # it must not hide the number
+                replay = f" (no repro bundle: {problem})"
+        self._fail(role, f"{role}, step {step}: {result.fault}; its update was skipped", replay)
 
-    def report(
-        self, role: str, step: int, rank: int, problem: str, context: FailureContext, details: dict[str, Any]
-    ) -> None:
-        """Write a repro bundle of `rank` and count the failure of `role`, or stop the run. Collective. `problem` is the
-        message, one line; `context` is this rank's; `details` are further entries of `bundle.pt`."""
-        folder = self.bundles.write(step, rank, context, details) if self.bundles else "(no repro bundle)"
+    def is_finite(self, experience: Experience, step: int) -> bool:
+        """Whether all numbers of an experience of all ranks are finite: only then it reaches an update. Every rank
+        holds the rows and values of all ranks, so all make the same decision without a collective."""
+        bad = bad_rows(experience)
+        if not bad:
+            self._in_a_row["rows"] = 0
+            return True
+        name, rows = next(iter(bad.items()))  # fields are in the order in which they are computed
+        shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
+        problem = (
+            f"PPO step {step}: {name} of {len(rows)} of {len(experience.scores)} answers are not finite (rows {shown})"
+        )
+        self._fail("rows", f"{problem}; its updates are skipped", "")
+        return False
+
+    def _fail(self, role: str, problem: str, replay: str) -> None:
+        """Count a failure of `role`, or stop the run."""
         self._in_a_row[role] += 1
         self._skipped += 1
-        replay = folder if folder.startswith("(") else f"Replay: python -m dschat_ppo.tools.replay {folder}"
         if self.flags.on_nonfinite == "stop":
             advice = "Lower the learning rate, use --dtype fp32, or --on_nonfinite skip."
-            raise NonFiniteError(f"{problem}. {advice} {replay}")
+            raise NonFiniteError(f"{problem}. {advice}{replay}")
         in_a_row = self._in_a_row[role]
         if in_a_row > self.flags.max_nonfinite_skips:
-            raise NonFiniteError(f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips). {replay}")
-        logger().warning(f"{problem}. {replay}")
-
-    def reset(self, role: str) -> None:
-        """Reset the count of consecutive failures of `role`: all its numbers were finite."""
-        self._in_a_row[role] = 0
+            raise NonFiniteError(f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips).{replay}")
+        logger().warning(f"{problem}.{replay}")
 
     def metrics(self, *roles: str) -> dict[str, float]:
         """Counts since the start of the run: skipped updates, and fp16 overflows of each role."""
@@ -80,51 +96,18 @@ class NonFinitePolicy:
         self._overflows = Counter(state["overflows"])
 
 
-# The role that computes each field, in the order in which they are computed: the first bad field causes the others.
-COMPUTED_BY = {
-    "scores": "reward", "baselines": "reward", "rollout_logprobs": "actor", "old_logprobs": "actor",
-    "entropies": "actor", "ref_logprobs": "reference", "kl": "reference", "values": "critic",
-}  # fmt: skip
-
-
-class FiniteExperience:
-    """Decides whether the numbers of an experience are finite: only then it reaches an update.
-
-    Every rank holds the rows and values of all ranks, so all make the same decision without a collective. `models`:
-    role -> its engine, or the folder or hub name of a frozen model, to be saved or named in a repro bundle. `undo`
-    restores the KL coefficient and the running scale. `in_rank_order`: whether rows are in the order of the ranks that
-    generated them.
-    """
-
-    def __init__(self, undo: Callable[[], None], policy: NonFinitePolicy, models: dict[str, Any], in_rank_order: bool):
-        self.undo = undo
-        self.policy = policy
-        self.models = models
-        self.in_rank_order = in_rank_order
-
-    def __call__(self, experience: Experience, step: int) -> bool:
-        """Whether all numbers of an experience of all ranks are finite. Collective if not: the first bad field is then
-        reported with the rows and the model that computed it, or a `NonFiniteError` stops the run."""
-        places = bad_places(experience)
-        if not places:
-            self.policy.reset("rows")
-            return True
-        self.undo()
-        rows = record_of(ScoredRollout, tensors_of(experience))
-        name = next((name for name in COMPUTED_BY if name in places), next(iter(places)))
-        role = COMPUTED_BY.get(name, "shaping")
-        numbers, count = sorted({place[0] for place in places[name]}), len(rows.scores)
-        shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-        problem = (
-            f"PPO step {step}: {name} of {len(numbers)} of {count} answers are not finite (rows {shown}); "
-            "its updates are skipped"
-        )
-        what = {"role": role, "fault": {"kind": name, "rows": numbers}}
-        rank = numbers[0] * dist.world_size() // count if self.in_rank_order else 0
-        model = self.models.get(role)
-        if isinstance(model, str):  # a hub name stays as it is
-            context = FailureContext([rows], {}, model=os.path.abspath(model) if os.path.isdir(model) else model)
-        else:
-            context = FailureContext([rows], {}, model)
-        self.policy.report("rows", step, rank, problem, context, what)
-        return False
+def bad_rows(record: Any) -> dict[str, list[int]]:
+    """Field -> its rows with a NaN or infinity, in a dataclass of tensors. If it has a `response_mask` (B, R), fields
+    of that shape are checked only where the mask is True."""
+    unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
+    mask = getattr(record, "response_mask", None)
+    bad: dict[str, Tensor] = {}
+    for name, value in tensors_of(record).items():
+        if value.is_floating_point() and name not in unused:
+            bad[name] = ~value.isfinite()
+            if mask is not None and value.shape == mask.shape:
+                bad[name] &= mask
+    if not bad or not bool(torch.stack([places.any() for places in bad.values()]).any()):  # one read for all fields
+        return {}
+    found = {name: sorted({place[0] for place in places.nonzero().tolist()}) for name, places in bad.items()}
+    return {name: rows for name, rows in found.items() if rows}

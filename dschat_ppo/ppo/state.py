@@ -29,7 +29,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
-from dschat_ppo.nonfinite.nonfinite_policy import FiniteExperience, NonFinitePolicy
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool, RolloutGenerator
@@ -156,14 +156,6 @@ class PPOComponents:
         self.shaping = AdvantageComputation(
             algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts
         )
-        models = {
-            "actor": engines.actor, "critic": engines.critic,
-            "reference": engines.reference if engines.reference_sync else config.reference_folder,
-            "reward": config.reward_folder,
-        }  # fmt: skip
-        self.is_finite = FiniteExperience(
-            self.shaping.undo, self.nonfinite, models, in_rank_order=not algorithm.dynamic_sampling
-        )
         late_ends = generator.config.stopping.late_ends
         settings = PassSettings(
             ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends
@@ -210,10 +202,10 @@ class PPOComponents:
 
     def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
         """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept. None if a
-        number is not finite: then the step has no updates, or the run stops (`NonFiniteError`). Collective in that
-        case."""
+        number is not finite: then the step has no updates, or the run stops (`NonFiniteError`), and nothing adapts to
+        its rows. Collective in that case."""
         metrics, kept = dict(self.collection.metrics), None
-        if self.is_finite(experience, step):
+        if self.nonfinite.is_finite(experience, step):
             kl_coef = self.shaping.used_kl_coef
             names = self.collection.requests.mixture.names
             clip = None
@@ -226,8 +218,10 @@ class PPOComponents:
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["policy/entropy_coef"] = self.entropy_coef.value
             kept = to_device(experience, self.experience_device)
-        elif self.state.critic_pass is not None and self.state.critic_pass.gradients is not None:
-            apply(self.state.critic_pass.gradients, refused=True)  # drops them
+        else:
+            self.shaping.undo()
+            if self.state.critic_pass is not None and self.state.critic_pass.gradients is not None:
+                apply(self.state.critic_pass.gradients, refused=True)  # drops them
         self.state.begin_updates(kept, metrics)
         return kept
 

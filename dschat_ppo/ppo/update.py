@@ -38,7 +38,6 @@ from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, respo
 from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
 from dschat_ppo.ppo.score import exact_kl
 from dschat_ppo.types import Engine, Experience, LateEnds, Model, RewardedRollout, Rollout
@@ -323,12 +322,9 @@ class PPOUpdate:
 
     def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
         """Record an update that was applied; handle a number that is not finite."""
-
-        def context() -> FailureContext:
-            state = result.fault.random_state if result.fault else []
-            return FailureContext(objective.batches, objective.constants, objective.engine, random_state=state)
-
-        self.nonfinite.handle(objective.role, step, result, context)
+        self.nonfinite.handle(
+            objective.role, step, result, objective.engine, objective.batches, objective.constants
+        )  # fmt: skip
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)

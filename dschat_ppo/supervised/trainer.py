@@ -55,7 +55,6 @@ from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import FailureContext
 from dschat_ppo.session.begin_run import show_plan
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.supervised.objective import Batch, Objective, collated
@@ -288,13 +287,8 @@ class SupervisedTrainer(Generic[Batch]):
         if self.router is not None:
             loss_of = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
         result = apply(accumulate(self.engine, batches, loss_of))
-
-        def context() -> FailureContext:
-            state = result.fault.random_state if result.fault else []
-            constants = {"total": float(total), "rows": micro_batches}
-            return FailureContext(batches, constants, self.engine, random_state=state)
-
-        self.nonfinite.handle("model", self.steps + 1, result, context)
+        constants = {"total": float(total), "rows": micro_batches}
+        self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
         metrics |= {"samples": float(samples), "tokens": float(tokens)}
         return metrics | self.nonfinite.metrics("model")

@@ -102,7 +102,7 @@ def test_the_watchdog_is_paused_while_old_outputs_are_removed(tmp_path, monkeypa
     ]
     config = parse("sft", words)
     for step in range(3):
-        ReproBundles("sft", config, None)._make_folder(step, 0)
+        ReproBundles("sft", config, None)._new_folder(step, 0)
     assert paused == [True] * 3
     remove_earlier_outputs(tmp_path, config.run)
     assert paused == [True] * 5 and sorted(tmp_path.iterdir()) == []

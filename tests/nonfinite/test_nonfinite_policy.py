@@ -1,7 +1,10 @@
-"""`--on_nonfinite`: stop at the first failure, or skip a limited number of updates in a row."""
+"""`--on_nonfinite`: stop at the first failure, or skip a limited number of updates in a row. Rows of a PPO step with a
+number that is not finite reach no update."""
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,31 +13,33 @@ from tiny_experience import experience, ppo_bundles, with_bad
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
 from dschat_ppo.errors import NonFiniteError
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, read_bundle
+from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy, bad_rows
 
 NAN, INF = math.nan, math.inf
-FAULT = Fault("loss", 0, 1, [[0.5, NAN, 2.0]], [])
-BAD = StepResult(INF, applied=False, fault=FAULT)
+BAD = StepResult(INF, applied=False, fault=Fault("loss", 0, 1, [[0.5, NAN, 2.0]], []))
 GOOD = StepResult(1.0, applied=True)
 OVERFLOW = StepResult(INF, applied=False, overflow=True)
 SKIPPED = StepResult(INF, applied=False)
 
 
+def policy_of(how: str = "skip", most: int = 1, bundles=None) -> NonFinitePolicy:
+    return NonFinitePolicy(SafetyFlags(on_nonfinite=how, max_nonfinite_skips=most), bundles)
+
+
 def handle(policy: NonFinitePolicy, *results: StepResult, role: str = "actor") -> None:
     for step, result in enumerate(results, start=1):
-        policy.handle(role, step, result, lambda: FailureContext([], {}))
+        policy.handle(role, step, result, SimpleNamespace(), [], {})
 
 
 def test_stop_names_role_step_rank_and_micro_batch():
-    policy = NonFinitePolicy(SafetyFlags())
+    policy = policy_of("stop")
     handle(policy, GOOD, OVERFLOW, SKIPPED)
     with pytest.raises(NonFiniteError, match=r"critic, step 1: the loss is not finite \(rank 0, micro-batch 1\)"):
         handle(policy, BAD, role="critic")
 
 
 def test_the_limit_of_skips_in_a_row_is_per_role():
-    policy = NonFinitePolicy(SafetyFlags(on_nonfinite="skip", max_nonfinite_skips=2))
+    policy = policy_of(most=2)
     handle(policy, BAD, BAD, GOOD, BAD, BAD)
     handle(policy, BAD, GOOD, BAD, role="critic")
     assert policy.metrics("actor")["optim/nonfinite_skipped"] == 6
@@ -43,17 +48,8 @@ def test_the_limit_of_skips_in_a_row_is_per_role():
         handle(policy, BAD)
 
 
-def test_reset_ends_a_row_of_failures():
-    policy = NonFinitePolicy(SafetyFlags(on_nonfinite="skip", max_nonfinite_skips=1))
-    for _ in range(3):
-        policy.report("rows", 1, 0, "scores are not finite", FailureContext([], {}), {})
-        policy.reset("rows")
-    assert policy.metrics() == {"optim/nonfinite_skipped": 3}
-
-
 def test_counts_survive_a_resume():
-    flags = SafetyFlags(on_nonfinite="skip", max_nonfinite_skips=2)
-    first, second = NonFinitePolicy(flags), NonFinitePolicy(flags)
+    first, second = policy_of(most=2), policy_of(most=2)
     handle(first, OVERFLOW, BAD, BAD)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.metrics("actor", "critic") == {
@@ -65,34 +61,59 @@ def test_counts_survive_a_resume():
         handle(second, BAD)
 
 
-def test_a_skip_logs_the_replay_command_and_records_the_inputs(tmp_path, said):
-    bundles = ppo_bundles(tmp_path, "--on_nonfinite", "skip")
-    policy = NonFinitePolicy(bundles.config.safety, bundles)
-    records = [experience(), experience(advantages=with_bad(NAN, (0, 1)))]
-    policy.handle("actor", 4, BAD, lambda: FailureContext(records, {}))
-    folder = tmp_path / "nonfinite/step_000004_rank_0"
+def test_a_skip_logs_the_replay_command(said):
+    bundles = SimpleNamespace(write=lambda *given: f"nonfinite/{given[0]}_{given[1]}")
+    handle(policy_of(bundles=bundles), BAD)
     assert said == [
-        "actor, step 4: the loss is not finite (rank 0, micro-batch 1); its update was skipped. "
-        f"Replay: python -m dschat_ppo.tools.replay {folder}"
+        "actor, step 1: the loss is not finite (rank 0, micro-batch 1); its update was skipped. "
+        "Replay: python -m dschat_ppo.tools.replay nonfinite/actor_1"
     ]
-    what, [_, bad] = read_bundle(folder)
-    assert what["role"] == "actor" and bad.advantages[0, 1].isnan()
-    assert str(what["fault"]) == "{'kind': 'loss', 'micro_batch': 1, 'numbers': [[0.5, nan, 2.0]]}"
 
 
 def test_an_output_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
     (tmp_path / "nonfinite").write_text("in the way")
-    policy = NonFinitePolicy(SafetyFlags(), ppo_bundles(tmp_path))
     with pytest.raises(NonFiniteError, match="the loss is not finite.*no repro bundle: .*nonfinite cannot be written"):
-        handle(policy, BAD)
+        handle(policy_of("stop", bundles=ppo_bundles(tmp_path)), BAD)
 
 
-def test_the_context_is_not_built_without_a_fault():
-    policy = NonFinitePolicy(SafetyFlags())
+def test_good_rows_end_a_row_of_skips(said):
+    policy, bad = policy_of(), experience(scores=torch.tensor([0.0, NAN, 1.0]))
+    assert not policy.is_finite(bad, 1)
+    assert said == ["PPO step 1: scores of 1 of 3 answers are not finite (rows 1); its updates are skipped."]
+    assert policy.is_finite(experience(), 2)
+    assert not policy.is_finite(bad, 3)
+    with pytest.raises(NonFiniteError, match=r"PPO step 4: scores of 1 of 3 answers are not finite \(rows 1\)"):
+        policy.is_finite(bad, 4)
+    assert policy.metrics() == {"optim/nonfinite_skipped": 3}
 
-    def context():
-        raise AssertionError
 
-    for result in (GOOD, OVERFLOW, SKIPPED):
-        policy.handle("actor", 1, result, context)
-    assert torch.equal(torch.tensor(list(policy.metrics("actor").values())), torch.tensor([0.0, 1.0]))
+BAD_NUMBERS = with_bad(NAN, (0, 0))
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"old_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "values": BAD_NUMBERS}, "old_logprobs of 1 of 3"),
+    ({"kl": BAD_NUMBERS, "values": BAD_NUMBERS, "advantages": BAD_NUMBERS}, "kl of 1 of 3"),
+    ({"scores": torch.tensor([NAN, 1.0, -INF]), "advantages": BAD_NUMBERS}, r"scores of 2 of 3 .* \(rows 0, 2\)"),
+    ({"rollout_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "old_logprobs": None}, "rollout_logprobs of 1 of 3"),
+])  # fmt: skip
+def test_the_first_cause_is_named(changes, said):
+    with pytest.raises(NonFiniteError, match=said):
+        policy_of("stop").is_finite(experience(**changes), 1)
+
+
+def test_many_bad_rows_are_counted_and_the_first_eight_named(said):
+    numbers = [NAN] * 9 + [0.0] * 3
+    policy_of().is_finite(replace(experience(), scores=torch.tensor(numbers)), 2)
+    assert "scores of 9 of 12 answers are not finite (rows 0, 1, 2, 3, 4, 5, 6, 7, ...)" in said[0]
+
+
+def test_rows_are_checked_inside_the_response_mask_and_where_a_loss_uses_them():
+    assert bad_rows(experience()) == {}
+    found = bad_rows(experience(
+        advantages=with_bad(NAN, (0, 2), (0, 1), (2, 1)),  # the last is outside
+        values=with_bad(-INF, (1, 0)),  # of an empty answer
+        scores=torch.tensor([1.0, INF, NAN]),
+        source_scores=with_bad(NAN, (0, 0), shape=(3, 2)),  # may have a weight of 0
+        rollout_logprobs=BAD_NUMBERS,  # there are others
+    ))  # fmt: skip
+    assert found == {"advantages": [0], "scores": [1, 2]}

@@ -2,50 +2,65 @@
 
 import math
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_experience import experience, ppo_bundles, with_bad
 
+from dschat_ppo.engine.optimizer_step import Fault
 from dschat_ppo.errors import StorageError, UserError
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, read_bundle
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.nonfinite.repro_bundle import read_bundle
 
 NAN, INF = math.nan, math.inf
+FAULT = Fault("loss", 0, 1, [[0.5, NAN, 2.0]], [torch.get_rng_state()])
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    monkeypatch.setattr("dschat_ppo.nonfinite.repro_bundle.save_model", lambda *_: None)
+
+
+def write(bundles, step=1, records=(), **constants) -> Path:
+    engine = SimpleNamespace(module=SimpleNamespace(layout=Layout(packed=True)), fp16_enabled=lambda: False)
+    return bundles.write("actor", step, FAULT, engine, list(records), constants)
 
 
 def test_a_bundle_round_trips(tmp_path):
     rows = experience(advantages=with_bad(NAN, (0, 1)))
-    state = [torch.get_rng_state()]
-    folder = ppo_bundles(tmp_path).write(
-        12, 0, FailureContext([rows, rows], {"x": INF}, random_state=state), {"role": "actor"}
-    )
-    assert folder == str(tmp_path / "nonfinite/step_000012_rank_0")
-    what, records = read_bundle(tmp_path / "nonfinite/step_000012_rank_0")
+    folder = write(ppo_bundles(tmp_path), 12, [rows, rows], x=INF)
+    assert folder == tmp_path / "nonfinite/step_000012_rank_0"
+    what, records = read_bundle(folder)
     assert (what["step"], what["rank"], what["role"], what["constants"]) == (12, 0, "actor", {"x": INF})
+    assert (what["fault"]["kind"], what["fault"]["micro_batch"], what["layout"]["packed"]) == ("loss", 1, True)
     assert len(records) == 2
     for name, value in vars(rows).items():
         if value is None:
             assert getattr(records[1], name) is None
         else:
             assert torch.equal(value.nan_to_num(7.5), getattr(records[1], name).nan_to_num(7.5)), name
-    assert torch.equal(what["random_state"][0], state[0])
+    assert torch.equal(what["random_state"][0], FAULT.random_state[0])
 
 
 def test_the_newest_bundles_are_kept(tmp_path):
     bundles = ppo_bundles(tmp_path, "--max_nonfinite_skips", "2")
-    names = [bundles.write(step, 0, FailureContext([experience()], {}), {}).split("/")[-1] for step in (3, 3, 4, 5)]
+    names = [write(bundles, step).name for step in (3, 3, 4, 5)]
     assert names == ["step_000003_rank_0", "step_000003_rank_0_2", "step_000004_rank_0", "step_000005_rank_0"]
     assert sorted(path.name for path in (tmp_path / "nonfinite").iterdir()) == names[1:]
 
 
-def test_a_model_that_cannot_be_saved_does_not_hide_the_failure(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["save_model", "save_state"])
+def test_a_bundle_that_cannot_be_saved_is_one_error(tmp_path, monkeypatch, part):
     def full(*_):
+        if part == "save_state":
+            raise OSError(28, "no space left on device")
         raise StorageError("model.safetensors: no space left on device")
 
-    monkeypatch.setattr("dschat_ppo.nonfinite.repro_bundle.save_model", full)
-    said = ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}, SimpleNamespace()), {})
-    assert said == "(no repro bundle: model.safetensors: no space left on device)"
+    monkeypatch.setattr(f"dschat_ppo.nonfinite.repro_bundle.{part}", full)
+    with pytest.raises(StorageError, match="no space left on device"):
+        write(ppo_bundles(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +69,7 @@ def test_a_model_that_cannot_be_saved_does_not_hide_the_failure(tmp_path, monkey
      ("config.yaml", "config.yaml is missing or not a file")],
 )  # fmt: skip
 def test_damaged_bundles_and_pipes_are_refused(tmp_path, damage, problem):
-    folder = tmp_path / "nonfinite/step_000001_rank_0"
-    ppo_bundles(tmp_path).write(1, 0, FailureContext([experience()], {}), {})
+    folder = write(ppo_bundles(tmp_path))
     if damage == "cut":
         (folder / "bundle.pt").write_bytes((folder / "bundle.pt").read_bytes()[:-9])
     else:

@@ -40,7 +40,7 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     assert metrics["reward/score_mean"] == pytest.approx(float(experience.scores.mean()))
     assert metrics["reward/function_faults"] == 0
     bad = replace(experience, scores=experience.scores * math.nan)
-    ppo.nonfinite.report = lambda *given: None
+    ppo.nonfinite._fail = lambda *given: None
     assert ppo.keep_if_finite(bad, 1) is None
     assert ppo.state.metrics == {"reward/function_faults": 0.0} and ppo.state.experience is None
 
@@ -148,24 +148,3 @@ def test_the_entropy_coefficient_is_fixed_or_adapts(assets, tmp_path, words, val
     ppo.entropy_coef.update(1.0, 1)
     assert (*found, ppo.entropy_coef.value) == values
     assert ppo.updates.entropy_coef is ppo.entropy_coef
-
-
-@pytest.mark.parametrize(
-    ("words", "folder"),
-    [("--ref_model_name_or_path elsewhere", "elsewhere"), ("--ref_sync_interval 3", None), ("--kl_coef 0", None)],
-)
-def test_a_reference_that_moves_is_saved_for_a_replay_and_another_is_named(assets, tmp_path, words, folder):
-    ppo = PlainRun(assets, tmp_path / "run", words).ppo
-    moves = "--ref_sync_interval" in words
-    assert ppo.is_finite.models["reference"] == (ppo.engines.reference if moves else folder)
-
-
-@pytest.mark.parametrize(("words", "in_rank_order"), [("", True), ("--dynamic_sampling", False)])
-def test_the_check_of_rows_knows_their_order_and_the_models_that_computed_them(assets, tmp_path, words, in_rank_order):
-    run = PlainRun(assets, tmp_path / "run", f"--n_samples_per_prompt 2 {words}")
-    check, engines = run.ppo.is_finite, run.ppo.engines
-    assert check.in_rank_order is in_rank_order and check.policy is run.ppo.nonfinite
-    assert check.models == {
-        "actor": engines.actor, "critic": engines.critic, "reference": str(assets / "lm"),
-        "reward": str(assets / "reward"),
-    }  # fmt: skip

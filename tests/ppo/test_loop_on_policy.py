@@ -149,9 +149,6 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert all(torch.equal(weights[name], weight) for name, weight in run.weights.items())
     assert run.ppo.shaping.state_dict() == adapted
     assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), "the gradients are dropped"
-    [folder] = (tmp_path / "run/nonfinite").iterdir()
-    what, [rows] = read_bundle(folder)
-    assert (what["role"], what["fault"]["kind"]) == ("critic", "values") and rows.values.isnan().any()
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     run.run(StopAt(run), (length, 3))
     assert run.lines[2]["optim/grad_norm/critic"] > 0 and run.lines[2]["policy/updates_done_share"] == 1.0

@@ -107,8 +107,8 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     contexts = []
 
     class Policy:
-        def handle(self, role, step, result, context):
-            contexts.append((role, step, result, context()))
+        def handle(self, *given):
+            contexts.append(given)
 
     words = "--temperature 0.7 --unsup_coef 0.5 --value_clip_eps 0.375"
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
@@ -117,11 +117,11 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     assert engines.settings == ("actor", "reference", config.algorithm, 0.7, None)
     assert engines.losses["actor"] == [("actor", FIRST, 0.01), ("actor", SECOND, 0.01), 0.5 * 6]
     assert engines.losses["critic"] == [("critic", FIRST, 0.375), ("critic", SECOND, 0.375)]
-    (role, step, result, actor), (other_role, _, other_result, critic) = contexts
-    assert (role, step, other_role, result, other_result) == ("actor", 3, "critic", BAD, GOOD)
-    assert actor.constants == {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0} and critic.constants == CONSTANTS
-    assert actor.records == [FIRST, SECOND, TEXT] and critic.records == [FIRST, SECOND]
-    assert (actor.engine, critic.engine, actor.random_state, critic.random_state) == ("actor", "critic", STATE, [])
+    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0}
+    assert contexts == [
+        ("actor", 3, BAD, "actor", [FIRST, SECOND, TEXT], of_actor),
+        ("critic", 3, GOOD, "critic", [FIRST, SECOND], CONSTANTS),
+    ]
     assert measured == ["critic/seen"]
 
 

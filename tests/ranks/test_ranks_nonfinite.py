@@ -114,19 +114,17 @@ def test_bad_values_skip_all_updates_of_a_ppo_step(found):
 
 def test_the_loop_continues_after_a_ppo_step_without_updates(found, out):
     assert found["run"] == {"1": [0, 1, True], "2": [1, None, False], "3": [1, 1, True]}
-    assert [path.name for path in (out / "run/nonfinite").iterdir()] == ["step_000002_rank_1"]
+    assert not (out / "run/nonfinite").exists(), "no update was made"
 
 
 def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
-    assert folders == [f"step_000006_rank_{rank}", "step_000007_rank_1"]  # two: --max_nonfinite_skips and one
-    assert main([str(out / "skip/nonfinite" / folders[0])]) == 0
+    assert folders == [f"step_00000{step}_rank_{rank}" for step in (5, 6)]  # --max_nonfinite_skips and one
+    assert main([str(out / "skip/nonfinite" / folders[1])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said
-    assert re.search(r"advantages: \d+ numbers? not finite, the first at row \d+ and token 0", said)
-    assert main([str(out / "skip/nonfinite" / folders[1])]) == 1, "the critic itself is fine"
-    assert "the first at row 12" in capsys.readouterr().out
+    assert re.search(r"advantages is not finite, first in its row \d+", said)
 
 
 def test_limits_end_a_ppo_step_after_or_before_the_update(found):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,23 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_config
+from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
-from dschat_ppo.engine.optimizer_step import random_state
+from dschat_ppo.engine.optimizer_step import Fault, random_state
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.repro_bundle import FailureContext, ReproBundles
+from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.tools.replay import main
-from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
+from dschat_ppo.tools.replay import first_bad_output, main
+from dschat_ppo.types import Experience, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -53,10 +53,10 @@ def config_of(assets, out, step: str, *words: str):
     return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
 
 
-def bundle(assets, out, step, role, context: FailureContext, words=(), fault=None) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    what = {"role": role, "fault": fault or {"kind": "loss", "micro_batch": len(context.records) - 1, "numbers": []}}
-    return ReproBundles(step, config_of(assets, out, step, *words), tokenizer).write(7, 0, context, what)
+def bundle(assets, out, step, role, engine, records, constants, words=(), state=()) -> str:
+    bundles = ReproBundles(step, config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm"))
+    fault = Fault("loss", 0, len(records) - 1, [], list(state))
+    return str(bundles.write(role, 7, fault, engine, records, constants))
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -132,23 +132,22 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
     step, role, kind, records, constants, words = CASES[case]
-    folder = bundle(
-        assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind, poisoned=True)), words
-    )
-    assert main([folder]) == 0
+    assert main([bundle(assets, tmp_path, step, role, engine_of(kind, poisoned=True), records, constants, words)]) == 0
     said = capsys.readouterr().out
-    assert "weights that are not finite: " in said
+    assert "weights that are not finite, 1 parameters: " in said
     assert re.search(r"first output that is not finite: \S+\.embed_tokens \(Embedding; its inputs are finite\)", said)
-    assert f"micro-batch {len(records) - 1}: loss nan" in said
-    for number in range(len(records) - 1):
+    last = len(records) - 1
+    assert f"micro-batch {last}: loss nan" in said and "gradients that are not finite" in said
+    for number in range(last):
         assert re.search(rf"micro-batch {number}: loss -?\d", said), "what comes before it is finite"
+    rows = constants.get("rows")
+    assert (f"micro-batch {last} has rows {rows and rows[last]} of the training split, counted" in said) is bool(rows)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_healthy_model_gives_finite_numbers(assets, tmp_path, capsys, case):
     step, role, kind, records, constants, words = CASES[case]
-    folder = bundle(assets, tmp_path, step, role, FailureContext(records, constants, engine_of(kind)), words)
-    assert main([folder]) == 1
+    assert main([bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)]) == 1
     said = capsys.readouterr().out
     assert said.endswith("all numbers are finite\n")
     assert "not finite:" not in said
@@ -170,54 +169,42 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     other = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
     assert other != losses, "dropout has no effect on this model"
     torch.manual_seed(99)
-    folder = bundle(
-        assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT, BAD_SFT], {"total": 7.0}, engine, None, state)
-    )
+    folder = bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT, BAD_SFT], {"total": 7.0}, state=state)
     assert main([folder]) == 1
     assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
 
 
-def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys):
+@pytest.mark.parametrize("scored", [True, False], ids=["scored before", "one optimizer step"])
+def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scored):
+    """In a PPO step of one optimizer step, the pass of the update gives old log-probs and values."""
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
-    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(
-        rows, MINIBATCH, 0.01, MetricSums()
-    )
+    loss = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)
+    rows = rows if scored else replace(rows, old_logprobs=None)
+    by_run = loss(rows, MINIBATCH, 0.01, MetricSums())
     of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
-    main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows, GOOD_SFT], ACTOR, actor))])
+    main([bundle(assets, tmp_path, "ppo", "actor", actor, [rows, GOOD_SFT], ACTOR)])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
     rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
+    if not scored:
+        made = vars(replace(rows, values=None, rewards=2.0 * rows.response_mask))
+        rows = RewardedRollout(**{name: made[name] for name in RewardedRollout.__dataclass_fields__})
     by_run = critic_loss(critic.module, rows, MINIBATCH, config.algorithm, MetricSums())
-    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([rows], CONSTANTS, critic))])
-    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
-
-
-def test_losses_of_passes_that_give_old_log_probs_and_values_match_the_run(assets, tmp_path, capsys):
-    """Rows of a PPO step with one optimizer step: nothing is scored before."""
-    config = config_of(assets, tmp_path, "ppo")
-    actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience(old_logprobs=None)
-    by_run = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)(
-        rows, MINIBATCH, 0.01, MetricSums()
-    )
-    main([bundle(assets, tmp_path, "ppo", "actor", FailureContext([rows], ACTOR, actor))])
-    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
-    made = vars(replace(rows, values=None, rewards=2.0 * rows.response_mask))
-    unscored = RewardedRollout(**{name: made[name] for name in RewardedRollout.__dataclass_fields__})
-    by_run = critic_loss(critic.module, unscored, MINIBATCH, config.algorithm, MetricSums())
-    main([bundle(assets, tmp_path, "ppo", "critic", FailureContext([unscored], CONSTANTS, critic))])
+    main([bundle(assets, tmp_path, "ppo", "critic", critic, [rows], CONSTANTS)])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
 def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_path, capsys, monkeypatch):
     engine = engine_of("policy")
     engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
-    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.replay_step", lambda model, *_: used.append(model.layout))
+    monkeypatch.setattr("dschat_ppo.tools.replay.set_random_state", lambda _: None)
+    monkeypatch.setattr("dschat_ppo.tools.replay.loss_function", lambda _, __, model, *___: used.append(model.layout))
     eager, flex = (
-        bundle(assets, tmp_path / choice, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine),
+        bundle(assets, tmp_path / choice, "sft", "model", engine, [GOOD_SFT], {"total": 7.0},
                ("--attn_implementation", choice))
         for choice in ("eager", "flex_attention")
     )  # fmt: skip
-    assert main([eager]) == main([flex, "--dtype", "bf16"]) == 1
+    assert main([eager]) == main([flex, "--dtype", "bf16"]) == 2, "there is no loss here"
     assert used == [replace(engine.module.layout, attention=choice) for choice in ("eager", "auto")]
     assert main([flex]) == 2 and "flex_attention needs a GPU" in capsys.readouterr().err
 
@@ -225,30 +212,11 @@ def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_pat
 def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys):
     """A reference of -inf on one side: log sigmoid(-inf) has the value -inf and the slope 1."""
     batch = replace(DPO, ref_logprobs=torch.tensor([math.inf, 0.0, 0.0, 0.0], dtype=torch.float64))
-    context = FailureContext([batch], {"total": 2.0}, engine_of("policy"))
-    assert main([bundle(assets, tmp_path, "reward", "model", context, ("--objective", "dpo"))]) == 0
+    words = ("--objective", "dpo")
+    assert main([bundle(assets, tmp_path, "reward", "model", engine_of("policy"), [batch], {"total": 2.0}, words)]) == 0
     said = capsys.readouterr().out
-    assert "micro-batch 0: loss inf" in said
+    assert "micro-batch 0: loss inf" in said and "ref_logprobs is not finite, first in its row 0" in said
     assert "gradients that are not finite" not in said
-
-
-def test_rows_are_named_by_their_row_in_the_training_data(assets, tmp_path, capsys):
-    step, role, kind, records, constants, words = CASES["sft"]
-    context = FailureContext(records, constants, engine_of(kind, poisoned=True))
-    main([bundle(assets, tmp_path, step, role, context, words)])
-    rows = constants["rows"][-1]
-    assert (
-        f"micro-batch {len(records) - 1} has rows {rows} of the training split, counted from 0"
-        in capsys.readouterr().out
-    )
-
-
-def test_bad_inputs_are_named(assets, tmp_path, capsys):
-    advantages = torch.tensor([[0.0, math.inf], [0.0, 0.0], [0.0, 0.0]])
-    records = [experience(advantages=advantages)]
-    assert main([bundle(assets, tmp_path, "ppo", "actor", FailureContext(records, ACTOR, engine_of("policy")))]) == 0
-    said = capsys.readouterr().out
-    assert "record 0, advantages: 1 number not finite, the first at row 0 and token 1" in said
 
 
 def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
@@ -258,7 +226,7 @@ def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
         engine.module.lm.model.layers[0].mlp.up_proj.weight.fill_(3e4)
         engine.module.lm.model.layers[0].mlp.gate_proj.weight.fill_(1.0)
         engine.module.lm.model.layers[0].mlp.down_proj.weight.fill_(1e-6)
-    folder = bundle(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine))
+    folder = bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT], {"total": 7.0})
     assert main([folder]) == 1
     assert main([folder, "--dtype", "fp16"]) == 0
     said = capsys.readouterr().out
@@ -266,65 +234,10 @@ def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
     assert "replayed in fp16" in said
 
 
-# Rows of a PPO step
-
-
-def scored(**changes) -> ScoredRollout:
-    made = experience(2, **changes)
-    return ScoredRollout(**{name: getattr(made, name) for name in ScoredRollout.__dataclass_fields__})
-
-
-@pytest.mark.parametrize(
-    ("role", "field", "kind"),
-    [("actor", "old_logprobs", "policy"), ("critic", "values", "scalar")],
-)
-def test_log_probs_and_values_of_scoring(assets, tmp_path, capsys, role, field, kind):
-    bad = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0]])
-    fault = {"kind": field, "rows": [2]}
-    for poisoned, code in ((True, 0), (False, 1)):
-        context = FailureContext([scored(**{field: bad})], {}, engine_of(kind, poisoned))
-        assert main([bundle(assets, tmp_path, "ppo", role, context, fault=fault)]) == code
-        said = capsys.readouterr().out
-        assert f"record 0, {field}: 1 number not finite, the first at row 2 and token 0" in said
-        assert ("not finite again" in said) is poisoned
-
-
-@pytest.mark.parametrize(("model", "code", "words"), [
-    (None, 0, "record 0, scores: 1 number not finite, the first at row 1\n"),  # a function's are not computed again
-    ("reward", 1, "another reward, or sampling"),
-])  # fmt: skip
-def test_scores(assets, tmp_path, capsys, model, code, words):
-    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    context = FailureContext([rows], {}, model=model and str(assets / model))
-    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == code
-    assert words in capsys.readouterr().out
-
-
-def test_a_reward_model_with_another_tokenizer_is_not_run_on_the_rows(assets, tmp_path, capsys):
-    other = shutil.copytree(assets / "reward", tmp_path / "other")
-    tokenizer = AutoTokenizer.from_pretrained(other)
-    tokenizer.add_tokens(["<another>"])
-    tokenizer.save_pretrained(other)
-    rows = scored(scores=torch.tensor([0.0, math.inf, 0.0]))
-    context = FailureContext([rows], {}, model=str(other))
-    assert main([bundle(assets, tmp_path, "ppo", "reward", context, fault={"kind": "scores", "rows": [1]})]) == 0
-    assert "scores: not computed again" in capsys.readouterr().out
-
-
-def test_advantages_are_not_computed_again(assets, tmp_path, capsys):
-    fault = {"kind": "advantages", "rows": [2]}
-    assert main([bundle(assets, tmp_path, "ppo", "shaping", FailureContext([scored()], {}), fault=fault)]) == 0
-    assert "advantages: not computed again" in capsys.readouterr().out
-
-
-# The rest
-
-
-@pytest.mark.parametrize("change", [{"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"model": 3}])
+@pytest.mark.parametrize("change", [{"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"layout": 3}])
 def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys, change):
     step, role, kind, records, constants, words = CASES["sft"]
-    context = FailureContext(records, constants, engine_of(kind))
-    file = Path(bundle(assets, tmp_path, step, role, context, words)) / "bundle.pt"
+    file = Path(bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)) / "bundle.pt"
     save_state(file, load_state(file) | change)
     assert main([str(file.parent)]) == 2
     said = capsys.readouterr().err
@@ -336,14 +249,44 @@ def test_a_folder_that_is_not_a_bundle_is_a_user_error(tmp_path, capsys):
     assert "is not a complete repro bundle" in capsys.readouterr().err
 
 
-def test_losses_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
-    folder = Path(
-        bundle(assets, tmp_path, "sft", "model", FailureContext([GOOD_SFT], {"total": 7.0}, engine_of("policy")))
-    )
+def test_gradients_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
+    folder = Path(bundle(assets, tmp_path, "sft", "model", engine_of("policy"), [GOOD_SFT], {"total": 7.0}))
     main([str(folder)])
     save_state(folder / "bundle.pt", load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": 8.0})
     for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
         main([str(folder), *words])
-    alone, same, same_again, other_format = losses_said(capsys.readouterr().out)
+    norms = [float(found) for found in re.findall(r"norm of this rank's gradients: (\S+)", capsys.readouterr().out)]
+    alone, same, same_again, other_format = norms
     assert [same, same_again] == pytest.approx([16 * alone] * 2)
-    assert other_format == pytest.approx(2 * alone, rel=0.01), "a loss scale is of one number format"
+    assert other_format == pytest.approx(2 * alone, rel=0.02), "a loss scale is of one number format"
+
+
+class Pieces(nn.Module):
+    """Gives its input in a dict, a tuple and a list."""
+
+    def forward(self, x):
+        return {"a": (torch.ones(1), [x]), "b": None, "c": torch.ones(1, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(("value", "place"), [(math.nan, "0"), (2.0, None)])
+def test_the_first_bad_output_is_named_with_the_state_of_its_inputs(value, place):
+    model = nn.Sequential(nn.Identity(), nn.ReLU(), Pieces())
+    with first_bad_output(model) as outputs:
+        model(torch.tensor([value]))
+    assert outputs == ([] if place is None else [f"{place} (Identity; so are its inputs)"])
+
+
+def test_outputs_in_nested_containers_are_checked_and_hooks_are_removed():
+    class Root(Pieces):
+        def forward(self, x):
+            return super().forward(x.log())
+
+    model = Root()
+    with first_bad_output(model) as outputs:
+        model(torch.tensor([0.0]))
+        model(torch.tensor([math.nan]))
+    assert outputs == ["the model (Root; its inputs are finite)"], "the first one is kept"
+    with first_bad_output(model) as outputs:
+        pass
+    model(torch.tensor([0.0]))
+    assert outputs == []
