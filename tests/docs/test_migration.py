@@ -222,7 +222,7 @@ def test_a_command_passes_a_dry_run(folder, capsys, monkeypatch, page, command):
 
 
 def test_a_wrong_command_would_not_pass(folder, monkeypatch):
-    with pytest.raises(UserError, match="--num_generations -> --n_samples_per_prompt"):
+    with pytest.raises(UserError, match="--num_generations: use --n_samples_per_prompt"):
         parse("ppo", [*NEEDED["ppo"], "--num_generations", "8"])
     monkeypatch.chdir(folder)
     try:
