@@ -2,12 +2,11 @@
 
 import pytest
 
-from dschat_ppo.rewards.sandbox import Isolation, call_filter, isolation
+from dschat_ppo.rewards.sandbox import Isolation, isolation
 
 FOUND = isolation()
 WEAK = Isolation(bwrap=False, has_proc=False, leaves_root=FOUND.leaves_root)
 needs_bwrap = pytest.mark.skipif(not FOUND.bwrap, reason=FOUND.missing.partition(", so")[0])
 needs_proc = pytest.mark.skipif(not FOUND.has_proc, reason="no /proc of its own: bubblewrap or this container")
-needs_filter = pytest.mark.skipif(not (FOUND.bwrap and call_filter()), reason="bubblewrap or libseccomp is missing")
 everywhere = pytest.mark.parametrize("how", [pytest.param(FOUND, id="bwrap", marks=needs_bwrap),
                                              pytest.param(WEAK, id="weak")])  # fmt: skip

@@ -19,7 +19,7 @@ LEFT = ("ranks_uneven",)  # rules that left: their thresholds, such as those of 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. `monitor/health_rules.py` holds what no comparison with the threshold alone can say.
+    """One rule. `monitor/health.py` holds what no comparison with the threshold alone can say.
 
     Attributes:
         level: "error" if training on is likely wasted.

@@ -184,12 +184,8 @@ def health(runs: Sequence[Run]) -> Table | None:
     """The health events of all runs; None if no run wrote any file of them."""
     if all(run.health is None for run in runs):
         return None
-    rows = []
-    for name, event in [(run.name, event) for run in runs for event in run.health or []]:
-        cells = [text_of(event.get(key)) for key in ("step", "level", "name", "seen", "cause", "change")]
-        if event.get("since") not in (None, event.get("step")):
-            cells[0] += f" (since {text_of(event['since'])})"
-        rows.append((name, *cells))
+    keys = ("step", "level", "name", "seen", "cause", "change")
+    rows = [(run.name, *(text_of(event.get(key)) for key in keys)) for run in runs for event in run.health or []]
     head = ("run", "step", "level", "event", "what was seen", "likely cause", "what to change")
     return Table("Health events, in the order in which they occurred", head, rows)
 

@@ -1,41 +1,303 @@
-"""Health warnings: metrics of each step are compared with the rules; what they find is logged and recorded."""
+"""Health warnings: metrics of each step are compared with the rules; what they find is logged and recorded. What is
+compared, and what the findings mean, is in the table of `config/health_flags.py`."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, thresholds
-from dschat_ppo.monitor.health_rules import History, find
+from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, Rule, thresholds
 from dschat_ppo.monitor.json_lines import storage_errors
 
 HEALTH = "health.jsonl"
 CALM = 3  # steps without a warning after which it is over
 COMPLETE = ("reward/score_std", "loss")  # a step without any of them made no update
-FROM_THE_START = ("rollout/length_mean",)  # metrics whose first window is kept
-LOWEST = ("loss",)
+LENGTH = "rollout/length_mean"
+SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
+RISE = 0.25  # of a score, in standard deviations, that is more than noise
+WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
+# Below these, numbers are noise: their ratio says nothing, and 0 would make each later number infinitely larger.
+SMALL_KL = 0.01  # nats per token
+SMALL_ENTROPY = 0.05  # nats per token
+SMALL_LOSS = 0.05  # added before losses are compared
+SMALLEST_NORM = 1e-6  # of a gradient that is not rounding noise
+Metrics = Mapping[str, float]
+
+
+@dataclass
+class History:
+    """The current step, with its metrics `now`, and what is known of those before it.
+
+    Attributes:
+        limits: rule -> threshold.
+        past: metrics of the last `window` steps before it, oldest first; fewer at the start of a run.
+        first_lengths: mean length of the answers of each of the first `window` steps of the run.
+        lowest_loss: the lowest mean loss of `window` steps in a row so far.
+        evaluations: (step, held-out loss, mean training loss since the evaluation before), oldest first.
+        losses: sum and number of training losses since the last evaluation.
+    """
+
+    window: int
+    limits: Metrics
+    past: deque[Metrics]
+    now: Metrics = field(default_factory=dict)
+    first_lengths: list[float] = field(default_factory=list)
+    lowest_loss: float = math.inf
+    evaluations: list[tuple[int, float, float]] = field(default_factory=list)
+    losses: tuple[float, int] = (0.0, 0)
+
+    def begin_step(self, step: int, metrics: Metrics) -> None:
+        """The metrics of the current step; those of an evaluation of steps 1 and 2 with the training loss before it."""
+        self.now = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        total, count = self.losses
+        if "loss" in self.now:
+            total, count = total + self.now["loss"], count + 1
+        if "eval_loss" in self.now and count:
+            self.evaluations.append((step, self.now["eval_loss"], total / count))
+            total, count = 0.0, 0
+        self.losses = (total, count)
+
+    def end_step(self) -> None:
+        """Add the current step to the past ones, if it made an update."""
+        if not any(name in self.now for name in COMPLETE):
+            return
+        self.past.append(self.now)
+        if LENGTH in self.now and len(self.first_lengths) < self.window:
+            self.first_lengths.append(self.now[LENGTH])
+        losses = [metrics["loss"] for metrics in self.past if "loss" in metrics]
+        if len(losses) == self.window:
+            self.lowest_loss = min(self.lowest_loss, sum(losses) / self.window)
+
+    def mean(self, name: str, above: float = -math.inf) -> float | None:
+        """The mean of a metric over the window before this step; None until half of the window has it. Infinity does
+        not count (it is the gradient norm of an fp16 overflow), and neither does what is not above the bound."""
+        values = [metrics[name] for metrics in self.past if above < metrics.get(name, math.nan) < math.inf]
+        return sum(values) / len(values) if 2 * len(values) >= self.window else None
+
+    def halves(self, name: str) -> tuple[float, float] | None:
+        """The means of a metric over the older and over the newer half of the window and this step, which is in the
+        newer one; None before the window is full of it, or if this step does not have it."""
+        values = [metrics[name] for metrics in (*self.past, self.now) if name in metrics]
+        if name not in self.now or len(values) <= self.window:
+            return None
+        middle = len(values) // 2
+        older, newer = values[:middle], values[middle:]
+        return sum(older) / len(older), sum(newer) / len(newer)
+
+
+def find(rule: Rule, history: History) -> str | None:
+    """What a rule finds at the current step, with the numbers."""
+    check = CHECKS.get(rule.name, lambda seen: _beyond_threshold(rule, seen))
+    text = check(history)
+    if text is None or not rule.lasts:
+        return text
+    before = [check(replace(history, now=metrics)) for metrics in history.past]
+    if len(before) < history.window or None in before:
+        return None
+    return f"{text}, for {len(before) + 1} steps"
+
+
+def _beyond_threshold(rule: Rule, history: History) -> str | None:
+    """Compare the metric of a rule with the threshold alone."""
+    limit = history.limits[rule.name]
+    value = history.now.get(rule.metric, limit)
+    if not (value > limit if rule.comparison == "above" else value < limit):
+        return None
+    return f"{rule.metric} is {value:.3g}, {rule.comparison} {limit:g}"
+
+
+# Checks of rules that no comparison with the threshold alone can say
+
+
+def first_ratio_not_one(history: History) -> str | None:
+    """Log-ratios before the first update of a step are not 0. (If the old log-probs are those of sampling, they are
+    the difference between rollout and training, for which `logprob_diff_high` is the rule.)"""
+    now, name, limit = history.now, "policy/first_log_ratio_abs_mean", history.limits["first_ratio_not_one"]
+    ratio = now.get(name, 0.0)
+    if ratio <= limit or ratio == now.get("rollout/logprob_diff_mean"):
+        return None
+    return f"{name} is {ratio:.3g} (at most {now.get('policy/first_log_ratio_abs_max', ratio):.3g}), above {limit:g}"
+
+
+def scores_equal(history: History) -> str | None:
+    """All answers score the same, or do once the scores are clipped."""
+    now, limit = history.now, history.limits["scores_equal"]
+    for name in ("reward/score_std", "reward/clipped_std"):
+        spread = now.get(name, 1.0)
+        if spread < limit and now.get("rollout/count", 1) >= 2:
+            clipped, mean = now.get("reward/clipped_share", 0.0), now.get("reward/score_mean", 0.0)
+            more = f"{clipped:.0%} are clipped" if name == "reward/clipped_std" else f"all score {mean:.3g}"
+            return f"{name} is {spread:.3g}, below {limit:g}; {more}"
+    return None
+
+
+def source_constant(history: History) -> str | None:
+    """One of several reward sources gives all answers that it scores the same score."""
+    now, limit, constant = history.now, history.limits["source_constant"], []
+    for name, spread in now.items():
+        source = name.removesuffix("_std")
+        if source == name or not name.startswith("reward/") or source in ("reward/score", "reward/clipped"):
+            continue
+        if spread < limit and now.get("rollout/count", 1) * now.get(f"{source}_share", 1.0) >= 2:
+            constant.append(f"{name} is {spread:.3g}")
+    return f"{', '.join(constant)}, below {limit:g}" if constant else None
+
+
+def reward_faults(history: History) -> str | None:
+    """A reward function fails on many answers, which get the default score."""
+    faults, count = history.now.get("reward/function_faults", 0.0), history.now.get("rollout/count", 0)
+    if not faults or not count or faults < history.limits["reward_faults"] * count:
+        return None
+    return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers"
+
+
+def duplicate_answers(history: History) -> str | None:
+    """Many answers are equal although they are not short."""
+    share, length = history.now.get("rollout/distinct_share", 1.0), history.now.get(LENGTH, 0.0)
+    limit = history.limits["duplicate_answers"]
+    if share >= limit or length < SHORT_ANSWER:
+        return None
+    return f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per answer"
+
+
+def critic_lags(history: History) -> str | None:
+    """The mean value is further from the mean return than one standard deviation of the returns. (Where the returns are
+    all equal, `scores_equal` is the rule.)"""
+    names = ("value/mean", "value/return_mean", "value/return_std")
+    if any(name not in history.now for name in names):
+        return None
+    value, target, spread = (history.now[name] for name in names)
+    if abs(value - target) <= spread or spread < history.limits["scores_equal"]:
+        return None
+    return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
+
+
+def against_mean(
+    name: str, metric: str, is_above: bool, bound: Callable[[float, float], float], words: str
+) -> Callable[[History], str | None]:
+    """The check of the rule `name`, which compares its metric with a bound of (mean over the window before, threshold).
+    The metric `grad_norm` is in step 3 that of each model."""
+
+    def check(history: History) -> str | None:
+        limit, is_norm = history.limits[name], metric == "grad_norm"
+        for key, value in history.now.items():
+            if key != metric and not key.startswith(f"optim/{metric}/"):
+                continue
+            # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that compare answers
+            # have one of 0, which is no size to compare with.
+            mean = history.mean(key, above=SMALLEST_NORM if is_norm else -math.inf)
+            if mean is None or (is_norm and value == math.inf):
+                continue
+            if value > bound(mean, limit) if is_above else value < bound(mean, limit):
+                return f"{key} is {value:.3g}, {words.format(limit)}; its mean over the previous steps is {mean:.3g}"
+        return None
+
+    return check
+
+
+def reward_exploited(history: History) -> str | None:
+    """The score rises within the window while the KL grows beyond its limit, or while the length climbs and the KL, if
+    there is a reference, grows too."""
+    names = ("reward/score_mean", LENGTH, "kl/ref_k1")
+    halves = {name: pair for name in names if (pair := history.halves(name)) is not None}
+    if names[0] not in halves or names[1] not in halves:
+        return None
+    (score, score_now), (length, length_now), (kl, kl_now) = (halves.get(name, (0.0, 0.0)) for name in names)
+    limits, factor = history.limits, history.limits["length_creep"]
+    rises = score_now - score > RISE * max(history.now.get("reward/score_std", 0.0), limits["scores_equal"])
+    explodes = kl_now > max(limits["kl_spike"], 3 * kl)
+    climbs = length_now > factor * length and (kl_now > factor * max(kl, SMALL_KL) or names[2] not in halves)
+    if not rises or not (explodes or climbs):
+        return None
+    grown = ", ".join(f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items())
+    return f"within {history.window + 1} steps {grown} (means of each half)"
+
+
+def length_creep(history: History) -> str | None:
+    """Answers are longer than at the start of the run."""
+    length, factor, first = history.halves(LENGTH), history.limits["length_creep"], history.first_lengths
+    if length is None or len(first) < history.window or not sum(first):
+        return None
+    growth = length[1] / (sum(first) / len(first))
+    if growth <= factor:
+        return None
+    times = f"{growth:.2g} times that of the first {history.window} steps"
+    return f"{LENGTH} is {length[1]:.3g} tokens, {times}, above {factor:g}"
+
+
+def updates_skipped(history: History) -> str | None:
+    """Updates were skipped because of NaN or infinity."""
+    name = "optim/nonfinite_skipped"
+    before = history.past[-1].get(name, 0.0) if history.past else 0.0
+    count = history.now.get(name, 0.0)
+    return f"{name} is {count:.0f}, up from {before:.0f}" if count > before else None
+
+
+def loss_grows(history: History) -> str | None:
+    """The mean training loss over the window exceeds its lowest value so far by a factor."""
+    loss, lowest, factor = history.mean("loss"), history.lowest_loss, history.limits["loss_grows"]
+    if loss is None or loss + SMALL_LOSS <= factor * (lowest + SMALL_LOSS):
+        return None
+    limit = f"{factor:g} times the lowest such mean so far, {lowest:.3g}"
+    return f"the mean loss of {history.window} steps is {loss:.3g}, above {limit}"
+
+
+def overfitting(history: History) -> str | None:
+    """The last evaluations have a higher loss than the best one, while the training loss is lower than it was then."""
+    count = int(history.limits["overfitting"])
+    if len(history.evaluations) <= count or "eval_loss" not in history.now:
+        return None
+    step, best, before = min(history.evaluations, key=lambda evaluation: evaluation[1])
+    last = history.evaluations[-count:]
+    _, held_out, trained = last[-1]
+    if trained >= before or any(at <= step or loss <= best + WORSE for at, loss, _ in last):
+        return None
+    return (
+        f"eval_loss is {held_out:.3g}, and was {best:.3g} at step {step}, while the mean training loss fell from "
+        f"{before:.3g} to {trained:.3g}; {count} evaluations in a row are worse"
+    )
+
+
+_FACTOR = "above {:g} times its mean"
+_AGAINST_MEANS: list[tuple[str, str, bool, Callable[[float, float], float], str]] = [
+    ("kl_spike", "kl/ref_k1", True, lambda mean, limit: max(limit, 3 * mean), "above {:g}"),
+    ("entropy_collapse", "policy/entropy", False,
+     lambda mean, factor: mean / factor if mean >= SMALL_ENTROPY else 0.0, "below its mean divided by {:g}"),
+    ("entropy_explosion", "policy/entropy", True, lambda mean, factor: max(mean, SMALL_ENTROPY) * factor, _FACTOR),
+    ("fewer_answers_end", "rollout/ended_share", False, lambda mean, drop: mean - drop, "more than {:g} below its mean"),
+    ("gradient_explodes", "grad_norm", True, lambda mean, factor: factor * mean, _FACTOR),
+]  # fmt: skip
+CHECKS: dict[str, Callable[[History], str | None]] = {row[0]: against_mean(*row) for row in _AGAINST_MEANS} | {
+    function.__name__: function
+    for function in (
+        first_ratio_not_one, scores_equal, source_constant, reward_faults, duplicate_answers, critic_lags,
+        reward_exploited, length_creep, updates_skipped, loss_grows, overfitting,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, `since` which step, its likely
-    cause, and what to change."""
+    """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, its likely cause, and what to
+    change."""
 
     step: int
-    since: int
     name: str
     level: Level
     seen: str
     cause: str
     change: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.seen}. Likely cause: {self.cause}. What to change: {self.change}"
 
 
 class CanStop(Protocol):
@@ -50,17 +312,13 @@ class HealthWatch:
     it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only."""
 
     def __init__(self, flags: PPOHealthFlags | FitHealthFlags):
-        self.window, self.limits, off = thresholds(flags)
+        window, limits, off = thresholds(flags)
         self.rules = [rule for rule in flags.rules if rule.name not in off]
         self.stop = flags.stop_on_health
+        self.history = History(window, limits, deque(maxlen=window))
         self.events: list[Event] = []  # of the whole run
-        self._reason_to_stop: str | None = None  # by --stop_on_health, at the last step
-        self._past: deque[tuple[int, dict[str, float]]] = deque(maxlen=self.window)
         self._standing: dict[str, int] = {}  # name -> step at which it was last found
-        self._start: dict[str, list[float]] = {name: [] for name in FROM_THE_START}
-        self._lowest: dict[str, float] = {}
-        self._evaluations: list[tuple[int, float, float]] = []
-        self._losses = (0.0, 0)  # sum and number of training losses since the last evaluation
+        self._reason_to_stop: str | None = None  # by --stop_on_health, at the last step
         self._file: Path | None = None
 
     def begin(self, folder: Path) -> None:
@@ -68,31 +326,27 @@ class HealthWatch:
         self._file = folder / HEALTH
         self._write_events()
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
+    def check(self, step: int, metrics: Metrics) -> list[Event]:
         """The new events at a step with these metrics (as in `metrics.jsonl`); they are logged and recorded."""
-        now = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        self._add_evaluation(step, now)
-        window = self.window
-        start = {name: sum(values) / len(values) for name, values in self._start.items() if len(values) >= window}
-        history = History(step, now, list(self._past), window, start, self._lowest, self._evaluations, self.limits)
-        found = {rule.name: seen for rule in self.rules if (seen := find(rule, history)) is not None}
+        self.history.begin_step(step, metrics)
+        found = {rule.name: seen for rule in self.rules if (seen := find(rule, self.history)) is not None}
         fresh = [
-            Event(step, found[rule.name].since, rule.name, rule.level, found[rule.name].text, rule.cause, rule.change)
+            Event(step, rule.name, rule.level, found[rule.name], rule.cause, rule.change)
             for rule in self.rules if rule.name in found and rule.name not in self._standing
         ]  # fmt: skip
         for event in fresh:
             level = " (error)" if event.level == "error" else ""
-            logger().warning(f"health: step {step}{level}: {_described(event)}")
-        self._update_standing(step, found)
-        if any(name in now for name in COMPLETE):
-            self._remember(step, now)
+            logger().warning(f"health: step {step}{level}: {event}")
+        self._standing |= dict.fromkeys(found, step)
+        for name in [name for name, last in self._standing.items() if step - last >= CALM]:
+            del self._standing[name]
+            logger().info(f"health: step {step}: {name} is over")
+        self.history.end_step()
         if fresh:
             self.events += fresh
             self._write_events()
-        stops = [event for event in fresh if self.stop in ("warning", event.level)]
-        self._reason_to_stop = None
-        if stops:
-            self._reason_to_stop = f"--stop_on_health {self.stop}: step {step}: {_described(stops[0])}"
+        stops = [f"step {step}: {event}" for event in fresh if self.stop in ("warning", event.level)]
+        self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}" if stops else None
         return fresh
 
     def stop_if_due(self, checkpointer: CanStop) -> None:
@@ -102,56 +356,27 @@ class HealthWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
+        history = self.history
         return {
-            "steps": [step for step, _ in self._past],
-            "past": [dict(metrics) for _, metrics in self._past],
+            "past": [dict(metrics) for metrics in history.past],
             "standing": dict(self._standing),
-            "start": {name: list(values) for name, values in self._start.items()},
-            "lowest": dict(self._lowest),
-            "evaluations": list(self._evaluations),
-            "losses": self._losses,
+            "start": {LENGTH: list(history.first_lengths)},
+            "lowest": {"loss": history.lowest_loss} if history.lowest_loss < math.inf else {},
+            "evaluations": list(history.evaluations),
+            "losses": history.losses,
             "events": [asdict(event) for event in self.events],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self._past.clear()
-        self._past.extend(zip(state["steps"], state["past"], strict=True))
+        self.history = replace(
+            self.history, past=deque(state["past"], self.history.window), first_lengths=list(state["start"][LENGTH]),
+            lowest_loss=state["lowest"].get("loss", math.inf), evaluations=list(state["evaluations"]),
+            losses=state["losses"],
+        )  # fmt: skip
         self._standing = dict(state["standing"])
-        self._start |= {name: list(values) for name, values in state["start"].items()}
-        self._lowest, self._evaluations = dict(state["lowest"]), list(state["evaluations"])
-        self._losses = state["losses"]
-        self.events = [Event(**event) for event in state["events"]]
-
-    def _update_standing(self, step: int, found: Iterable[str]) -> None:
-        """Note the warnings of this step, and log the end of those that were not found for `CALM` steps."""
-        self._standing |= dict.fromkeys(found, step)
-        for name, last in list(self._standing.items()):
-            if step - last >= CALM:
-                del self._standing[name]
-                logger().info(f"health: step {step}: {name} is over")
-
-    def _add_evaluation(self, step: int, now: Mapping[str, float]) -> None:
-        """Add an evaluation of steps 1 and 2, with the mean training loss since the one before."""
-        total, count = self._losses
-        if "loss" in now:
-            total, count = total + now["loss"], count + 1
-        if "eval_loss" in now and count:
-            self._evaluations.append((step, now["eval_loss"], total / count))
-            total, count = 0.0, 0
-        self._losses = (total, count)
-
-    def _remember(self, step: int, now: dict[str, float]) -> None:
-        """Add the current step to the past steps."""
-        window = self.window
-        self._past.append((step, now))
-        for name, values in self._start.items():
-            if name in now and len(values) < window:
-                values.append(now[name])
-        for name in LOWEST:
-            values = [metrics[name] for _, metrics in self._past if name in metrics]
-            if len(values) == window:
-                self._lowest[name] = min(self._lowest.get(name, math.inf), sum(values) / window)
+        names = [each.name for each in fields(Event)]  # earlier versions also wrote since which step
+        self.events = [Event(**{name: event[name] for name in names}) for event in state["events"]]
 
     def _write_events(self) -> None:
         """Write `health.jsonl` on rank 0, durably: all of it, because events are rare."""
@@ -159,8 +384,3 @@ class HealthWatch:
             lines = "".join(f"{json.dumps(asdict(event))}\n" for event in self.events)
             with storage_errors(self._file):
                 write_file(self._file, lines.encode())
-
-
-def _described(event: Event) -> str:
-    """An event in one line."""
-    return f"{event.name}: {event.seen}. Likely cause: {event.cause}. What to change: {event.change}"

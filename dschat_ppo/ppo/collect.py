@@ -30,7 +30,7 @@ from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
-from dschat_ppo.rewards.reward_source import NumberMeans, RewardFunctionError, RewardServiceError, Scores
+from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores, number_means
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, engine_text, generate
@@ -203,7 +203,7 @@ class ExperienceCollection:
         self.stream = IndexStream(len(generator.prompts), settings.seed, chunk_rows_of(generator.prompts))
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
-        self._numbers = NumberMeans()
+        self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
 
     @contextmanager
     def cancelled_on_stop(self, checkpointer: CheckpointManager) -> Iterator[None]:
@@ -216,7 +216,7 @@ class ExperienceCollection:
         """
         before = self.state_dict()
         self._round = self._faults = 0
-        self._numbers = NumberMeans()
+        self._numbers = []
         try:
             yield
             if checkpointer.stop_requested():
@@ -265,7 +265,7 @@ class ExperienceCollection:
             report_phase(0, len(rollout.response_ids), "answers")
             scores = requests.mixture(requests.request(rollout, prompts.rows, step - 1), rollout)
             self._faults += requests.count_failed_rows()
-            self._numbers.add(scores.numbers)
+            self._numbers.append(scores.numbers)
         return replace(scores, baselines=baselines)
 
     def forward_passes(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
@@ -289,7 +289,7 @@ class ExperienceCollection:
             if self.pool.missing and self._round < self.settings.max_rounds:
                 return None
         self.metrics = {"reward/function_faults": float(self._faults)}
-        self.metrics |= {f"reward/{name}": mean for name, mean in self._numbers.reduce().items()}
+        self.metrics |= {f"reward/{name}": mean for name, mean in number_means(self._numbers).items()}
         if self.pool is not None:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
             self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share

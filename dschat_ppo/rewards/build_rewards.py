@@ -10,7 +10,7 @@ from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
-from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, RoutedReward
+from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource
 from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
 
@@ -109,8 +109,6 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
     if flags.use_reward_model != (model_source is not None):
         raise ValueError("a learned reward is required if and only if --use_reward_model is on")
     sources: list[tuple[RewardSource, float]] = []
-    if model_source is not None and flags.reward_model_sources:
-        model_source = RoutedReward(model_source, flags.reward_model_sources)
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
     for spec in map(parse_function, flags.reward_function):
@@ -119,4 +117,5 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
     if flags.remote_urls:
         remote = RemoteReward(flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources)
         sources.append((remote, flags.remote_reward_weight))
-    return RewardMixture(sources, flags.reward_default)
+    routes = {"model": flags.reward_model_sources, RemoteReward.name: flags.remote_reward_sources}
+    return RewardMixture(sources, flags.reward_default, routes)

@@ -1,19 +1,23 @@
-"""The forms in which people write reward functions: which one a function has, and what it is called with.
-
-Worker processes import it, so it imports no large library.
+"""The forms in which people write reward functions: which one a function has, what it is called with, and what it may
+return: a score, None, or a dict with `score` and other numbers; for a batch, a list of these, or OpenRLHF's dict of
+lists. Worker processes import this module, so it imports no large library.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, SupportsFloat
 
 from dschat_ppo.data.examples import ADDED, MESSAGES
 
 LOGGERS = ("log_extra", "log_metric")  # callables that TRL passes; the worker provides them
+NO_NUMBER = "returned a value that is not a number"
+_LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -26,26 +30,19 @@ class Answer:
     row: dict[str, Any]
     token_ids: list[int] = field(default_factory=list)
 
-    @property
-    def messages(self) -> Any:
-        """The prompt as TRL passes it: the messages of a chat, otherwise the text."""
-        return self.prompt if self.row.get(MESSAGES) is None else self.row[MESSAGES]
-
-    @property
-    def reply(self) -> Any:
-        """The response as TRL passes it: a message in a chat, otherwise the text."""
-        is_text = self.row.get(MESSAGES) is None
-        return self.response if is_text else [{"role": "assistant", "content": self.response}]
-
-    @property
-    def extra_info(self) -> Any:
-        """As verl passes it: where a row has none, an empty dict."""
-        return self.row.get("extra_info") or {}
-
-    @property
-    def query(self) -> str:
-        """As OpenRLHF passes it."""
-        return self.prompt + self.response
+    def __getitem__(self, name: str) -> Any:
+        """What `CallForm.texts` names. TRL passes the messages of a chat, and otherwise texts."""
+        messages = self.row.get(MESSAGES)
+        match name:
+            case "messages":
+                return self.prompt if messages is None else messages
+            case "reply":
+                return self.response if messages is None else [{"role": "assistant", "content": self.response}]
+            case "extra_info":
+                return self.row.get(name) or {}
+            case "query":
+                return self.prompt + self.response
+        return getattr(self, name)
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class CallForm:
     Attributes:
         per_row: whether the function gets single values and returns one score, rather than lists and a list.
         marks: parameter names that only functions of this form have.
-        texts: argument -> attribute of `Answer`. They take precedence over columns.
+        texts: argument -> name of a text of `Answer`. They take precedence over columns.
         columns: argument -> the column that it is, where this form calls it differently.
         of_call: arguments with one value for a call.
         hidden: what `**kwargs` does not receive, besides what data preparation adds to rows.
@@ -127,7 +124,7 @@ class Signature:
     @property
     def takes_token_ids(self) -> bool:
         """Whether the function receives the token ids of the responses."""
-        return any(self.wants(name) for name, attribute in self.call.texts.items() if attribute == "token_ids")
+        return any(self.wants(name) for name, text in self.call.texts.items() if text == "token_ids")
 
 
 def form_of(names: Iterable[str]) -> str:
@@ -190,9 +187,9 @@ def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Itera
     for name, column in form.columns.items():
         if signature.wants(name):
             values[name] = [answer.row.get(column) for answer in answers]
-    for name, attribute in form.texts.items():
+    for name, text in form.texts.items():
         if signature.wants(name):
-            values[name] = [getattr(answer, attribute) for answer in answers]
+            values[name] = [answer[text] for answer in answers]
     values |= {name: [None] * count for name in signature.needs if name not in values and name not in form.of_call}
     arguments: dict[str, Any] = {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
@@ -205,3 +202,97 @@ def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
     form = signature.call
     given = {*form.texts, *form.of_call, *signature.settings}
     return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(columns)
+
+
+class Returned(NamedTuple):
+    """The result for one response. `score` is a number (which may be NaN or infinite), None if the function leaves the
+    response to other sources, or the reason why there is none. `numbers`: other finite numbers to log, by name."""
+
+    score: float | str | None
+    numbers: dict[str, float]
+
+
+def returned_rows(result: Any, per_row: bool) -> list[Returned]:
+    """The results in what a function returned, one for each response; `TypeError` for another form."""
+    if per_row:
+        return [_returned(result)]
+    if isinstance(result, dict) and "rewards" in result:
+        result = _rows_of_openrlhf(result)
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        keys = f", nor a dict with 'rewards' (its keys: {list(result)[:8]})" if isinstance(result, dict) else ""
+        raise TypeError(f"returned {type(result).__name__}, not a list of numbers{keys}")
+    return [_returned(value) for value in result]
+
+
+def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row. A
+    log with another number of values is of no row."""
+    scores = {"scores": result["scores"]} if "scores" in result else {}
+    columns = {**(result.get("extra_logs") or {}), **scores, "score": result["rewards"]}
+    has_rows = {name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
+                for name, column in columns.items()}  # fmt: skip
+    if not has_rows["score"]:
+        raise TypeError("returned 'rewards' that is not a list of numbers")
+    count = len(columns["score"])
+    lists = {name: list(column) if has_rows[name] else [column] * count for name, column in columns.items()}
+    return [{name: values[row] for name, values in lists.items() if len(values) == count} for row in range(count)]
+
+
+def _returned(value: Any) -> Returned:
+    if not isinstance(value, dict):
+        value = {"score": value}
+    if "score" not in value:
+        keys = ", ".join(map(clean_name, list(value)[:8]))
+        return Returned(f"returned a dict without 'score' (its keys: {keys or 'none'})", {})
+    score = value["score"]
+    number = _number(score)
+    others = _finite_numbers({key: other for key, other in value.items() if key != "score"})
+    return Returned(NO_NUMBER if number is None and score is not None else number, others)
+
+
+def _number(value: Any) -> float | None:
+    """A number or bool of Python, NumPy or PyTorch; None for anything else."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def _finite_numbers(values: dict[Any, Any]) -> dict[str, float]:
+    """The finite numbers among the values, by clean name."""
+    found = {clean_name(key): _number(value) for key, value in values.items()}
+    return {name: number for name, number in found.items() if number is not None and math.isfinite(number)}
+
+
+def clean_name(key: Any) -> str:
+    """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and `@`."""
+    return re.sub(r"[^A-Za-z0-9_.@-]", "_", str(key)[:_LONGEST_NAME]) or "_"
+
+
+@dataclass(frozen=True)
+class CallLog:
+    """What a function of TRL's form logs during one call, by clean name."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: Any, value: Any) -> None:
+        """One number for the whole call; of several with the same name, the mean counts."""
+        for key, number in _finite_numbers({name: value}).items():
+            self.metrics.setdefault(key, []).append(number)
+
+    def log_extra(self, column: Any, values: Any) -> None:
+        """One value for each response of the call; those that are not numbers are ignored."""
+        self.columns[clean_name(column)] = list(values)
+
+    def added_to(self, rows: list[Returned]) -> list[Returned]:
+        """The rows with the logged numbers; those that the function returned itself take precedence."""
+        metrics = {name: math.fsum(values) / len(values) for name, values in self.metrics.items()}
+        columns = {name: values for name, values in self.columns.items() if len(values) == len(rows)}
+        found = []
+        for place, row in enumerate(rows):
+            logged = _finite_numbers({name: values[place] for name, values in columns.items()})
+            found.append(Returned(row.score, metrics | logged | row.numbers))
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -20,10 +21,10 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.reward_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
-from dschat_ppo.rewards.call_forms import Answer, Signature, arguments_of, missing_columns
-from dschat_ppo.rewards.returned_values import Returned
+from dschat_ppo.rewards import worker_process
+from dschat_ppo.rewards.call_forms import Answer, Returned, Signature, arguments_of, missing_columns
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
-from dschat_ppo.rewards.worker_pool import CallError, Target, WorkerPool
+from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
@@ -132,13 +133,14 @@ class FunctionReward:
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
         self.spec = spec
         self.default = default
-        self.counts = CallCounts()  # since the last `take_counts`
+        self.counts = CallCounts()
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.names: set[str] = set()  # of all numbers so far
         self.leaves_out = False  # numbers of other names
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         try:
-            self.pool = WorkerPool(Target(spec.path, spec.name, spec.settings), workers, timeout, _returned)
+            start = (worker_process.__name__, spec.path, spec.name, json.dumps(dict(spec.settings)))
+            self.pool = WorkerPool(start, workers, timeout, _returned)
         except CallError as problem:
             raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
         self.signature = Signature(**self.pool.ready)
@@ -161,36 +163,38 @@ class FunctionReward:
         columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
         self._warn_of_missing(answers, columns)
         results = self._results(answers, columns, request.step)
-        causes = {row: found.score for row, found in zip(rows, results, strict=True) if isinstance(found.score, str)}
-        before, left = self.counts, sum(found.score is None for found in results)
-        first = next(iter(causes.values()), None)
-        if first is not None and self.missing:
-            first += f" (no row has a column {_either(self.missing)})"
-        self.counts = CallCounts(
-            before.rows + len(rows), before.failed + len(causes), before.cause or first, before.left + left
-        )
+        scores, self.numbers = torch.full((len(request),), math.nan), {}
+        causes: dict[int, str] = {}  # row -> why it has no score
+        for row, found in zip(rows, results, strict=True):
+            if isinstance(found.score, str):
+                causes[row] = found.score
+                scores[row] = self.default
+            elif found.score is not None:
+                scores[row] = found.score
+            self._keep_numbers(row, found.numbers, len(request))
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(causes) > MOST_WARNINGS:
             self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}")
-        scores = torch.full((len(request),), math.nan)
-        for row, found in zip(rows, results, strict=True):
-            if found.score is not None:
-                scores[row] = self.default if isinstance(found.score, str) else found.score
-        self.numbers = {}
-        for row, found in zip(rows, results, strict=True):
-            for name, number in found.numbers.items():
-                if name not in self.names:
-                    if len(self.names) == MOST_NUMBERS:
-                        if not self.leaves_out:
-                            self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
-                        self.leaves_out = True
-                        continue
-                    self.names.add(name)
-                if name not in self.numbers:
-                    self.numbers[name] = torch.full((len(request),), math.nan, dtype=torch.float64)
-                self.numbers[name][row] = number
+        first = next(iter(causes.values()), None)
+        if first is not None and self.missing:
+            first += f" (no row has a column {_either(self.missing)})"
+        self.counts = self.counts.plus(sum(found.score is not None for found in results), len(causes), first)
         return scores
+
+    def _keep_numbers(self, row: int, numbers: dict[str, float], count: int) -> None:
+        """Add the numbers of one of `count` responses to the columns of its call."""
+        for name, number in numbers.items():
+            if name not in self.names:
+                if len(self.names) == MOST_NUMBERS:
+                    if not self.leaves_out:
+                        self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
+                    self.leaves_out = True
+                    continue
+                self.names.add(name)
+            if name not in self.numbers:
+                self.numbers[name] = torch.full((count,), math.nan, dtype=torch.float64)
+            self.numbers[name][row] = number
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
         """One of the responses, as the function may see it."""
@@ -231,11 +235,6 @@ class FunctionReward:
 
     def _warn(self, text: str) -> None:
         print_line(f"warning: rank {dist.rank()}: reward function {self.name}: {text}")
-
-    def take_counts(self) -> CallCounts:
-        """Counts of this rank since the last call of this method."""
-        counts, self.counts = self.counts, CallCounts()
-        return counts
 
     def close(self) -> None:
         """End the worker processes."""

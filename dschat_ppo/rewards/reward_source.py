@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, print_line
+from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Rollout
 
 DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
+MOST_NAMES = 4  # data sources that a message lists
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,15 @@ class RewardFunctionError(UserError):
 
 @dataclass(frozen=True)
 class CallCounts:
-    """How many responses a function was called for, how many of these calls failed, the cause of the first, and how
-    many responses it left to other sources by returning None."""
+    """How many responses a source had to score, how many of them it failed to, and the cause of the first failure."""
 
     rows: int = 0
     failed: int = 0
     cause: str | None = None
-    left: int = 0
+
+    def plus(self, rows: int, failed: int, cause: str | None) -> CallCounts:
+        """With the counts of another call."""
+        return CallCounts(self.rows + rows, self.failed + failed, self.cause or cause)
 
 
 def raise_on_any_rank(problem: str | None) -> None:
@@ -106,53 +109,28 @@ def raise_on_any_rank(problem: str | None) -> None:
         raise RewardServiceError(first)
 
 
-@runtime_checkable
-class Routed(Protocol):
-    """A source with a route. Its scores of other rows have no meaning."""
-
-    sources: Sequence[str]
-
-
 def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
     """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere. A
     data source that is a number has the name that it is written with."""
     return not sources or str(row.get(DATA_SOURCE)) in sources
 
 
-class RoutedReward:
-    """The learned reward for the rows of `sources` only. It is called for all rows, because it is collective."""
-
-    def __init__(self, source: RewardSource, sources: Sequence[str]):
-        self.source = source
-        self.sources = sources
-
-    @property
-    def name(self) -> str:
-        """The name of the source."""
-        return self.source.name
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32. Collective."""
-        return self.source(request, rollout)
-
-
-MOST_NAMES = 4  # data sources that a message lists
-
-
 @runtime_checkable
 class HasWorkers(Protocol):
     """A reward source with worker processes. A failed call gives its response a default score and is counted.
 
-    NaN in its scores means that it does not score the response. From any other source NaN is a numerical fault.
+    NaN in its scores means that it leaves the response to other sources, and it does not count such a response. From
+    any other source NaN is a numerical fault.
 
-    `spec` is the source as the user named it; `numbers` are other numbers of its last call, see `Scores`.
+    Attributes:
+        spec: the source as the user named it.
+        numbers: other numbers of its last call, see `Scores`.
+        counts: of this rank; whoever reads them resets them.
     """
 
     spec: object
     numbers: dict[str, Tensor]
-
-    def take_counts(self) -> CallCounts:
-        """Counts of this rank since the last call of this method."""
+    counts: CallCounts
 
     def close(self) -> None:
         """End the worker processes."""
@@ -172,14 +150,18 @@ class Scores:
 class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
     weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
-    `name_2`."""
+    `name_2`. `routes`: name -> the data sources of which it scores rows, for sources without workers."""
 
-    def __init__(self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0):
+    def __init__(
+        self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0,
+        routes: Mapping[str, Sequence[str]] | None = None,
+    ):  # fmt: skip
         if not sources:
             raise ValueError("a mixture of rewards needs at least one source")
         self.sources = list(sources)
         self.default = default
-        self.unscored = CallCounts()  # responses since the last count, and those that no source scored
+        self.routes = routes or {}
+        self.unscored = CallCounts()  # `failed`: the responses that no source scored
         self.names, seen = list[str](), Counter[str]()
         for source, _ in self.sources:
             seen[source.name] += 1
@@ -190,70 +172,63 @@ class RewardMixture:
         All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
         they may be collective; then every rank raises `RewardServiceError`."""
         device, problem = rollout.response_ids.device, None
-        columns: list[Tensor] = []
-        present: list[Tensor] = []  # (B,) bool each
+        columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source does not score the response
+        weighted = [torch.zeros(len(request), device=device)]
+        scored = torch.zeros(len(request), dtype=torch.bool, device=device)  # by a source with a weight, if one has any
         numbers: dict[str, Tensor] = {}
-        for name, (source, _) in zip(self.names, self.sources, strict=True):
+        any_weight = any(weight != 0 for _, weight in self.sources)
+        for name, (source, weight) in zip(self.names, self.sources, strict=True):
             try:
                 column = source(request, rollout).to(device=device, dtype=torch.float32)
             except RewardServiceError as failure:
                 problem = problem or str(failure)
                 continue
-            columns.append(column)
-            present.append(torch.ones_like(column, dtype=torch.bool))
-            if isinstance(source, Routed):
-                own = [is_routed_to(source.sources, row) for row in request.rows]
-                present[-1] = torch.tensor(own, dtype=torch.bool, device=device)
-                columns[-1] = column.where(present[-1], torch.nan)
-            elif isinstance(source, HasWorkers):
-                present[-1] = ~column.isnan()
+            if isinstance(source, HasWorkers):
+                own = ~column.isnan()  # (B,) bool
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
+            else:
+                route = self.routes.get(name, ())
+                own = torch.tensor([is_routed_to(route, row) for row in request.rows], dtype=torch.bool, device=device)
+            columns.append(column.where(own, torch.nan))
+            if weight != 0:
+                weighted.append((weight * column).where(own, 0.0))
+            if weight != 0 or not any_weight:
+                scored |= own
         raise_on_any_rank(problem)
-        weighted = [(weight * column).where(own, 0.0) for (_, weight), column, own
-                    in zip(self.sources, columns, present, strict=True) if weight != 0]  # fmt: skip
-        scores = torch.stack(weighted).sum(dim=0) if weighted else torch.zeros(len(request), device=device)
-        counted = [own for (_, weight), own in zip(self.sources, present, strict=True) if weight != 0 or not weighted]
-        scored = torch.stack(counted).any(dim=0)  # (B,) bool
         rows = [row for row, is_scored in zip(request.rows, scored.tolist(), strict=True) if not is_scored]
-        before, cause = self.unscored, self.unscored.cause
+        where = ", ".join(sorted({repr(row.get(DATA_SOURCE)) for row in rows})[:MOST_NAMES])
         if rows:
-            where = ", ".join(sorted({repr(row.get("data_source")) for row in rows})[:MOST_NAMES])
-            cause = cause or f"data_source {where}"
             print_line(
                 f"warning: rank {dist.rank()}: no reward source scored {len(rows)} of {len(request)} responses "
                 f"(data_source {where}); their score is {self.default:g} (--reward_default)"
             )
-        self.unscored = CallCounts(before.rows + len(request), before.failed + len(rows), cause)
-        total, by_source = scores.where(scored, self.default), torch.stack(columns, dim=1)
-        return Scores(total, by_source, numbers=numbers)
+        self.unscored = self.unscored.plus(len(request), len(rows), f"data_source {where}" if rows else None)
+        total = torch.stack(weighted[1:] or weighted).sum(dim=0).where(scored, self.default)
+        return Scores(total, torch.stack(columns, dim=1), numbers=numbers)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
         """Responses of all ranks that got the default score since the last count, because a function failed or no
         source scored them. Collective. With `refuse_all` every rank raises `RewardFunctionError` if a function failed
         on every response that it did not leave to other sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
-        unscored, self.unscored = self.unscored, CallCounts()
-        ranks = dist.gather_objects([*(function.take_counts() for function in functions), unscored])
-        *by_function, unscored_on = zip(*ranks, strict=True)
-        for function, counts in zip(functions, by_function, strict=True):
-            rows = sum(on_rank.rows - on_rank.left for on_rank in counts)
-            if refuse_all and rows and sum(on_rank.failed for on_rank in counts) == rows:
-                cause = next(on_rank.cause for on_rank in counts if on_rank.cause)
+        counted = [*functions, None]
+        ranks = dist.gather_objects([*(function.counts for function in functions), self.unscored])
+        self.unscored, failures = CallCounts(), 0
+        for function in functions:
+            function.counts = CallCounts()
+        for function, of_ranks in zip(counted, zip(*ranks, strict=True), strict=True):
+            rows, failed = sum(counts.rows for counts in of_ranks), sum(counts.failed for counts in of_ranks)
+            failures += failed
+            if refuse_all and rows and failed == rows:
+                cause = next(counts.cause for counts in of_ranks if counts.cause)
                 raise RewardFunctionError(
-                    f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
+                    f"no reward source scored any of the first {rows} answers ({cause}): every function returned None "
+                    "or is routed to other data; correct --reward_function or the data_source of the rows"
+                    if function is None
+                    else f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
                     "correct the function, its settings or the columns of the data"
                 )
-            left = sum(on_rank.left for on_rank in counts)
-            if refuse_all and left and not rows:
-                logger().warning(f"{function.spec}: returned None for each of the first {left} answers")
-        rows = sum(on_rank.rows for on_rank in unscored_on)
-        if refuse_all and rows and all(on_rank.failed == on_rank.rows for on_rank in unscored_on):
-            where = next(on_rank.cause for on_rank in unscored_on if on_rank.cause)
-            raise RewardFunctionError(
-                f"no reward source scored any of the first {rows} answers ({where}): every function returned None or "
-                f"is routed to other data; correct --reward_function or the data_source of the rows"
-            )
-        return sum(on_rank.failed for counts in ranks for on_rank in counts)
+        return failures
 
     def close(self) -> None:
         """End the worker processes of all sources."""
@@ -262,24 +237,18 @@ class RewardMixture:
                 source.close()
 
 
-class NumberMeans:
-    """Accumulates this rank's numbers by name; ranks may have different names."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[float]] = {}  # name -> numbers of this rank
-
-    def add(self, numbers: dict[str, Tensor]) -> None:
-        """Add "SOURCE/NAME" -> (B,) fp64; NaN marks responses without this number."""
-        for name, values in numbers.items():
-            self._parts.setdefault(name, []).extend(values[~values.isnan()].tolist())
-
-    def reduce(self) -> dict[str, float]:
-        """Name -> mean over the responses of all ranks that have the number. Collective."""
-        own = {name: (math.fsum(values), len(values)) for name, values in self._parts.items()}
-        ranks = dist.gather_objects(own)
-        means = {}
-        for name in sorted({name for part in ranks for name in part}):
-            sums, counts = zip(*(part[name] for part in ranks if name in part), strict=True)
-            if sum(counts):
-                means[name] = math.fsum(sums) / sum(counts)
-        return means
+def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """ "SOURCE/NAME" -> mean over the responses of all ranks that have the number. `parts`: `Scores.numbers` of this
+    rank; ranks may have different names. Collective."""
+    values: dict[str, list[float]] = {}
+    for name, column in ((name, column) for part in parts for name, column in part.items()):
+        values.setdefault(name, []).extend(column[~column.isnan()].tolist())
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for on_rank in dist.gather_objects({name: (math.fsum(known), len(known)) for name, known in values.items()}):
+        for name, pair in on_rank.items():
+            sums.setdefault(name, []).append(pair)
+    return {
+        name: math.fsum(total for total, _ in sums[name]) / count
+        for name in sorted(sums)
+        if (count := sum(count for _, count in sums[name]))
+    }

@@ -6,7 +6,6 @@ its limits. The module imports little, so that workers start fast.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -36,18 +35,10 @@ _END_SECONDS = 5.0  # for the watcher to kill the program and all that it starte
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _INSIDE = "1000"  # user and group number that the program sees
-# Refused: memory that setrlimit does not count, other processes, mounts, and rarely used code of the kernel.
-REFUSED_CALLS = (
-    "shmget", "msgget", "semget", "mq_open", "memfd_create", "memfd_secret", "io_uring_setup", "bpf", "userfaultfd",
-    "perf_event_open", "add_key", "request_key", "keyctl", "ptrace", "process_vm_readv", "process_vm_writev", "kcmp",
-    "unshare", "setns", "mount", "umount2", "fsopen", "open_tree", "move_mount", "mount_setattr", "setpriority",
-    "sched_setscheduler", "sched_setattr",
-)  # fmt: skip
 _WEAK = (
     "programs of the model can write and delete the files of this user, see its processes and, past Python, reach the "
     "network; only time and memory are limited"
 )
-_ALLOW, _FAIL_WITH_EPERM, _UNKNOWN_CALL = 0x7FFF0000, 0x00050001, -1  # of libseccomp
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class Isolation:
         bwrap: whether bwrap does; False leaves the resource limits.
         has_proc: whether it mounts a /proc of its own; containers that hide parts of /proc do not permit this.
         leaves_root: whether a run as root gives up its user number for programs.
-        missing: a sentence about what is not protected, for the log; "" with bwrap and filtered system calls.
+        missing: a sentence about what is not protected, for the log; "" with bwrap.
     """
 
     bwrap: bool
@@ -125,8 +116,6 @@ def isolation() -> Isolation:
                 continue
             if not bwrap:
                 found = replace(found, missing=f"{printable_line(said[0])}, so {_WEAK}")
-            elif not call_filter():
-                found = replace(found, missing="libseccomp is not installed, so their shared memory is not limited")
             return found
     raise RuntimeError(printable_line(said[-1]))
 
@@ -149,26 +138,6 @@ def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
     ]  # fmt: skip
 
 
-@cache
-def call_filter() -> bytes:
-    """A filter of the kernel under which `REFUSED_CALLS` fail with EPERM; b"" without libseccomp."""
-    try:
-        library = ctypes.CDLL("libseccomp.so.2")
-    except OSError:
-        return b""
-    library.seccomp_init.restype = ctypes.c_void_p
-    rules = ctypes.c_void_p(library.seccomp_init(_ALLOW))
-    for name in REFUSED_CALLS:
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        if number != _UNKNOWN_CALL:
-            library.seccomp_rule_add(rules, _FAIL_WITH_EPERM, number, 0)
-    with tempfile.TemporaryFile() as file:
-        library.seccomp_export_bpf(rules, file.fileno())
-        library.seccomp_release(rules)
-        file.seek(0)
-        return file.read()
-
-
 def others_may_run(python: str) -> bool:
     """Whether any user can read this Python, and enter every folder above it."""
     places = {Path(os.path.abspath(python)), Path(python).resolve()}
@@ -189,21 +158,14 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
     how, token = how or isolation(), secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
-    words, user, filters = [sys.executable, "-I", "-c", CHILD.read_text()], _user(how), list[int]()
+    words, user = [sys.executable, "-I", "-c", CHILD.read_text()], _user(how)
     with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
         if user:
             os.chown(folder, user["user"], user["group"])
-        if how.bwrap and call_filter():
-            filters = [os.memfd_create("filter")]
-            os.write(filters[0], call_filter())
-            os.lseek(filters[0], 0, os.SEEK_SET)
-            words = ["--seccomp", str(filters[0]), *words]
         process = subprocess.Popen(
             [*bwrap_words(limits, how), *words] if how.bwrap else words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=_ENVIRONMENT, cwd=folder, pass_fds=filters, start_new_session=True, **user,
+            env=_ENVIRONMENT, cwd=folder, start_new_session=True, **user,
         )  # fmt: skip
-        for descriptor in filters:
-            os.close(descriptor)
         assert process.stdin is not None and process.stdout is not None
         try:
             with suppress(BrokenPipeError):

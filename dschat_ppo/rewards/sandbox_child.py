@@ -31,15 +31,9 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def memory_of(process: int, shared: dict[str, int]) -> int:
-    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has ended. Its shared
-    mappings of memory go into `shared` (inode -> KiB): they hold pages that no process has mapped any more."""
+def memory_of(process: str) -> int:
+    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has ended."""
     try:
-        with open(f"/proc/{process}/maps") as file:
-            for place, rights, offset, _, inode, *path in map(str.split, file):
-                if rights[3] == "s" and path[:1] == ["/dev/zero"]:
-                    start, end = (int(number, 16) for number in place.split("-"))
-                    shared[inode] = max(shared.get(inode, 0), (int(offset, 16) + end - start) // 1024)
         with open(f"/proc/{process}/smaps_rollup") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     except PermissionError:
@@ -53,10 +47,9 @@ def is_within_limits(job: dict) -> bool:
     only the limits of each process hold."""
     if not job["has_proc"]:
         return True
-    inside = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    shared: dict[str, int] = {}
-    total = sum(memory_of(process, shared) for process in inside) if len(inside) > 1 else 0
-    return len(inside) <= job["processes"] and total + sum(shared.values()) <= job["memory_mb"] * 1024
+    inside = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    total = sum(map(memory_of, inside)) if len(inside) > 1 else 0
+    return len(inside) <= job["processes"] and total <= job["memory_mb"] * 1024
 
 
 def watch(child: int, job: dict) -> None:

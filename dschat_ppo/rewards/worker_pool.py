@@ -1,10 +1,9 @@
-"""Worker processes that run a reward function, with a time limit for each call."""
+"""Worker processes that keep state between calls, such as a loaded function, with a time limit for each call."""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pickle import PicklingError, dumps
 from typing import Any
 
@@ -23,8 +21,8 @@ _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _MOST_BYTES = 2**28  # of a reply
 _START_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.rewards.worker_process import main; main(*sys.argv[2:])"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(*sys.argv[3:])"
 )
 
 
@@ -36,41 +34,34 @@ class WorkerDiedError(CallError):
     """The process of the worker has ended, by the call or before it."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The function to load: a file `*.py` or a dotted module, its name there, and settings as text."""
-
-    where: str
-    name: str
-    settings: tuple[tuple[str, str], ...] = ()
-
-
 class Worker:
     """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
-    what the function keeps between calls is lost with it. `seconds`: for each call. `read`: what a reply means;
-    `TypeError` or `ValueError` for one that the function forged."""
+    that its state is lost.
 
-    def __init__(self, target: Target, seconds: float, read: Callable[[Any], Any]):
-        self.target = target
+    Attributes:
+        main: the module whose `main` the process runs, and its arguments. It reads pickled keyword arguments from
+            standard input, and writes a line of JSON when it is ready and for each call: {"value": ...} or
+            {"error": cause}. The trainer unpickles nothing that a worker wrote.
+        seconds: for each call.
+        read: what a reply means; `TypeError` or `ValueError` for one that the function forged.
+    """
+
+    def __init__(self, main: Sequence[str], seconds: float, read: Callable[[Any], Any]):
+        self.main = main
         self.seconds = seconds
         self.read = read
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Any:
-        """Start the process and wait until it has imported the function; what it says about it (JSON)."""
+        """Start the process and wait until it is ready; what it says then (JSON)."""
         self.stop()
-        argv = [self.target.where, self.target.name, json.dumps(dict(self.target.settings))]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *argv],
+            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.main],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
-        try:
-            return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s")
-        except CallError:
-            self.stop()
-            raise
+        return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s", ends=True)
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call the function with keyword arguments; its reply, or `CallError`."""
@@ -100,20 +91,28 @@ class Worker:
         self.process.stdout.close()
         self.process = None
 
-    def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
-        """Send a request; the value that the worker replies. An error that it reports leaves it alive, any other ends
-        it."""
+    def _exchange(self, request: bytes, seconds: float, late: str, ends: bool = False) -> Any:
+        """Send a request; the value that the worker replies. An error that it reports leaves it alive unless `ends`,
+        any other ends it."""
         try:
-            kind, value = self._transfer(request, seconds, late)
-        except CallError:
+            [(kind, value)] = json.loads(self._transfer(request, seconds)).items()
+        except BrokenPipeError:
             self.stop()
-            raise
+            raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
+        except TimeoutError:
+            self.stop()
+            raise CallError(late) from None
+        except (ValueError, AttributeError):
+            self.stop()
+            raise CallError(_INVALID_REPLY) from None
         if kind == "error":
+            if ends:
+                self.stop()
             raise CallError(str(value))
         return value
 
-    def _transfer(self, request: bytes, seconds: float, late: str) -> tuple[str, Any]:
-        """Write a request and read a line, {kind: value}. The process may end or hang at any byte of them."""
+    def _transfer(self, request: bytes, seconds: float) -> bytearray:
+        """Write a request and read a line. The process may end or hang at any byte of them."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         inward, outward = self.process.stdin.fileno(), self.process.stdout.fileno()
         left, unsent, line = TimeLeft(seconds), memoryview(request), bytearray()
@@ -121,37 +120,31 @@ class Worker:
         poll.register(outward, select.POLLIN)
         if unsent:
             poll.register(inward, select.POLLOUT)
-        try:
-            while not line.endswith(b"\n"):
-                if (most := left.seconds()) <= 0:
-                    raise CallError(late)
-                for number, _ in poll.poll(1000 * min(_HEARTBEAT_SECONDS, most)):
-                    if number == inward:
-                        unsent = unsent[os.write(inward, unsent) :]
-                        if not unsent:
-                            poll.unregister(inward)
-                        continue
-                    part = os.read(outward, 2**20)
-                    if not part:
-                        raise BrokenPipeError
-                    line += part
-                    if len(line) > _MOST_BYTES:
-                        raise ValueError
-                heartbeat()  # a call that hangs is found by its own time limit
-            [(kind, value)] = json.loads(line).items()
-        except BrokenPipeError:
-            raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
-        except (ValueError, AttributeError):
-            raise CallError(_INVALID_REPLY) from None
-        return kind, value
+        while not line.endswith(b"\n"):
+            if (most := left.seconds()) <= 0:
+                raise TimeoutError
+            for number, _ in poll.poll(1000 * min(_HEARTBEAT_SECONDS, most)):
+                if number == inward:
+                    unsent = unsent[os.write(inward, unsent) :]
+                    if not unsent:
+                        poll.unregister(inward)
+                    continue
+                part = os.read(outward, 2**20)
+                if not part:
+                    raise BrokenPipeError
+                line += part
+                if len(line) > _MOST_BYTES:
+                    raise ValueError
+            heartbeat()  # a call that hangs is found by its own time limit
+        return line
 
 
 class WorkerPool:
-    """`size` worker processes of one function, with a time limit of `seconds` for each call, whose replies `read`
-    reads. `ready`: what the first says about the function."""
+    """`size` worker processes with the same `main`. Other arguments as for `Worker`. `ready`: what the first said when
+    it was ready."""
 
-    def __init__(self, target: Target, size: int, seconds: float, read: Callable[[Any], Any]):
-        self.workers = [Worker(target, seconds, read) for _ in range(size)]
+    def __init__(self, main: Sequence[str], size: int, seconds: float, read: Callable[[Any], Any]):
+        self.workers = [Worker(main, seconds, read) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:
@@ -160,35 +153,35 @@ class WorkerPool:
             self.close()
             raise
 
+    def call(self, number: int, arguments: dict[str, Any], repeat: bool = True) -> Any:
+        """The reply of one worker, or `CallError`; one call of a worker at a time. With `repeat`, a call whose process
+        ends is repeated once in a new one, because the kernel may kill any process when memory runs out. Without,
+        `WorkerDiedError` tells that the state of the worker is lost."""
+        try:
+            return self.workers[number].call(arguments)
+        except WorkerDiedError:
+            if not repeat:
+                raise
+            return self.workers[number].call(arguments)
+
     def map(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free.
-
-        A call whose worker dies is repeated once: a process may be killed without the fault of this call (out of
-        memory). Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is
-        replaced, and both once more for calls whose worker dies.
-        """
-        waiting = queue.SimpleQueue[int]()
-        for number in range(len(calls)):
-            waiting.put(number)
+        """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free. Takes at most
+        `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced, and both once
+        more for calls whose worker dies."""
         results: list[Any] = [None] * len(calls)
+        waiting = iter(range(len(calls)))  # shared by the threads
 
-        def serve(worker: Worker) -> None:
-            while not self.closed:
-                try:
-                    number = waiting.get_nowait()
-                except queue.Empty:
+        def serve(worker: int) -> None:
+            for number in waiting:
+                if self.closed:
                     return
                 heartbeat()
-                for _ in range(2):
-                    try:
-                        results[number] = worker.call(calls[number])
-                        break
-                    except CallError as problem:
-                        results[number] = problem
-                        if not isinstance(problem, WorkerDiedError):
-                            break
+                try:
+                    results[number] = self.call(worker, calls[number])
+                except CallError as problem:
+                    results[number] = problem
 
-        list(self.threads.map(serve, self.workers[: len(calls)]))
+        list(self.threads.map(serve, range(min(len(calls), len(self.workers)))))
         return results
 
     def close(self) -> None:

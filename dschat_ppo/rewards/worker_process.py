@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load, one_line
-from dschat_ppo.rewards.call_forms import LOGGERS, Signature, describe
-from dschat_ppo.rewards.returned_values import CallLog, Returned, returned_rows
+from dschat_ppo.rewards.call_forms import LOGGERS, CallLog, Returned, Signature, describe, returned_rows
 
 _POLL_MILLISECONDS = 1000
 

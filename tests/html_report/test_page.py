@@ -128,7 +128,6 @@ def test_no_health_event_is_said_and_no_health_file_is_not(tmp_path):
     assert "No health event" in text_of(write_run(tmp_path / "b", ppo_lines(1), health=[]))
     event = {
         "step": 4,
-        "since": 2,
         "name": "kl",
         "level": "warning",
         "seen": "0.9",
@@ -136,7 +135,7 @@ def test_no_health_event_is_said_and_no_health_file_is_not(tmp_path):
         "change": "lower it",
     }
     found = text_of(write_run(tmp_path / "c", ppo_lines(1), health=[event]))
-    assert "4 (since 2) warning kl 0.9 rate lower it" in found
+    assert "4 warning kl 0.9 rate lower it" in found
 
 
 def test_damage_is_said(tmp_path):

@@ -61,8 +61,8 @@ def test_events_are_lines_of_a_file(tmp_path):
     watch.check(1, PPO_STEP)
     watch.check(2, CLIPPED)
     [event] = lines(tmp_path)
-    assert list(event) == ["step", "since", "name", "level", "seen", "cause", "change"]
-    assert (event["step"], event["since"], event["level"]) == (2, 2, "warning")
+    assert list(event) == ["step", "name", "level", "seen", "cause", "change"]
+    assert (event["step"], event["level"]) == (2, "warning")
     watch.check(3, {**CLIPPED, "kl/ref_k1": -0.5})
     assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high", "kl_negative"]
 

@@ -101,7 +101,7 @@ def test_a_function_of_trl_sees_messages_token_ids_and_the_step(tmp_path):
     scorer = RewardRequests(RewardMixture([(function, 2.0)]), rows, tokenizer)
     scores = scorer.mixture(scorer.request(rollout, [0, 1], 3), rollout)
     function.close()
-    assert function.take_counts().cause is None
+    assert function.counts.cause is None
     assert scores.total.tolist() == [2 * (3000 + sum(hall)), 2 * (3000 + sum(lamp))]
     assert scores.numbers["f/places"].tolist() == [2.5, 2.5]
 

@@ -21,7 +21,7 @@ def ask(path, name, request, rollout=None, settings=(), workers=1):
     reward = FunctionReward(FunctionSpec(path, name, 1.0, settings), workers, 10.0, -9.0)
     try:
         scores = reward(request, rollout).tolist()
-        return scores, {name: values.tolist() for name, values in reward.numbers.items()}, reward.take_counts()
+        return scores, {name: values.tolist() for name, values in reward.numbers.items()}, reward.counts
     finally:
         reward.close()
 
@@ -68,7 +68,7 @@ def test_functions_of_trl_run_as_they_are(name, request_, expected):
     scores, numbers, counts = ask(TRL, name, request_, rollout_of(*(2, 5, 1)[: len(expected)]))
     assert counts.failed == 0, counts.cause
     assert scores == pytest.approx([float("nan") if value is None else value for value in expected], nan_ok=True)
-    assert counts.left == expected.count(None) and numbers == {}
+    assert counts.rows == len(expected) - expected.count(None) and numbers == {}
 
 
 def test_columns_of_trl_are_lists():

@@ -26,7 +26,7 @@ def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=(
     try:
         scores = reward(request, None)
         assert scores.dtype == torch.float32
-        return scores.tolist(), reward.take_counts().failed
+        return scores.tolist(), reward.counts.failed
     finally:
         reward.close()
 
@@ -217,9 +217,9 @@ def test_a_function_with_a_route_is_called_only_for_its_rows(name, calls, capsys
     scores = reward(request, None)
     nan = float("nan")
     assert scores.tolist() == pytest.approx([2, nan, 1, nan, 0, nan], nan_ok=True) and scores.dtype == torch.float32
-    assert reward.take_counts() == CallCounts(3, 0) and capsys.readouterr().out == ""
+    assert reward.counts == CallCounts(3, 0) and capsys.readouterr().out == ""
     assert reward(RewardRequest.of(["", ""], ["a", "b"], routed("code", None)), None).isnan().all()
-    assert reward.take_counts() == CallCounts()
+    assert reward.counts == CallCounts(3, 0)
     reward.close()
 
 
@@ -245,7 +245,7 @@ def test_none_leaves_a_response_to_other_sources(name, capsys):
     reward = FunctionReward(FunctionSpec(FILE, name), 2, 10.0, -9.0)
     scores = reward(of_responses("a", "none", "text", "none"), None)
     assert scores.tolist() == pytest.approx([1, float("nan"), -9, float("nan")], nan_ok=True)
-    assert reward.take_counts() == CallCounts(4, 1, "returned a value that is not a number", 2)
+    assert reward.counts == CallCounts(2, 1, "returned a value that is not a number")
     assert capsys.readouterr().out.count("\n") == 1
     reward.close()
 

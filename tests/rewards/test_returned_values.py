@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.rewards.returned_values import NO_NUMBER, CallLog, Returned, clean_name, returned_rows
+from dschat_ppo.rewards.call_forms import NO_NUMBER, CallLog, Returned, clean_name, returned_rows
 
 TEXT = Returned(NO_NUMBER, {})
 

@@ -8,11 +8,11 @@ from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_source import (
     CallCounts,
-    NumberMeans,
     RewardFunctionError,
     RewardMixture,
     RewardRequest,
     RewardServiceError,
+    number_means,
     raise_on_any_rank,
 )
 from dschat_ppo.types import Rollout
@@ -83,10 +83,7 @@ class Function(Fixed):
 
     def __init__(self, name, *calls):
         super().__init__(name, [0, 0, 0])
-        self.spec, self.ended, self.numbers = f"--reward_function {name}", list(calls), {}
-
-    def take_counts(self):
-        return self.ended.pop(0)
+        self.spec, self.counts, self.numbers = f"--reward_function {name}", [*calls, CallCounts()][0], {}
 
     def close(self):
         pass
@@ -176,7 +173,7 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
 
 
 def test_without_any_weight_a_score_of_weight_0_is_a_score():
-    mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(3, 0, None, 1)), 0)], default=7.0)
+    mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(2)), 0)], default=7.0)
     assert mixture(REQUEST, ROLLOUT).total.tolist() == [0, 7, 0]
     assert mixture.count_failed_rows(refuse_all=True) == 1
 
@@ -197,10 +194,10 @@ def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(mon
     def mixture(other_rank: CallCounts):
         monkeypatch.undo()
         monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
-        found = RewardMixture([(Partial("f", [NAN] * 3, None, CallCounts(3, 0, None, 3)), 1)])
+        found = RewardMixture([(Partial("f", [NAN] * 3, None, CallCounts()), 1)])
         rows = [{"data_source": name} for name in ("b", "a", "b")]
         found(RewardRequest.of(["", "", ""], ["", "", ""], rows), ROLLOUT)
-        monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(3, 0, None, 3), other_rank]])
+        monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(), other_rank]])
         return found
 
     assert mixture(CallCounts(3, 1)).count_failed_rows(refuse_all=True) == 4
@@ -211,39 +208,18 @@ def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(mon
     with pytest.raises(RewardFunctionError, match=problem):
         mixture(CallCounts(3, 3, "data_source 'c'")).count_failed_rows(refuse_all=True)
     again = mixture(CallCounts())
-    again.sources[0][0].ended = [CallCounts(), CallCounts()]
     again.count_failed_rows(refuse_all=False)
     assert again.count_failed_rows(refuse_all=False) == 0, "counted once"
 
 
-def test_a_function_that_fails_on_all_that_it_does_not_leave_is_an_error():
-    def mixture(counts):
-        return RewardMixture([(Partial("f", [0, 0, 0], None, counts), 1), (Fixed("a", [1, 2, 3]), 1)])
-
-    with pytest.raises(RewardFunctionError, match="failed on every one of the first 2 answers; the first cause: e;"):
-        mixture(CallCounts(5, 2, "e", 3)).count_failed_rows(refuse_all=True)
-    assert mixture(CallCounts(5, 2, "e", 2)).count_failed_rows(refuse_all=True) == 2
-
-
-def test_none_for_each_of_the_first_answers_is_a_warning(capsys):
-    mixture = RewardMixture([(Partial("f", [NAN] * 3, None, *[CallCounts(3, 0, None, 3)] * 2), 1),
-                             (Fixed("a", [1, 2, 3]), 1)])  # fmt: skip
-    assert mixture.count_failed_rows(refuse_all=True) == 0
-    assert "--reward_function f: returned None for each of the first 3 answers" in capsys.readouterr().out
-    mixture.count_failed_rows(refuse_all=False)
-    assert capsys.readouterr().out == ""
-
-
 def test_means_are_over_the_responses_that_have_the_number(monkeypatch):
-    first, second = NumberMeans(), NumberMeans()
-    first.add({"f/acc": torch.tensor([1.0, NAN, 0.0]), "f/only_here": torch.tensor([NAN, 2.0, NAN])})
-    first.add({"f/acc": torch.tensor([1.0]), "g/absent": torch.tensor([NAN])})
-    second.add({"f/acc": torch.tensor([0.0, 0.0, NAN]), "g/only_there": torch.tensor([3.0, 5.0, NAN])})
+    first = [{"f/acc": torch.tensor([1.0, NAN, 0.0]), "f/only_here": torch.tensor([NAN, 2.0, NAN])},
+             {"f/acc": torch.tensor([1.0]), "g/absent": torch.tensor([NAN])}]  # fmt: skip
+    second = [{"f/acc": torch.tensor([0.0, 0.0, NAN]), "g/only_there": torch.tensor([3.0, 5.0, NAN])}]
     sent = []
     monkeypatch.setattr(dist, "gather_objects", lambda own: sent.append(own) or [own])
-    assert second.reduce() == {"f/acc": 0, "g/only_there": 4}
+    assert number_means(second) == {"f/acc": 0, "g/only_there": 4}
     monkeypatch.setattr(dist, "gather_objects", lambda own: [own, sent[0]])
     # acc: (1 + 0 + 1 + 0 + 0) / 5, not the mean of the ranks' means (2 / 3 + 0) / 2
-    assert first.reduce() == pytest.approx({"f/acc": 0.4, "f/only_here": 2, "g/only_there": 4})
-    assert "g/absent" not in first.reduce()
-    assert NumberMeans().reduce() == {"f/acc": 0, "g/only_there": 4}, "a rank without numbers takes part"
+    assert number_means(first) == pytest.approx({"f/acc": 0.4, "f/only_here": 2, "g/only_there": 4})
+    assert number_means([]) == {"f/acc": 0, "g/only_there": 4}, "a rank without numbers takes part"

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from marked_processes import mark_sandboxes, marked_processes
-from sandboxes import FOUND, everywhere, needs_bwrap, needs_filter, needs_proc
+from sandboxes import FOUND, everywhere, needs_bwrap, needs_proc
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import build_rewards, sandbox
-from dschat_ppo.rewards.sandbox import REFUSED_CALLS, Isolation, Limits, isolation, others_may_run, run_tests
+from dschat_ppo.rewards.sandbox import Isolation, Limits, isolation, others_may_run, run_tests
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=30.0)
 COUNTS_PROCESSES = FOUND.bwrap and (FOUND.leaves_root or os.geteuid() != 0)  # the kernel does, not the watcher alone
@@ -31,23 +31,6 @@ def refusal(statement: str) -> str:
     """A test that passes if the statement fails with an OSError, or, where processes are hidden, finds nothing."""
     lines = f"try:\n    {statement}\nexcept OSError:\n    pass\nelse:\n    raise AssertionError"
     return f"import ctypes, os, resource, signal, socket, subprocess\n{lines}"
-
-
-@needs_filter
-def test_refused_system_calls():
-    """By their names in the C library, so that a rule that is missing or for another call is noticed."""
-    calls = {
-        "shmget": "shmget(0, 4096, 0o1600)", "msgget": "msgget(0, 0o1600)", "semget": "semget(0, 1, 0o1600)",
-        "memfd_create": "memfd_create(b'x', 0)", "ptrace": "ptrace(0, 0, 0, 0)", "unshare": "unshare(0)",
-        "process_vm_readv": "process_vm_readv(1, None, 0, None, 0, 0)", "setns": "setns(-1, 0)",
-        "process_vm_writev": "process_vm_writev(1, None, 0, None, 0, 0)", "umount2": "umount2(b'.', 2)",
-        "mount": "mount(b'none', b'.', b'tmpfs', 0, None)", "setpriority": "setpriority(0, 0, 0)",
-        "io_uring_setup": "syscall(425, 1, 0)", "memfd_secret": "syscall(447, 0)",
-    }  # fmt: skip
-    assert set(calls) <= set(REFUSED_CALLS)
-    start = "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    tests = [f"{start}assert libc.{call} == -1 and ctypes.get_errno() == errno.EPERM" for call in calls.values()]
-    assert passed(*tests) == [True] * len(tests)
 
 
 @needs_bwrap
@@ -333,26 +316,6 @@ def test_endless_output_takes_no_memory(stream, how, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-UNMAPPED = """
-import mmap, os, time
-for n in range(5):
-    if os.fork() == 0:
-        held = mmap.mmap(-1, {})
-        for start in range(0, len(held), 2**18):
-            held[start] = 1
-            held.madvise(mmap.MADV_DONTNEED)
-        time.sleep(60)
-time.sleep(1.5)
-"""
-
-
-@needs_proc
-def test_shared_memory_counts_after_its_pages_are_unmapped():
-    limits = Limits(memory_mb=300, wall_seconds=20.0)
-    assert passed(UNMAPPED.format(20 * 2**20), limits=limits) == [True]
-    assert passed(UNMAPPED.format(150 * 2**20), limits=limits) == [False]
-
-
 @needs_proc
 def test_a_program_that_hides_the_memory_of_its_processes_ends():
     hides = "import ctypes, os, time\nctypes.CDLL(None).prctl(4, {})\nif os.fork() == 0: time.sleep(60)\ntime.sleep(1)"
@@ -387,20 +350,9 @@ def test_bubblewrap_that_does_not_work_is_quoted(tmp_path, monkeypatch, text, sa
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {text}' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sandbox, "call_filter", bytes)
     isolation.cache_clear()
     try:
         found = isolation()
     finally:
         isolation.cache_clear()
     assert not found.bwrap and f"bubblewrap does not work here (bwrap: {said}" in found.missing
-
-
-@needs_bwrap
-def test_missing_filters_are_said(monkeypatch):
-    monkeypatch.setattr(sandbox, "call_filter", bytes)
-    isolation.cache_clear()
-    try:
-        assert isolation().bwrap and "libseccomp" in isolation().missing
-    finally:
-        isolation.cache_clear()

@@ -16,8 +16,9 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
-from dschat_ppo.rewards.worker_pool import CallError, Target, Worker, WorkerPool
+from dschat_ppo.rewards.worker_pool import CallError, Worker, WorkerDiedError, WorkerPool
 
+MAIN = "dschat_ppo.rewards.worker_process"
 PARENT = """
 import sys
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
@@ -34,13 +35,13 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
             monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
-            WorkerPool(Target(str(tmp_path / "bad.py"), "f"), 1, 1.0, list)
+            WorkerPool((MAIN, str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0, list)
 
 
 def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_path):
     file = tmp_path / "mended.py"
     file.write_text("1 / 0")
-    worker = Worker(Target(str(file), "f"), 5.0, list)
+    worker = Worker((MAIN, str(file), "f", "{}"), 5.0, list)
     with pytest.raises(CallError, match="ZeroDivisionError"):
         worker.call({})
     file.write_text("def f():\n    return [4]\n")
@@ -111,6 +112,32 @@ def test_no_process_outlives_the_trainer(tmp_path, how):
     wait_until_gone(pids)
 
 
+KEPT = """
+import os, signal
+calls = []
+def keeps(response):
+    calls.append(response)
+    if response == "end":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(calls)
+"""
+
+
+def test_calls_of_one_worker_share_its_state_and_need_not_be_repeated(tmp_path):
+    """An episode is the state of a worker over several calls: repeating one in a new process would answer another."""
+    (tmp_path / "mine.py").write_text(KEPT)
+    pool = WorkerPool((MAIN, str(tmp_path / "mine.py"), "keeps", "{}"), 2, 20.0, lambda reply: reply[0][0])
+    try:
+        assert [pool.call(1, {"response": "a"}, repeat=False) for _ in range(2)] == [1, 2]
+        assert pool.call(0, {"response": "a"}) == 1
+        with pytest.raises(WorkerDiedError):
+            pool.call(1, {"response": "end"}, repeat=False)
+        assert pool.call(1, {"response": "a"}, repeat=False) == 1, "a new process"
+        assert pool.call(0, {"response": "a"}) == 2
+    finally:
+        pool.close()
+
+
 KILLED = """
 import os, pathlib, signal
 def killed(response):
@@ -131,7 +158,7 @@ def test_a_worker_killed_before_or_during_a_call_costs_no_row(tmp_path):
         assert reward(of_responses("during"), None).tolist() == [6]
         os.kill(int((tmp_path / "during").read_text()), signal.SIGKILL)
         assert reward(of_responses("before"), None).tolist() == [6]
-        assert reward.take_counts().failed == 0
+        assert reward.counts.failed == 0
     finally:
         reward.close()
 
@@ -139,8 +166,8 @@ def test_a_worker_killed_before_or_during_a_call_costs_no_row(tmp_path):
 SLOW = """
 from threading import Thread
 from dschat_ppo.rewards.sandbox import Limits, run_tests
-from dschat_ppo.rewards.worker_pool import Target, WorkerPool
-pool = WorkerPool(Target({file!r}, "slow"), 1, 4.0, list)
+from dschat_ppo.rewards.worker_pool import WorkerPool
+pool = WorkerPool(("dschat_ppo.rewards.worker_process", {file!r}, "slow", "{{}}"), 1, 4.0, list)
 call = Thread(target=lambda: print(pool.map([dict(response="")])))
 program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0))))
 print("ready", flush=True)
@@ -193,8 +220,7 @@ def test_a_worker_that_hung_is_replaced():
     assert reward(of_responses("abc", "exit"), None).tolist() == [3, -9]
     assert reward(of_responses("abcd"), None).tolist() == [4]
     assert reward.pool.workers[0].process.pid != old
-    assert reward.take_counts() == CallCounts(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
-    assert reward.take_counts() == CallCounts()
+    assert reward.counts == CallCounts(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
     reward.close()
 
 
@@ -273,7 +299,7 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
     for name, line in (("plain", 5), ("waits", 5), ("judge", 19), ("outer", 5)):
         reward = FunctionReward(parse_function(f"{tmp_path}/mine.py:{name}"), 1, 10.0, 0.0)
         reward(of_responses("{"), None)
-        assert reward.take_counts().cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
+        assert reward.counts.cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
         reward.close()
     (tmp_path / "bad.py").write_text("\n1 / 0\n")
     with pytest.raises(UserError, match=rf"cannot be used: ZeroDivisionError: .* \({tmp_path}/bad.py:2\)"):
@@ -281,7 +307,7 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
     rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
     rule(of_responses("{"), None)
     expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    assert rule.take_counts() == CallCounts(1, 1, expected)
+    assert rule.counts == CallCounts(1, 1, expected)
     rule.close()
 
 

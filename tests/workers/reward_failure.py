@@ -9,6 +9,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_source import (
+    CallCounts,
     RewardFunctionError,
     RewardMixture,
     RewardRequest,
@@ -56,7 +57,7 @@ def faults(function: FunctionReward) -> list[str]:
     """No row has the column: on rank 1, then on both ranks."""
     mixture = RewardMixture([(function, 1.0)])
     found, rollout = [], Rollout(*torch.zeros(6, 2, 1))
-    function.take_counts()
+    function.counts = CallCounts()
     for good_rank in (0, None):
         row = {"answer": "yes"} if dist.rank() == good_rank else {}
         mixture(RewardRequest.of(["", ""], ["no", "yes"], [row] * 2), rollout)
