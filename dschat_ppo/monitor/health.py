@@ -272,7 +272,8 @@ _AGAINST_MEANS: list[tuple[str, str, bool, Callable[[float, float], float], str]
     ("entropy_collapse", "policy/entropy", False,
      lambda mean, factor: mean / factor if mean >= SMALL_ENTROPY else 0.0, "below its mean divided by {:g}"),
     ("entropy_explosion", "policy/entropy", True, lambda mean, factor: max(mean, SMALL_ENTROPY) * factor, _FACTOR),
-    ("fewer_answers_end", "rollout/ended_share", False, lambda mean, drop: mean - drop, "more than {:g} below its mean"),
+    ("fewer_answers_end", "rollout/ended_share", False,
+     lambda mean, drop: mean - drop, "more than {:g} below its mean"),
     ("gradient_explodes", "grad_norm", True, lambda mean, factor: factor * mean, _FACTOR),
 ]  # fmt: skip
 CHECKS: dict[str, Callable[[History], str | None]] = {row[0]: against_mean(*row) for row in _AGAINST_MEANS} | {

@@ -211,22 +211,21 @@ class RewardMixture:
         source scored them. Collective. With `refuse_all` every rank raises `RewardFunctionError` if a function failed
         on every response that it did not leave to other sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
-        counted = [*functions, None]
         ranks = dist.gather_objects([*(function.counts for function in functions), self.unscored])
         self.unscored, failures = CallCounts(), 0
         for function in functions:
             function.counts = CallCounts()
-        for function, of_ranks in zip(counted, zip(*ranks, strict=True), strict=True):
+        for number, of_ranks in enumerate(zip(*ranks, strict=True)):
             rows, failed = sum(counts.rows for counts in of_ranks), sum(counts.failed for counts in of_ranks)
             failures += failed
             if refuse_all and rows and failed == rows:
                 cause = next(counts.cause for counts in of_ranks if counts.cause)
                 raise RewardFunctionError(
-                    f"no reward source scored any of the first {rows} answers ({cause}): every function returned None "
-                    "or is routed to other data; correct --reward_function or the data_source of the rows"
-                    if function is None
-                    else f"{function.spec}: failed on every one of the first {rows} answers; the first cause: {cause}; "
-                    "correct the function, its settings or the columns of the data"
+                    f"{functions[number].spec}: failed on every one of the first {rows} answers; the first cause: "
+                    f"{cause}; correct the function, its settings or the columns of the data"
+                    if number < len(functions)
+                    else f"no reward source scored any of the first {rows} answers ({cause}): every function returned "
+                    "None or is routed to other data; correct --reward_function or the data_source of the rows"
                 )
         return failures
 
