@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
+from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
 from dschat_ppo.types import PromptBatch
 
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
@@ -36,16 +36,12 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist()
 
 
-def chunk_rows_of(rows: Dataset | StreamedRows) -> int:
-    """How many rows are shuffled among themselves: those of a chunk of a stream, or all."""
-    return len(rows_at_hand(rows))
-
-
-def chunked_order(num_rows: int, chunk_rows: int, seed: int, epoch: int) -> Iterator[int]:
-    """All row indices of an epoch: chunk after chunk, each a permutation that is drawn when it is needed. A single
-    chunk has the `epoch_order`: a last 0 does not change the generator."""
-    for chunk, first in enumerate(range(0, num_rows, chunk_rows)):
-        order = torch.randperm(min(chunk_rows, num_rows - first), generator=shared_generator(seed, epoch, chunk))
+def chunked_order(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterator[int]:
+    """All row indices of an epoch: chunk after chunk of a stream, each a permutation that is drawn when it is needed. A
+    single chunk has the `epoch_order`: a last 0 does not change the generator."""
+    size = len(rows_at_hand(rows))
+    for chunk, first in enumerate(range(0, len(rows), size)):
+        order = torch.randperm(min(size, len(rows) - first), generator=shared_generator(seed, epoch, chunk))
         yield from (order + first).tolist()
 
 
@@ -68,11 +64,10 @@ def optimizer_steps(
 
 
 class IndexStream:
-    """An endless sequence of row indices, the same on every rank, reshuffled every epoch. For chunks see
-    `chunk_rows_of`."""
+    """An endless sequence of row indices, the same on every rank, reshuffled every epoch."""
 
-    def __init__(self, num_rows: int, seed: int, chunk_rows: int | None = None):
-        self._num_rows, self._chunk_rows, self._seed = num_rows, chunk_rows or num_rows, seed
+    def __init__(self, rows: Dataset | StreamedRows, seed: int):
+        self._rows, self._seed = rows, seed
         self._left: Iterator[int] = iter(())  # of the epoch, if it has begun
         self.taken = 0
 
@@ -82,20 +77,20 @@ class IndexStream:
         while len(rows) < count:
             found = list(islice(self._left, count - len(rows)))
             if not found:
-                epoch, done = divmod(self.taken, self._num_rows)
-                order = chunked_order(self._num_rows, self._chunk_rows, self._seed, epoch)
-                self._left = islice(order, done, None)
+                epoch, done = divmod(self.taken, len(self._rows))
+                self._left = islice(chunked_order(self._rows, self._seed, epoch), done, None)
             rows += found
             self.taken += len(found)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the sequence, for `load_state_dict`."""
-        return {"taken": self.taken}
+        """Position in the sequence, and in the data of a stream, for `load_state_dict`."""
+        return {"taken": self.taken, "data": stream_state(self._rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, over the same rows with the same seed."""
         self.taken, self._left = state["taken"], iter(())
+        load_stream_state(self._rows, state.get("data"))
 
 
 # Packing: the number of packed rows depends on the lengths of the samples alone, so every epoch has the same number;

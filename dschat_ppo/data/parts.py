@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ import pyarrow.parquet
 from datasets import Dataset, IterableDataset
 
 from dschat_ppo.data.bad_lines import NOT_UTF8, QUOTED_CHARACTERS, BadLines, around_bad_byte
-from dschat_ppo.data.cache import file_key
+from dschat_ppo.data.cache import content_key, file_key
 from dschat_ppo.data.sources import COMPRESSED, SUPPORTED, kind_of
 from dschat_ppo.errors import UserError, in_one_line, reading
 
@@ -40,18 +40,28 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Batch:
     """Rows of a part, their numbers from 1 on (lines of JSON Lines and text, rows of other kinds; skipped rows count),
-    and the place after them, in values that JSON can hold."""
+    and the place after them, in numbers, texts, lists and dicts. `unreadable` rows among them are left out; `problem`
+    is that of the first one, or ""."""
 
     numbers: Sequence[int]
     rows: list[Row]
     place: Any
+    unreadable: int = 0
+    problem: str = ""
 
 
-def read_part(part: Part, bad: BadLines, place: Any = None) -> Iterator[Batch]:
-    """The rows of a part from `place` on. An error is a `UserError` that names the part and its flag."""
+def read_part(part: Part, skip: bool, place: Any = None) -> Iterator[Batch]:
+    """The rows of a part from `place` on. Without `skip`, one that cannot be read is an error, a `UserError` that names
+    the part and its flag as all errors do."""
+    bad = BadLines(skip)
     try:
         with reading("cannot be read"):
-            yield from part.batches(bad, place)
+            for batch in part.batches(bad, place):
+                yield replace(batch, unreadable=bad.count, problem=bad.first)
+                bad.forget()
+                place = batch.place
+            if bad.count:
+                yield Batch([], [], place, bad.count, bad.first)
     except UserError as problem:
         raise UserError(f"{part.flag} {part.name}: {problem}") from problem.__cause__
 
@@ -71,6 +81,12 @@ class FilePart:
     def key(self) -> str:
         with reading(f"{self.flag} {self.path}: cannot be read"):
             return file_key(self.path)
+
+    @property
+    def content(self) -> str:
+        """What identifies the rows wherever the file lies."""
+        with reading(f"{self.flag} {self.path}: cannot be read"):
+            return content_key([self.path])
 
     @property
     def kind(self) -> str | None:
@@ -132,6 +148,12 @@ class TablePart:
             # a fingerprint does not hold what the function of a `map` read
             return " ".join([str(self.rows._fingerprint), *map(file_key, self.files)])
 
+    @property
+    def content(self) -> str:
+        """What identifies the rows wherever the files lie."""
+        with reading(f"{self.flag} {self.name}: cannot be read"):
+            return content_key(self.files)
+
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
         rows = self.rows.with_format("arrow")
         for start in range(place or 0, len(rows), BATCH_ROWS):
@@ -148,6 +170,11 @@ class HubPart:
     rows: IterableDataset
     key: str
     start: dict[str, Any]
+
+    @property
+    def content(self) -> str:
+        """What identifies the rows."""
+        return self.key
 
     def batches(self, bad: BadLines, place: Any) -> Iterator[Batch]:
         place = place or {"state": self.start, "number": 0}

@@ -31,8 +31,7 @@ from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
 from dschat_ppo.data.rows import Origins, Rows, Splits, load_splits, regrouped, splits_named
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.stream_sources import find_rows, start, stream_of
-from dschat_ppo.data.streaming import StreamedRows, StreamSource
+from dschat_ppo.data.streaming import StreamedRows, StreamSource, find_rows, start, stream_of
 from dschat_ppo.data.tokenise import DOING, FITTED_NAMES, Fitted, TokeniseSettings, TokenTable, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
@@ -221,7 +220,7 @@ class Preparation:
         evaluation, eval_names = joined(self.eval)
         if self.streams:
             names = tuple(dict.fromkeys(source.name for source in self.streams))
-            stream = start(self.streams, self.use, self.tokenizer, self.limit, self.flags)
+            stream = start(self.streams, self.use, self.limit, self.flags)
             return TokenRows(stream, evaluation or None, names, eval_names)
         train, names = joined(mix(self.train))
         return TokenRows(train, evaluation or None, names, eval_names)

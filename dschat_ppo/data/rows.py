@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
@@ -17,10 +17,9 @@ from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
 from dschat_ppo.data.locate import OpenSet, open_set
-from dschat_ppo.data.parts import FilePart, Row, read_part
+from dschat_ppo.data.parts import Batch, FilePart, Row, read_part
 from dschat_ppo.data.sources import DataSource, is_hub_name
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -28,7 +27,7 @@ from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 ROW, ORIGIN = "_row", "_origin"
 _PART_SHIFT = 40  # bits of the number of a row in `ORIGIN`; those above are the number of its part
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.int64()})
-_WRITTEN_ROWS = 1000  # at a time
+_GROUPED_ROWS = 1000  # written at a time
 
 
 @dataclass(frozen=True)
@@ -136,14 +135,12 @@ def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, ba
     "train[:10%]"."""
     tables, skipped, columns = [], Skipped(), dict[str, tuple[str, tuple[str, ...]]]()
     for number, part in found.numbered(names):
-        bad = BadLines(bad_rows != "error")
-        numbered = (
-            (row, number << _PART_SHIFT | at)
-            for batch in read_part(part, bad)
-            for at, row in zip(batch.numbers, batch.rows, strict=True)
+        skip = bad_rows != "error"
+        batches = (
+            replace(batch, numbers=[number << _PART_SHIFT | at for at in batch.numbers])
+            for batch in read_part(part, skip)
         )
-        key = rows_key(part.key, number, bad.skip)
-        rows, notes = _stored(cache_dir, key, numbered, bad, f"{part.flag} {part.name}")
+        rows, notes = _stored(cache_dir, rows_key(part.key, number, skip), batches, f"{part.flag} {part.name}")
         tables.append(rows)
         skipped += Skipped(notes["skipped"], notes["first"] and f"{part.name}, {notes['first']}")
         if isinstance(part, FilePart):
@@ -168,30 +165,31 @@ def regrouped(
     """The rows and their origins that `regroup(rows)` gives, at least one, from the cache. `identity` differs between
     functions that give others."""
     key = rows_key(rows.table._fingerprint, identity, rows.columns)
-    return _stored(root, key, regroup(rows), BadLines(False), identity)[0]
+    pairs = regroup(rows)
+    parts = iter(lambda: list(islice(pairs, _GROUPED_ROWS)), [])
+    batches = (Batch([origin for _, origin in part], [row for row, _ in part], None) for part in parts)
+    return _stored(root, key, batches, identity)[0]
 
 
-def _stored(
-    root: str | None, key: str, pairs: Iterator[tuple[Row, int]], bad: BadLines, what: str
-) -> tuple[Rows, dict[str, Any]]:
+def _stored(root: str | None, key: str, batches: Iterator[Batch], what: str) -> tuple[Rows, dict[str, Any]]:
     """(rows from the cache below `root`, notes on lines that could not be read). What is not there yet is read from
-    `pairs`, rows with their origins, and written. `what` is for an error if there is none."""
+    `batches`, whose `numbers` are origins, and written. `what` is for an error if there is none."""
 
     def make(folder: Path) -> Dataset:
         columns: Row = {}
-        path, count = folder / "rows.arrow", 0
+        path, count, bad, first = folder / "rows.arrow", 0, 0, ""
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            while part := list(islice(pairs, _WRITTEN_ROWS)):
+            for batch in batches:
                 raise_if_stop_requested("prepared the data")
-                texts = [json.dumps(row, ensure_ascii=False) for row, _ in part]
-                for row, _ in part:
+                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
+                for row in batch.rows:
                     columns.update(dict.fromkeys(row))
-                writer.write_table(pa.table([texts, [origin for _, origin in part]], schema=_SCHEMA))
-                count += len(part)
+                writer.write_table(pa.table([texts, list(batch.numbers)], schema=_SCHEMA))
+                count, bad, first = count + len(texts), bad + batch.unreadable, first or batch.problem
         if not count:
-            reason = f"every row is bad; the first: {bad.first}" if bad.count else "the data set is empty"
+            reason = f"every row is bad; the first: {first}" if bad else "the data set is empty"
             raise UserError(f"{what}: {reason}")
-        notes = {"columns": list(columns), "skipped": bad.count, "first": bad.first}
+        notes = {"columns": list(columns), "skipped": bad, "first": first}
         (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
         return Dataset.from_file(str(path))
 

@@ -1,51 +1,53 @@
 """`--streaming`: training rows that are read and tokenised while the run trains, for data larger than the disk.
 
-Each rank has a process that makes its rows ahead of their use. Rank and process talk through one pipe: the rank sends
-where to begin, or None for the next piece; the process answers each None.
+Each rank has a process that makes chunks of its rows ahead of their use. Every chunk comes with the position in the
+data after it, and checkpoints hold the positions of the chunks in use, so that a resumed run reads on from there.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import hashlib
 import multiprocessing
 import os
 import signal
-import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import torch
-from datasets import Dataset, DatasetInfo, Features
+from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import make_folder
 from dschat_ppo.common.heartbeat import heartbeat, on_heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.bad_lines import BadLines, too_many, way_out
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.data.bad_lines import WAY_OUT, too_many, way_out
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use
+from dschat_ppo.data.form_choice import FIRST_ROWS
+from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.parts import Part, Row, read_part
-from dschat_ppo.errors import StorageError, UserError, in_one_line
+from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.tokenise import DOING, FITTED_NAMES, Fitted, TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.processes import signal_when_parent_ends
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 READ, UNUSABLE = "raw rows", "that cannot be used"
+NOTHING = "without a sample for this step (as bad answers in SFT)"
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
 _POLL_SECONDS = 0.1
-_DOING = "prepared the data"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # DeepSpeed's launcher sends them to all its descendants
-Position = dict[str, Any]  # in values that JSON can hold
+Tokens = tuple[list[Row], Counter[str], str]
+Position = dict[str, Any]  # of numbers, texts, lists and dicts, which every checkpoint can hold
 START: Position = {"part": 0, "number": 0, "place": None}  # before the first raw row of a data set
 
 
@@ -83,8 +85,8 @@ def _chosen(share: StepShare, block: int) -> set[int]:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some raw rows of a data set that belong to this step, "FILE, row N" of each, and the position after them. Lines
-    between them that cannot be read are left out: `unreadable` is their number, `problem` that of the first, or ""."""
+    """Some raw rows of a data set that belong to this step, perhaps none, "FILE, row N" of each, and the position after
+    them. `unreadable` lines between them are left out; `problem` is that of the first one, or ""."""
 
     origins: list[str]
     rows: list[Row]
@@ -96,87 +98,64 @@ class RawBatch:
 def raw_batches(
     parts: Sequence[Part], share: StepShare | None, skip: bool, position: Position = START
 ) -> Iterator[RawBatch]:
-    """The raw rows of `share`, or all, from `position` on. Without `skip`, a line that cannot be read is an error. A
-    batch may have no rows."""
-    bad, number, place = BadLines(skip), position["number"], position["place"]
-    for part_number in range(position["part"], len(parts)):
-        part = parts[part_number]
-        batches, has_ended = read_part(part, bad, place), False
-        while not has_ended:
-            found = next(batches, None)
-            has_ended, place = found is None, found and found.place
-            rows, numbers = (found.rows, found.numbers) if found else ([], [])
-            kept = [index for index in range(len(rows)) if share is None or share.includes(number + index)]
-            number += len(rows)
-            origins = [f"{part.name}, row {numbers[index]}" for index in kept]
-            problem = bad.first and f"{part.name}, {bad.first}"
-            after = {"part": part_number + has_ended, "number": number, "place": place}
-            yield RawBatch(origins, [rows[index] for index in kept], bad.count, problem, after)
-            bad.forget()
+    """The raw rows of `share`, or all, from `position` on. Without `skip`, a line that cannot be read is an error."""
+    number, place = position["number"], position["place"]
+    for index in range(position["part"], len(parts)):
+        name = parts[index].name
+        for batch in read_part(parts[index], skip, place):
+            found = [
+                (f"{name}, row {at}", row)
+                for each, (at, row) in enumerate(zip(batch.numbers, batch.rows, strict=True), start=number)
+                if share is None or share.includes(each)
+            ]
+            number, place = number + len(batch.rows), batch.place
+            problem, after = batch.problem and f"{name}, {batch.problem}", (index, number, place)
+            yield RawBatch(
+                [origin for origin, _ in found], [row for _, row in found], batch.unreadable, problem,
+                dict(zip(START, after, strict=True)),
+            )  # fmt: skip
+        place = None
 
 
 # Token rows
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """Token rows that are kept of a batch of raw rows, and for the log what was done to how many. `unusable` raw rows
-    are skipped because something is wrong with them; `problem` is that of the first one, or ""."""
-
-    rows: list[Row]
-    counts: dict[str, int]
-    unusable: int = 0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class StreamSource:
-    """One data set of a stream: its raw rows, and what makes token rows of them (`UserError` for a row that ends the
-    run). `weight` is its share of the rows, relative to the other data sets; `bad_rows` is the flag. `key` identifies
-    the raw rows on this machine and how they are read, `content` the raw rows wherever they are stored."""
+    """One data set of a stream. `weight` is its share of the rows, relative to the other data sets; `bad_rows` is the
+    flag. `content` identifies the raw rows wherever they are stored. `tokenise` makes of a batch of raw rows the token
+    rows that are kept, counts of what was done for the log (of `UNUSABLE` rows too), and the problem of the first bad
+    row, or ""; `UserError` for a row that ends the run."""
 
     name: str
     weight: float
     parts: Sequence[Part]
     share: StepShare | None  # None: all its rows
-    tokenise: Callable[[RawBatch], TokenBatch]
+    tokenise: Callable[[RawBatch], Tokens]
     bad_rows: str = "few"
-    key: str = ""
     content: str = ""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some token rows, perhaps none, in their order. A piece ends with each batch of raw rows, so that a rank that
-    waits sees progress. The last piece of a chunk has the position after it, what was done to its raw rows, and the
-    problems of some."""
-
-    rows: pa.Table
-    after: Position | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-    problems: Sequence[str] = ()
-
-
 class _Reader:
-    """Reads one source: `next(rows)` is its next token row, or {} after a batch of raw rows. `position` is the place of
-    that row: a batch of raw rows, and how many of its token rows are used."""
+    """Reads one source: `rows` gives its token rows, and None after each batch of raw rows. `position` is behind the
+    last token row: the position before its batch, and how many token rows of the batch are used."""
 
     def __init__(self, source: StreamSource, position: Position):
         self.source, self.position, self.rows = source, position, self._read()
         self.counts, self.problem = Counter[str](), ""  # of the raw rows read for this chunk; the first problem
 
-    def _read(self) -> Iterator[Row]:
+    def _read(self) -> Iterator[Row | None]:
         source, before, used = self.source, self.position["before"], self.position["used"]
         for batch in raw_batches(source.parts, source.share, source.bad_rows != "error", before):
-            tokens = source.tokenise(batch) if batch.rows else TokenBatch([], {})
+            rows, counts, problem = source.tokenise(batch)
             if not used:  # otherwise a chunk before has counted them
-                unusable = batch.unreadable + tokens.unusable
-                self.counts.update({READ: len(batch.rows) + batch.unreadable, UNUSABLE: unusable} | tokens.counts)
-                self.problem = self.problem or batch.problem or tokens.problem
-            for number in range(used, len(tokens.rows)):
+                self.counts.update({READ: len(batch.rows) + batch.unreadable, UNUSABLE: batch.unreadable})
+                self.counts.update(counts)
+                self.problem = self.problem or batch.problem or problem
+            for number in range(used, len(rows)):
                 self.position = {"before": before, "used": number + 1}
-                yield tokens.rows[number]
-            yield {}
+                yield rows[number]
+            yield None
             before, used = batch.after, 0
 
     def end_chunk(self) -> tuple[Counter[str], str]:
@@ -190,49 +169,55 @@ class _Reader:
         return counts, problem
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Token rows in their order, the position after them, what was done to the raw rows, and the problems of some."""
+
+    rows: Dataset
+    after: Position
+    counts: Counter[str]
+    problems: Sequence[str]
+
+
 def start_of(sources: Sequence[StreamSource]) -> Position:
     """The position before the first token row of a stream."""
     return {"sources": [{"before": START, "used": 0} for _ in sources], "taken": [0 for _ in sources]}
 
 
-def pieces(
-    sources: Sequence[StreamSource], num_rows: int, chunk_rows: int, schema: pa.Schema, first: int, position: Position
-) -> Iterator[Piece]:
-    """The token rows `first .. num_rows - 1` of a stream; `position` is that before row `first`, where a chunk begins.
+def chunks(
+    sources: Sequence[StreamSource], num_rows: int, features: Features, first: int, position: Position
+) -> Iterator[Chunk | None]:
+    """The chunks of a stream of `num_rows` token rows from `first` on, where `position` is; None after each batch of
+    raw rows, so that a rank that waits sees progress.
 
     With several sources, each row comes from the source that lacks most to its share of the rows so far. `UserError` if
     a source has no further row.
     """
     readers = [_Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)]
     weights, taken = [source.weight for source in sources], list(position["taken"])
-    rows, number = list[Row](), first
-    while number < num_rows:
+    rows = list[Row]()
+    for number in range(first * CHUNK_ROWS, num_rows):
         source = neediest(weights, taken)
-        row = next(readers[source].rows, None)
-        if row is None:
+        for row in readers[source].rows:
+            if row is not None:
+                break
+            yield None
+        else:
             readers[source].end_chunk()  # the better reason, if there is one
-            what = f"--streaming_rows {num_rows}: {sources[source].name} has only {taken[source]} rows for this step"
-            if number == 0:
-                raise UserError(f"{what}: --data_split leaves it none, or --truncation drops all")
-            mixture = f", enough for {number} rows of the mixture" if len(sources) > 1 else ""
-            raise UserError(
-                f"{what}{mixture}; set --streaming_rows {number} or less (a run that has begun resumes from its newest "
-                "checkpoint with this value and --resume_force True)"
-            )
-        if row:
-            rows.append(row | {"source": source})
-            taken[source] += 1
-            number += 1
-        if row and (number % chunk_rows == 0 or number == num_rows):
+            way = f"set --streaming_rows {number} or less (a run that has begun resumes from its newest checkpoint with"
+            way += " this value and --resume_force True)"
+            way = way if number else "--data_split leaves it none, or --truncation drops all"
+            has = f"{sources[source].name} has only {taken[source]} rows for this step"
+            raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
+        rows.append(row | {"source": source})
+        taken[source] += 1
+        if len(rows) == CHUNK_ROWS or number + 1 == num_rows:
             counts, problems = zip(*(reader.end_chunk() for reader in readers), strict=True)
             after = {"sources": [reader.position for reader in readers], "taken": list(taken)}
-            table = pa.Table.from_pylist(rows, schema)
-            yield Piece(table, after, sum(counts, Counter()), list(filter(None, problems)))
-        elif not row:
-            yield Piece(pa.Table.from_pylist(rows, schema))
-        else:
-            continue
-        rows = []
+            table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
+            made = Dataset(table, fingerprint=f"{number}")
+            yield Chunk(made, after, sum(counts, Counter()), list(filter(None, problems)))
+            rows = []
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -245,42 +230,29 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
 # The process that makes them
 
 
-def _serve(pipe: Connection, other_end: Connection, pieces_from: Callable[[int, Position], Iterator[Piece]]) -> None:
-    """Body of the process: make pieces a chunk ahead, and answer the rank. The process ignores signals, since the rank
-    still needs the rows of its last step; it ends with the rank."""
+def _serve(pipe: Connection, other_end: Connection, chunks_from: Callable[[int, Position], Iterator[Any]]) -> None:
+    """Body of the process: make chunks from where the rank says, `(its number of the order, chunk, position)`, until it
+    says otherwise. A chunk waits in the pipe until the rank takes it. The process ignores signals, since the rank still
+    needs the rows of its last step; it ends with the rank."""
     other_end.close()  # so that the pipe ends with the rank
-    for number in _SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # DeepSpeed's launcher sends them to all descendants
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     signal_when_parent_ends(signal.SIGKILL)
     on_heartbeat(None)  # its timer belongs to the rank
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
-    made: Iterator[Piece | UserError] = iter(())
-    ready: deque[Piece | UserError] = deque()
-    while True:
-        while sum(map(_size, ready)) < CHUNK_ROWS and not pipe.poll() and (piece := next(made, None)) is not None:
-            ready.append(piece)
-        try:
-            order = pipe.recv()
-            if order is None:
-                pipe.send(ready.popleft() if ready else next(made))
-            else:
-                made = _or_problem(pieces_from(*order))
-                ready.clear()
-        except (EOFError, OSError):
-            return
-
-
-def _size(piece: Piece | UserError) -> int:
-    """Rows of a piece; one without rows counts as one."""
-    return max(1, len(piece.rows)) if isinstance(piece, Piece) else 1
-
-
-def _or_problem(made: Iterator[Piece]) -> Iterator[Piece | UserError]:
-    try:
-        yield from made
-    except UserError as problem:
-        yield problem
+    made: Iterator[Any] = iter(())
+    answer: Any
+    has_ended = True
+    with suppress(EOFError, OSError):  # the rank has ended
+        while True:
+            if has_ended or pipe.poll():
+                order, *place = pipe.recv()
+                made = chunks_from(*place)
+            try:
+                answer, has_ended = next(made), False
+            except (UserError, StopIteration) as problem:
+                answer, has_ended = problem, True
+            pipe.send((order, answer))
 
 
 # What the rank sees
@@ -293,43 +265,23 @@ class StreamedRows:
     used in the order of `batches.chunked_order`.
 
     Args:
-        root: folder of prepared data, which holds the saved positions; None for that of `datasets`.
-        key: identifies the rows and how they are prepared. Positions depend on nothing else, so runs may share them.
         sources, num_rows, features: data sets, rows of an epoch, and columns of the token rows.
         fingerprint: identifies the rows by what they are made from.
     """
 
-    def __init__(
-        self, root: str | None, key: str, sources: Sequence[StreamSource], num_rows: int, features: Features,
-        fingerprint: str,
-    ):  # fmt: skip
+    def __init__(self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str):
         self.column_names = list(features)
         self.fingerprint = fingerprint
         self.counts: dict[str, int] = {}  # what was done with the raw rows of chunk 0
-        cache = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser()
-        self._home = cache / "dschat_ppo" / f"stream_{key}_{CHUNK_ROWS}"
-        try:
-            make_folder(self._home)
-        except OSError as problem:
-            raise UserError(
-                f"{self._home}: cannot be written ({problem.strerror}), and positions in the data are stored there; "
-                "name another folder with --data_output_path"
-            ) from None
         self._num_rows = num_rows
-        self._features = features
-        self._start = start_of(sources)
+        self._positions = {0: start_of(sources)}  # before chunk 0, 1 and those near the one in use
         self._chunks: dict[int, Dataset] = {}
-        self._next = -1  # the chunk that the process makes next
+        self._order, self._next = 0, -1  # orders given to the process, and the chunk that it makes next
         self._pipe, other_end = multiprocessing.Pipe()
-        make = partial(pieces, sources, num_rows, CHUNK_ROWS, features.arrow_schema)
         self.process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(other_end, self._pipe, make), daemon=True
+            target=_serve, args=(other_end, self._pipe, partial(chunks, sources, num_rows, features)), daemon=True
         )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the process ignores them
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.process.start()
         other_end.close()
         atexit.register(self.process.kill)  # before `multiprocessing` waits for it: it ignores SIGTERM
         self._use(0, may_stop=True)
@@ -346,6 +298,15 @@ class StreamedRows:
         rows = [self[number] for number in index]
         return {name: [row[name] for row in rows] for name in self.column_names}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The positions before the chunks in use, for `load_state_dict`."""
+        return {"rows": self.fingerprint, "positions": self._positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read on from a saved position, in other rows from the start."""
+        if state["rows"] == self.fingerprint:
+            self._positions = state["positions"] | self._positions
+
     def _use(self, chunk: int, may_stop: bool = False) -> Dataset:
         """The rows of a chunk. A stop request ends the wait for them (`StopRequested`) only if `may_stop`: in training,
         the state is saved after the optimizer step."""
@@ -361,76 +322,143 @@ class StreamedRows:
         return self._chunks[chunk]
 
     def _go_to(self, chunk: int) -> None:
-        """Let the process begin at a chunk, or at the last one before it whose position is saved."""
-        saved = ((number, self._saved(number)) for number in range(chunk, 0, -1))
-        self._next, position = next(((number, found) for number, found in saved if found), (0, self._start))
+        """Let the process begin at a chunk, or at the last one before it whose position is known."""
+        self._next = max(number for number in self._positions if number <= chunk)
         if self._next < chunk and dist.is_main():
             logger().warning(
-                f"data: the position of the stream after row {chunk * CHUNK_ROWS} was not saved, so it is read again "
-                f"from row {self._next * CHUNK_ROWS}"
+                f"data: the checkpoint has no position of these rows after row {chunk * CHUNK_ROWS}, so they are read "
+                f"again from row {self._next * CHUNK_ROWS}"
             )
+        self._order += 1
         with suppress(OSError):  # the process has ended, which `_receive` reports
-            self._pipe.send((self._next * CHUNK_ROWS, position))
+            self._pipe.send((self._order, self._next, self._positions[self._next]))
 
     def _receive(self, may_stop: bool) -> Dataset:
-        """The rows of the next chunk; what was done is logged, and the position after it saved."""
-        tables, last = list[pa.Table](), None
-        while last is None or last.after is None:
+        """The rows of the next chunk; what was done is logged."""
+        order, found = 0, None
+        while order != self._order or found is None:  # the answer to an order before, or a batch of raw rows is done
             try:
-                self._pipe.send(None)
                 while may_stop and not self._pipe.poll(_POLL_SECONDS):
-                    raise_if_stop_requested(_DOING)
-                found: Piece | UserError = self._pipe.recv()
+                    raise_if_stop_requested(DOING)
+                order, found = self._pipe.recv()
             except (EOFError, OSError):
                 raise UserError(
                     "the process that reads the stream has ended, most often because memory ran out (its own message, "
                     "if any, is above); run the same command again to resume from the newest checkpoint"
                 ) from None
             heartbeat()
-            if isinstance(found, UserError):
-                self._next = -1
-                raise found
-            tables.append(found.rows)
-            last = found
+        if not isinstance(found, Chunk):
+            self._next = -1
+            raise found
         chunk, self._next = self._next, self._next + 1
-        table = InMemoryTable(pa.concat_tables(tables))
-        rows = Dataset(table, info=DatasetInfo(features=self._features), fingerprint=f"{self._home.name}_{chunk}")
-        if chunk == 0:
-            self.counts = last.counts
+        known = self._positions | ({self._next: found.after} if len(found.rows) == CHUNK_ROWS else {})
+        self._positions = {number: known[number] for number in known if number in (0, 1) or chunk <= number + 1}
+        self.counts = found.counts if chunk == 0 else self.counts
         if dist.is_main():
             first = chunk * CHUNK_ROWS
-            done = ", ".join(f"{number} {what}" for what, number in last.counts.items())
+            done = ", ".join(f"{number} {what}" for what, number in found.counts.items())
             done = done or "read together with the rows before"
-            logger().info(f"data: stream: rows {first + 1} to {first + len(rows)} of {self._num_rows}: {done}")
-            for problem in last.problems:
+            logger().info(f"data: stream: rows {first + 1} to {first + len(found.rows)} of {self._num_rows}: {done}")
+            for problem in found.problems:
                 logger().warning(f"data: skipped: {problem}")
-        if dist.local_rank() == 0 and len(rows) == CHUNK_ROWS and self._saved(chunk + 1) is None:
-            self._save(chunk + 1, last.after)
-        return rows
-
-    def _file_of(self, chunk: int) -> Path:
-        """The file with the position before a chunk."""
-        return self._home / f"before_{chunk:06d}.json"
-
-    def _saved(self, chunk: int) -> Position | None:
-        """The saved position before a chunk; None if there is none, or the file is damaged."""
-        try:
-            position = json.loads(self._file_of(chunk).read_bytes())
-            sizes = {len(position[name]) for name in self._start}
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return position if sizes == {len(self._start["taken"])} else None
-
-    def _save(self, chunk: int, position: Position) -> None:
-        path = self._file_of(chunk)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # other runs and machines may write it too
-        try:
-            draft.write_text(json.dumps(position), encoding="utf-8")
-            os.replace(draft, path)
-        except OSError as problem:
-            raise StorageError(f"{path}: cannot be written ({in_one_line(problem)})") from None
+        return found.rows
 
 
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
     """All rows, or of a stream those of its first chunk."""
     return rows._use(0) if isinstance(rows, StreamedRows) else rows
+
+
+def stream_state(rows: Dataset | StreamedRows) -> dict[str, Any] | None:
+    """For a checkpoint: the positions of a stream, or None."""
+    return rows.state_dict() if isinstance(rows, StreamedRows) else None
+
+
+def load_stream_state(rows: Dataset | StreamedRows, state: dict[str, Any] | None) -> None:
+    """Restore `stream_state`."""
+    if isinstance(rows, StreamedRows) and state is not None:
+        rows.load_state_dict(state)
+
+
+# From the flags to a stream
+
+
+@dataclass(frozen=True)
+class StreamedSet:
+    """A data set whose training rows are streamed: the parts with them in order, its first rows, and the names of its
+    splits with evaluation rows."""
+
+    opened: OpenSet
+    parts: list[Part]
+    first: list[Row]
+    evaluation: list[str]
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of its first rows, which all its rows have then."""
+        return list(dict.fromkeys(name for row in self.first for name in row))
+
+
+def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
+    """Open a data set and read its first rows. Refuses what needs all rows: a number of them, or a slice."""
+    if source.samples is not None:
+        raise UserError(
+            f"{source.flag} {source.spec}: @ROWS needs all rows, so it does not go with --streaming; use a weight, as "
+            "in NAME:0.5"
+        )
+    opened = open_set(source, flags.data_output_path, streaming=True)
+    [(name, cut), *others], evaluation = opened.chosen()
+    if cut or others:
+        raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
+    parts = [part for _, part in opened.numbered([name])]
+    rows, problem = list[Row](), ""
+    for batch in raw_batches(parts, None, flags.bad_rows != "error"):
+        rows, problem = rows + batch.rows, problem or batch.problem
+        if len(rows) >= FIRST_ROWS:
+            break
+    if not rows:
+        reason = f"none of its rows can be read; the first: {problem}" if problem else "the data set is empty"
+        raise UserError(f"{source.flag} {source.spec}: {reason}")
+    return StreamedSet(opened, parts, rows[:FIRST_ROWS], evaluation)
+
+
+def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
+    """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
+    source, share, flags = found.opened.source, None, settings.flags
+    if source.flag == "--data_path":
+        share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
+        if share.bounds[0] == share.bounds[1]:
+            raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
+    tokenise = partial(_token_batch, columns=found.columns, settings=settings)
+    content = "\0".join(part.content for part in found.parts)
+    return StreamSource(source.name, source.weight or 1.0, found.parts, share, tokenise, flags.bad_rows, content)
+
+
+def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -> StreamedRows:
+    """Start to read the data sets, and wait for the first chunk."""
+    if len(sources) > 1:
+        weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
+        logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
+    content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
+    features = Features({**token_features(use), "source": Value("int32")})
+    rows = StreamedRows(sources, flags.streaming_rows or 0, features, content)
+    if set(FITTED_NAMES.values()).intersection(rows.counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
+        raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
+    return rows
+
+
+def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings) -> Tokens:
+    """See `StreamSource.tokenise`."""
+    found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
+    made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]
+    messages = [row["problem"].partition("\n")[0] for row in bad]
+    for row, message in zip(bad, messages, strict=True):
+        if row["fitted"] == Fitted.TOO_LONG:
+            raise UserError(message)
+        if settings.flags.bad_rows == "error":
+            raise UserError(f"{message}; {WAY_OUT}")
+    names = list(token_features(settings.use))
+    rows = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
+    counts = Counter(FITTED_NAMES[Fitted(row["fitted"])] for row in made)
+    counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(bad)})
+    return rows, counts, messages[0] if bad else ""

@@ -23,7 +23,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.batches import IndexStream, chunk_rows_of, collate_prompts
+from dschat_ppo.data.batches import IndexStream, collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import RolloutCancelled, UserError
@@ -200,7 +200,7 @@ class ExperienceCollection:
         self.passes = passes
         self.pool = pool
         self.clock = clock
-        self.stream = IndexStream(len(generator.prompts), settings.seed, chunk_rows_of(generator.prompts))
+        self.stream = IndexStream(generator.prompts, settings.seed)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round

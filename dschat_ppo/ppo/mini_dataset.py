@@ -134,7 +134,7 @@ class TextBatches:
         self._micro_batch = micro_batch
         self._pad_id = pad_id
         self._device = device
-        self.stream = IndexStream(len(rows), seed)
+        self.stream = IndexStream(rows, seed)
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
         """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""

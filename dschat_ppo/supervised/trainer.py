@@ -32,7 +32,6 @@ from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import (
     PackingPlan,
-    chunk_rows_of,
     chunked_order,
     optimizer_steps,
     plan_packing,
@@ -40,7 +39,7 @@ from dschat_ppo.data.batches import (
     samples_of,
 )
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
+from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
@@ -255,7 +254,7 @@ class SupervisedTrainer(Generic[Batch]):
             seed, packed = self.run_flags.seed, []
             order: Iterable[int]
             if self.packing is None:
-                order = chunked_order(len(self.rows.train), chunk_rows_of(self.rows.train), seed, number)
+                order = chunked_order(self.rows.train, seed, number)
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
@@ -368,6 +367,7 @@ class SupervisedTrainer(Generic[Batch]):
             "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
+            "data": stream_state(self.rows.train),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -381,6 +381,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
         self.health.load_state_dict(shared["health"])
+        load_stream_state(self.rows.train, shared.get("data"))
 
 
 def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:

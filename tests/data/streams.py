@@ -1,11 +1,12 @@
 """Raw rows in memory that behave like the files of a stream, for tests."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import datasets
 
 from dschat_ppo.data.parts import Batch
-from dschat_ppo.data.streaming import RawBatch, StepShare, StreamSource, TokenBatch
+from dschat_ppo.data.streaming import RawBatch, StepShare, StreamSource, Tokens
 
 FEATURES = datasets.Features(
     {
@@ -28,10 +29,6 @@ class NumberFile:
     flag: str = "--data_path"
     read: list = field(default_factory=list)
 
-    @property
-    def key(self):
-        return self.name
-
     def batches(self, bad, place):
         for start in range(place or 0, self.count, self.batch):
             end = min(start + self.batch, self.count)
@@ -40,16 +37,16 @@ class NumberFile:
             yield Batch(range(start + 1, end + 1), rows, end)
 
 
-def tokens_of(batch: RawBatch) -> TokenBatch:
+def tokens_of(batch: RawBatch) -> Tokens:
     """A token row [n] for each row; multiples of 5 give none, multiples of 3 two."""
     kept = [n for n in (row["n"] for row in batch.rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
     made = [{"prompt_ids": [n], "answers": [[n, 0]], "margin": n / 2} for n in kept]
-    return TokenBatch(made, {"kept whole": len(kept)})
+    return made, Counter({"kept whole": len(kept)}), ""
 
 
 def expected(numbers) -> list[int]:
     """The token rows of these raw rows."""
-    return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers])).rows]
+    return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers]))[0]]
 
 
 def source_of(

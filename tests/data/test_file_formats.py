@@ -56,9 +56,9 @@ def test_nan_is_null(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("per_batch", [1, 2, 2000])
-def test_missing_keys_are_null_wherever_they_come(tmp_path, monkeypatch, per_batch):
-    monkeypatch.setattr("dschat_ppo.data.rows._WRITTEN_ROWS", per_batch)
+@pytest.mark.parametrize("batch_bytes", [1, 20, 2000])
+def test_missing_keys_are_null_wherever_they_come(tmp_path, monkeypatch, batch_bytes):
+    monkeypatch.setattr(parts, "BATCH_BYTES", batch_bytes)
     rows = read(tmp_path, lines({"a": "x"}, {"b": [1]}, {"a": None, "c": {"d": "y"}})).train
     assert list(rows) == [
         {"a": "x", "b": None, "c": None},

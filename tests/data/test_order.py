@@ -7,10 +7,10 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data import batches
 from dschat_ppo.data.batches import (
     PADDING_ROW,
     IndexStream,
-    chunk_rows_of,
     chunked_order,
     epoch_order,
     optimizer_steps,
@@ -84,7 +84,7 @@ def test_no_rows_no_steps():
 
 
 def test_index_stream_serves_every_row_once_per_epoch():
-    stream = IndexStream(7, seed=2)
+    stream = IndexStream(range(7), seed=2)
     rows = [row for _ in range(7) for row in stream.take(4)]  # 28 = 4 epochs exactly
     for epoch in range(4):
         assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
@@ -92,25 +92,31 @@ def test_index_stream_serves_every_row_once_per_epoch():
 
 
 def test_index_stream_reshuffles_every_epoch():
-    stream = IndexStream(20, seed=2)
+    stream = IndexStream(range(20), seed=2)
     assert stream.take(20) != stream.take(20)
 
 
 def test_index_stream_serves_requests_longer_than_an_epoch():
-    rows = IndexStream(3, seed=0).take(8)
+    rows = IndexStream(range(3), seed=0).take(8)
     assert len(rows) == 8
     assert sorted(rows[:3]) == sorted(rows[3:6]) == [0, 1, 2]
     assert len(set(rows[6:])) == 2
 
 
 def test_index_stream_order_does_not_depend_on_the_request_sizes():
-    small, large = IndexStream(10, 5), IndexStream(10, 5)
+    small, large = IndexStream(range(10), 5), IndexStream(range(10), 5)
     assert [row for count in (1, 2, 7, 3, 7) for row in small.take(count)] == large.take(20)
 
 
+@pytest.fixture
+def chunks_of_8(monkeypatch):
+    """Takes rows for those of a stream."""
+    monkeypatch.setattr(batches, "rows_at_hand", lambda rows: rows[:8])
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 24, 29])
-def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order(rows):
-    order = list(chunked_order(rows, 8, seed=3, epoch=1))
+def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order(rows, chunks_of_8):
+    order = list(chunked_order(range(rows), seed=3, epoch=1))
     assert len(order) == rows
     for start in range(0, rows, 8):
         assert sorted(order[start : start + 8]) == list(range(start, min(start + 8, rows)))
@@ -118,37 +124,36 @@ def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order
         assert order[start : start + 8] == [start + place for place in drawn]
 
 
-def test_a_chunk_longer_by_more_rows_keeps_the_order_of_the_chunks_before():
-    assert list(chunked_order(29, 8, 3, 1))[:24] == list(chunked_order(90, 8, 3, 1))[:24]
+def test_a_chunk_longer_by_more_rows_keeps_the_order_of_the_chunks_before(chunks_of_8):
+    assert list(chunked_order(range(29), 3, 1))[:24] == list(chunked_order(range(90), 3, 1))[:24]
 
 
 def test_the_order_of_a_table_is_one_permutation_of_all_rows():
-    assert chunk_rows_of(Dataset.from_dict({"a": list(range(50))})) == 50
-    assert list(chunked_order(50, 50, 3, 1)) == epoch_order(50, 3, 1)
+    assert list(chunked_order(Dataset.from_dict({"a": list(range(50))}), 3, 1)) == epoch_order(50, 3, 1)
     assert epoch_order(9, 3, 1) == torch.randperm(9, generator=shared_generator(3, 1)).tolist()
 
 
-def test_an_index_stream_over_chunks_gives_their_order_epoch_after_epoch():
-    stream = IndexStream(29, 3, chunk_rows=8)
+def test_an_index_stream_over_chunks_gives_their_order_epoch_after_epoch(chunks_of_8):
+    stream = IndexStream(range(29), 3)
     found = [index for _ in range(29) for index in stream.take(3)]
-    assert found == [index for epoch in range(3) for index in chunked_order(29, 8, 3, epoch)]
+    assert found == [index for epoch in range(3) for index in chunked_order(range(29), 3, epoch)]
 
 
 @pytest.mark.parametrize("cut", range(12))
-def test_an_index_stream_over_chunks_continues_from_its_state(cut):
-    whole = IndexStream(29, 3, chunk_rows=8)
+def test_an_index_stream_over_chunks_continues_from_its_state(cut, chunks_of_8):
+    whole = IndexStream(range(29), 3)
     expected = [whole.take(5) for _ in range(14)]
-    before, after = IndexStream(29, 3, chunk_rows=8), IndexStream(29, 3, chunk_rows=8)
+    before, after = IndexStream(range(29), 3), IndexStream(range(29), 3)
     first = [before.take(5) for _ in range(cut)]
     after.load_state_dict(before.state_dict())
     assert first + [after.take(5) for _ in range(14 - cut)] == expected
 
 
 def test_a_stream_of_rows_continues_inside_and_across_epochs():
-    whole = IndexStream(7, seed=3)
+    whole = IndexStream(range(7), seed=3)
     expected = [whole.take(3) for _ in range(8)]
     for cut in range(8):
-        before, after = IndexStream(7, seed=3), IndexStream(7, seed=3)
+        before, after = IndexStream(range(7), seed=3), IndexStream(range(7), seed=3)
         first = [before.take(3) for _ in range(cut)]
         after.load_state_dict(before.state_dict())
         before.take(5)  # what is saved does not change with the stream
@@ -157,7 +162,7 @@ def test_a_stream_of_rows_continues_inside_and_across_epochs():
 
 
 def test_a_smaller_data_set_continues_as_if_it_had_given_as_many_rows():
-    whole, after = IndexStream(4, seed=1), IndexStream(4, seed=1)
+    whole, after = IndexStream(range(4), seed=1), IndexStream(range(4), seed=1)
     whole.take(6)
     after.load_state_dict({"epoch": 0, "pending": [7, 2, 8], "taken": 6})  # of an earlier version
     assert after.take(9) == whole.take(9)

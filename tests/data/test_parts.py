@@ -16,8 +16,7 @@ from dschat_ppo.data.bad_lines import BadLines
 from dschat_ppo.data.parts import FilePart, _row_of_json, line_batches
 from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.stream_sources import content_of, find_rows
-from dschat_ppo.data.streaming import raw_batches
+from dschat_ppo.data.streaming import find_rows, raw_batches
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"p {i}", "chosen": [{"role": "user", "content": "é" * (i % 7)}], "n": i} for i in range(60)]
@@ -179,12 +178,12 @@ def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_
         (tmp_path / folder).mkdir()
         json_lines(tmp_path / folder / "a.jsonl")
     one, two = (FilePart(tmp_path / name / "a.jsonl", "--data_path") for name in ("one", "two"))
-    content, place = content_of(one), one.key
-    assert content == content_of(two) and place != two.key
+    content, place = one.content, one.key
+    assert content == two.content and place != two.key
     os.utime(one.path, (1, 1))
-    assert content_of(one) == content and one.key != place
+    assert one.content == content and one.key != place
     json_lines(two.path, [*ROWS[:-1], {**ROWS[-1], "n": 61}])
-    assert content_of(two) != content
+    assert two.content != content
 
 
 def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatch):
@@ -200,7 +199,7 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
 
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     found = found_in(tmp_path, tmp_path, "org/name:main")
-    assert found.evaluation == ["test"] and "revision" in content_of(found.parts[0])
+    assert found.evaluation == ["test"] and "revision" in found.parts[0].content
     whole = batches_of(found.parts)
     assert rows_of(whole)[59] == ("org/name:main (train), row 60", {"n": 59}) and len(rows_of(whole)) == 60
     for number in (1, 4):

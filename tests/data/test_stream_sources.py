@@ -9,10 +9,9 @@ from datasets import Dataset
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import streaming
-from dschat_ppo.data.batches import chunk_rows_of, chunked_order
+from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.stream_sources import NOTHING
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.streaming import NOTHING, StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
 
@@ -68,7 +67,7 @@ def test_the_rows_of_the_three_steps_are_disjoint(tmp_path):
     assert len(set.union(*parts)) == 2000
     with pytest.raises(UserError, match="has only 400 rows for this step; set --streaming_rows 400 or less"):
         rows = train(tmp_path, path, rows=401, data_split="2,4,4").train
-        list(map(rows.__getitem__, chunked_order(len(rows), chunk_rows_of(rows), 0, 0)))
+        list(map(rows.__getitem__, chunked_order(rows, 0, 0)))
 
 
 def test_a_split_without_rows_for_the_step_is_refused(tmp_path):

@@ -1,21 +1,25 @@
 """Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees; ends and failures."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
 
 import pytest
+import torch
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 from test_encode import chat_tokenizer
 
 from dschat_ppo.data import streaming
-from dschat_ppo.data.batches import chunk_rows_of, chunked_order
+from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import (
     READ,
@@ -24,15 +28,20 @@ from dschat_ppo.data.streaming import (
     RawBatch,
     StepShare,
     StreamedRows,
-    TokenBatch,
+    Tokens,
+    chunks,
     neediest,
-    pieces,
     raw_batches,
     rows_at_hand,
     start_of,
 )
-from dschat_ppo.errors import StopRequested, StorageError, UserError
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
 
 
 def rest_of(parts, share=None, *position) -> list[tuple[str, int]]:
@@ -75,17 +84,12 @@ def test_a_step_without_a_share_has_no_rows_and_one_with_all_of_it_all():
     assert all(map(StepShare((0, 0, 3), 2, 0).includes, range(995, 1005)))
 
 
-def chunks_of(*sources, num_rows: int = 50, chunk_rows: int = 8, first: int = 0, position=None):
-    """(numbers, their sources, end) of each chunk, from that of row `first` on."""
-    position, rows, marks = position or start_of(sources), [], []
-    for piece in pieces(sources, num_rows, chunk_rows, FEATURES.arrow_schema, first, position):
-        columns = piece.rows.to_pydict()
+def chunks_of(*sources, num_rows: int = 50, first: int = 0, position=None):
+    """(numbers, their sources, end) of each chunk, from chunk `first` on."""
+    for chunk in filter(None, chunks(sources, num_rows, FEATURES, first, position or start_of(sources))):
+        columns = chunk.rows[:]
         assert columns["answers"] == [[[n, 0]] for [n] in columns["prompt_ids"]]
-        rows += [n for [n] in columns["prompt_ids"]]
-        marks += columns["source"]
-        if piece.after is not None:
-            yield rows, marks, piece
-            rows, marks = [], []
+        yield [n for [n] in columns["prompt_ids"]], columns["source"], replace(chunk, rows=len(chunk.rows))
 
 
 def test_the_chunks_are_the_token_rows_in_order_although_some_raw_rows_give_none_and_some_two():
@@ -98,7 +102,7 @@ def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_b
     whole = list(chunks_of(source_of(NumberFile(0, 99))))
     for number, (rows, _, end) in enumerate(whole[:-1], start=1):
         text, file = json.dumps(end.after), NumberFile(0, 99)
-        again = list(chunks_of(source_of(file), first=8 * number, position=json.loads(text)))
+        again = list(chunks_of(source_of(file), first=number, position=json.loads(text)))
         assert again == whole[number:] and min(file.read) >= rows[-1] - 7
         assert len(text) < 1000 and json.loads(text)["taken"] == [8 * number]
 
@@ -120,13 +124,13 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
         ones, twos = NumberFile(1001, 900, name="ones"), NumberFile(5001, 900, name="twos")
         return [source_of(ones, weight=5.0), source_of(twos, weight=2.0)]
 
-    chunks = list(chunks_of(*sources()))
-    rows, marks = sum((rows for rows, _, _ in chunks), []), sum((marks for _, marks, _ in chunks), [])
+    found = list(chunks_of(*sources()))
+    rows, marks = sum((rows for rows, _, _ in found), []), sum((marks for _, marks, _ in found), [])
     assert marks == [int(n > 5000) for n in rows]
     for count in range(1, 50):
         assert abs(sum(marks[:count]) - count * 2 / 7) < 1
     assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[: sum(marks)]
-    assert list(chunks_of(*sources(), first=16, position=chunks[1][2].after)) == chunks[2:]
+    assert list(chunks_of(*sources(), first=2, position=found[1][2].after)) == found[2:]
 
 
 def test_the_neediest_source_by_hand():
@@ -140,52 +144,53 @@ def test_the_neediest_source_by_hand():
 
 def test_a_stream_that_ends_says_how_many_rows_it_has():
     available = len(expected(range(30)))
-    chunks = chunks_of(source_of(NumberFile(0, 30)))
+    found = chunks_of(source_of(NumberFile(0, 30)))
     for _ in range(available // 8):
-        next(chunks)
+        next(found)
     with pytest.raises(
         UserError, match=rf"^--streaming_rows 50: numbers has only {available} rows .*_rows {available} or"
     ):
-        next(chunks)
+        next(found)
     assert sum(len(rows) for rows, _, _ in chunks_of(source_of(NumberFile(0, 30)), num_rows=available)) == available
 
 
 def test_a_mixture_ends_with_the_source_that_ends_first():
     few = source_of(NumberFile(1, 4), name="few")  # 1 2 3 3 4
-    chunks = chunks_of(few, source_of(NumberFile(1, 99)))
-    next(chunks)
-    with pytest.raises(UserError, match="few has only 5 rows for this step, enough for 10 rows of the mixture"):
-        next(chunks)
+    found = chunks_of(few, source_of(NumberFile(1, 99)))
+    next(found)
+    with pytest.raises(UserError, match="few has only 5 rows for this step; set --streaming_rows 10 or less"):
+        next(found)
 
 
 def test_a_step_without_any_row_is_an_error():
-    with pytest.raises(UserError, match="has only 0 rows for this step: --data_split leaves it none"):
+    with pytest.raises(UserError, match="has only 0 rows for this step; --data_split leaves it none"):
         next(chunks_of(source_of(NumberFile(0, 0))))
 
 
-def spoilt(batch: RawBatch, bad: set[int]) -> TokenBatch:
-    good = tokens_of(RawBatch([], [row for row in batch.rows if row["n"] not in bad]))
+def spoilt(batch: RawBatch, bad: set[int]) -> Tokens:
+    rows, counts, _ = tokens_of(RawBatch([], [row for row in batch.rows if row["n"] not in bad]))
     found = [origin for origin, row in zip(batch.origins, batch.rows, strict=True) if row["n"] in bad]
-    return TokenBatch(good.rows, good.counts, len(found), f"{found[0]}: bad" if found else "")
+    return rows, counts + Counter({UNUSABLE: len(found)}), f"{found[0]}: bad" if found else ""
 
 
 @pytest.mark.parametrize(
     ("bad", "policy", "is_too_many"),
     [({21}, "few", True), ({21}, "skip", False), (set(range(29, 31)), "few", True)],
 )
-def test_too_many_bad_rows_in_a_chunk_are_an_error(bad, policy, is_too_many):
+def test_too_many_bad_rows_in_a_chunk_are_an_error(bad, policy, is_too_many, monkeypatch):
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
     source = source_of(NumberFile(0, 99, batch=20), name="set", make=partial(spoilt, bad=bad), policy=policy)
-    chunks = chunks_of(source, chunk_rows=20)
-    next(chunks)
+    found = chunks_of(source)
+    next(found)
     if is_too_many:
         with pytest.raises(
             UserError,
             match=rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row {min(bad) + 1}: b",
         ):
-            next(chunks)
+            next(found)
     else:
-        _, _, end = next(chunks)
+        _, _, end = next(found)
         assert end.counts[UNUSABLE] == 1 and end.problems == ["numbers, row 22: bad"]
 
 
@@ -200,17 +205,8 @@ def test_a_stream_that_ends_because_its_rows_are_bad_says_so():
 NUMBERS = expected(range(99))
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
-
-
-def stream(tmp_path: Path, *sources, rows: int = 50) -> StreamedRows:
-    return StreamedRows(str(tmp_path), "key", sources or [source_of(NumberFile(0, 99))], rows, FEATURES, "f")
-
-
-def home_of(tmp_path: Path) -> Path:
-    return tmp_path / "dschat_ppo" / "stream_key_8"
+def stream(*sources, rows: int = 50) -> StreamedRows:
+    return StreamedRows(sources or [source_of(NumberFile(0, 99))], rows, FEATURES, "f")
 
 
 def number_of(rows: StreamedRows, index: int) -> int:
@@ -218,12 +214,12 @@ def number_of(rows: StreamedRows, index: int) -> int:
     return found
 
 
-def tried(tmp_path: Path, make) -> StreamedRows:
-    return stream(tmp_path, source_of(NumberFile(0, 99), name="s", make=make))
+def tried(make) -> StreamedRows:
+    return stream(source_of(NumberFile(0, 99), name="s", make=make))
 
 
-def test_rows_are_those_of_the_data_in_order(tmp_path):
-    rows = stream(tmp_path)
+def test_rows_are_those_of_the_data_in_order():
+    rows = stream()
     assert len(rows) == 50
     assert [number_of(rows, i) for i in range(50)] == NUMBERS[:50]
     assert rows[3] == {"prompt_ids": [3], "answers": [[3, 0]], "margin": 1.5, "source": 0}
@@ -233,44 +229,49 @@ def test_rows_are_those_of_the_data_in_order(tmp_path):
             rows[index]
 
 
-def test_several_rows_are_columns_also_across_chunks(tmp_path):
-    rows = stream(tmp_path)
+def test_several_rows_are_columns_also_across_chunks():
+    rows = stream()
     assert rows[[9, 2, 7]]["prompt_ids"] == [[NUMBERS[9]], [NUMBERS[2]], [NUMBERS[7]]]
     found = rows[range(6, 10)]
     assert list(found) == list(FEATURES) and found["margin"] == [n / 2 for n in NUMBERS[6:10]]
 
 
-def test_epochs_in_training_order_with_three_chunks_in_memory_and_one_position_a_chunk_on_the_disk(tmp_path):
+def test_epochs_in_training_order_with_three_chunks_and_five_positions_in_memory():
     numbers = expected(range(140))[:76]
-    rows = stream(tmp_path, source_of(NumberFile(0, 140)), rows=76)
+    rows = stream(source_of(NumberFile(0, 140)), rows=76)
     for epoch in range(3):
-        order = list(chunked_order(len(rows), chunk_rows_of(rows), 5, epoch))
+        order = list(chunked_order(rows, 5, epoch))
         assert [number_of(rows, i) for i in order] == [numbers[i] for i in order]
-        assert set(rows._chunks) == {0, 8, 9}
+        assert set(rows._chunks) == {0, 8, 9} and set(rows._positions) == {0, 1, 8, 9}
     assert number_of(rows, 17) == numbers[17], "in another order, rows are made again"
-    assert sorted(path.name for path in home_of(tmp_path).iterdir()) == [f"before_{n:06d}.json" for n in range(1, 10)]
 
 
-def test_rows_are_made_ahead_but_not_without_bound(tmp_path, monkeypatch):
-    def make(batch):
-        with (tmp_path / "made").open("a") as made:
+def long_rows(batch, note: Path | None = None):
+    """Rows of which a chunk fills the pipe. Notes in a file that it makes some."""
+    if note is not None:
+        with note.open("a") as made:
             made.write("x")
-        return tokens_of(batch)
+    return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
 
+
+def test_rows_are_made_ahead_but_not_without_bound(tmp_path):
     def made() -> int:
         return len((tmp_path / "made").read_text())
 
-    tried(tmp_path, make)
-    before = -1
+    rows, before = tried(partial(long_rows, note=tmp_path / "made")), -1
     while made() != before:
         before = made()
         time.sleep(0.5)
     assert made() == 3  # batches of 7 raw rows: one chunk of 8 rows is ahead of the first
+    assert number_of(rows, 8) == NUMBERS[8]
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 6])
-def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path, chunk):
-    list(map(stream(tmp_path).__getitem__, range(50)))
+@pytest.mark.parametrize("index", [16, 23, 24, 49])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path, index, epochs, said):
+    before = stream()
+    for number in [*range(50)] * epochs + [*range(index)]:
+        before[number]
     opened = tmp_path / "opened"
 
     class Noting(NumberFile):
@@ -279,39 +280,42 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
                 file.write(f"{place} ")
             yield from super().batches(bad, place)
 
-    rows = stream(tmp_path, source_of(Noting(0, 99)))
-    assert [number_of(rows, i) for i in range(8 * chunk + 1, 50)] == NUMBERS[8 * chunk + 1 : 50]
-    places, batch = opened.read_text().split(), NUMBERS[8 * chunk - 1] // 7 * 7  # of the last row before the chunk
-    assert places[:2] == ["None", str(batch)]
+    rows = stream(source_of(Noting(0, 99)))
+    rows.load_state_dict(torch_copy(before.state_dict()))
+    assert [number_of(rows, i) for i in range(index, 50)] == NUMBERS[index:50]
+    places, last = opened.read_text().split(), NUMBERS[index // 8 * 8 - 1]  # of the last row before the chunk
+    assert places[:2] == ["None", str(last // 7 * 7)] and not any("no position" in line for line in said)
 
 
-@pytest.mark.parametrize("damage", [None, "", '{"sources": [', "[]", '{"taken": [1]}', '{"sources": [], "taken": []}'])
-def test_positions_that_are_lost_are_found_again(tmp_path, damage, said):
-    list(map(stream(tmp_path).__getitem__, range(50)))
-    for path in home_of(tmp_path).iterdir():
-        path.unlink()
-        if damage is not None:
-            path.write_text(damage)
-    assert number_of(stream(tmp_path), 44) == NUMBERS[44]
-    assert any(
-        "the position of the stream after row 40 was not saved, so it is read again from row 8" in one for one in said
-    )
-    assert json.loads((home_of(tmp_path) / "before_000005.json").read_text())["taken"] == [40]
+def torch_copy(state):
+    """The state as a checkpoint gives it back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
-def test_the_samples_in_the_log_show_each_data_set(tmp_path, said):
+@pytest.mark.parametrize("state", [{"rows": "f", "positions": {}}, {"rows": "others", "positions": {5: "wrong"}}])
+def test_without_a_position_the_rows_before_are_read_again(state, said):
+    rows = stream()
+    rows.load_state_dict(state)
+    assert number_of(rows, 44) == NUMBERS[44]
+    assert any("no position of these rows after row 40, so they are read again from row 8" in line for line in said)
+
+
+def test_the_samples_in_the_log_show_each_data_set(said):
     sources = [source_of(NumberFile(0, 99), name="one"), source_of(NumberFile(0, 99), name="two")]
-    log_samples(chat_tokenizer("letters", "zephyr"), stream(tmp_path, *sources), ("one", "two"))
+    log_samples(chat_tokenizer("letters", "zephyr"), stream(*sources), ("one", "two"))
     assert [line.partition(": a sample")[0] for line in said if "a sample" in line] == ["data: one", "data: two"]
 
 
-def test_a_bad_row_ends_the_run_where_its_chunk_is_needed(tmp_path):
+def test_a_bad_row_ends_the_run_where_its_chunk_is_needed():
     def make(batch):
         if any(row["n"] == 15 for row in batch.rows):
             raise UserError(f"{batch.origins[0]}: bad row")
         return tokens_of(batch)
 
-    rows = tried(tmp_path, make)
+    rows = tried(make)
     assert number_of(rows, 7) == 7
     for _ in range(2):
         with pytest.raises(UserError, match="^numbers, row 15: bad row$"):
@@ -319,21 +323,8 @@ def test_a_bad_row_ends_the_run_where_its_chunk_is_needed(tmp_path):
     assert number_of(rows, 0) == 1
 
 
-def test_a_disk_that_cannot_be_written_is_a_storage_error(tmp_path):
-    rows = stream(tmp_path)
-    (home_of(tmp_path) / "before_000002.json").mkdir()
-    with pytest.raises(StorageError, match="cannot be written"):
-        rows[8]
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "dschat_ppo").write_text("")
-    with pytest.raises(UserError, match="--data_output_path"):
-        stream(tmp_path)
-
-
-def test_the_end_of_the_process_ends_the_run(tmp_path):
-    rows = stream(tmp_path)
+def test_the_end_of_the_process_ends_the_run():
+    rows = tried(long_rows)
     os.kill(rows.process.pid, signal.SIGKILL)
     assert number_of(rows, 5) == 6  # what is there can be used
     for _ in range(2):
@@ -341,15 +332,15 @@ def test_the_end_of_the_process_ends_the_run(tmp_path):
             rows[8]
 
 
-def test_the_launchers_signals_do_not_end_the_process(tmp_path):
-    rows = stream(tmp_path)
+def test_the_launchers_signals_do_not_end_the_process():
+    rows = stream()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(rows.process.pid, name)
     assert number_of(rows, 40) == NUMBERS[40]
 
 
-def test_the_process_ends_with_its_rows(tmp_path):
-    rows = stream(tmp_path)
+def test_the_process_ends_with_its_rows():
+    rows = stream()
     process = rows.process
     del rows
     process.join(10)
@@ -365,7 +356,7 @@ def test_no_process_is_left_when_the_rank_ends(tmp_path, end):
         "from dschat_ppo.data.streaming import StreamedRows\n"
         "def make(batch):\n    time.sleep(3600 if batch.rows[0]['n'] > 20 else 0)\n    return tokens_of(batch)\n"
         "from dschat_ppo.data import streaming\nstreaming.CHUNK_ROWS = 8\n"
-        f"rows = StreamedRows({str(tmp_path)!r}, 'k', [source_of(NumberFile(0, 99), make=make)], 50, FEATURES, 'f')\n"
+        "rows = StreamedRows([source_of(NumberFile(0, 99), make=make)], 50, FEATURES, 'f')\n"
         f"time.sleep(0.5)\nprint(rows.process.pid, flush=True)\n{end}\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -382,22 +373,22 @@ def slowly(batch):
     return tokens_of(batch)
 
 
-def test_a_stop_request_ends_the_wait_for_the_first_chunk_only(tmp_path, monkeypatch):
+def test_a_stop_request_ends_the_wait_for_the_first_chunk_only(monkeypatch):
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with pytest.raises(StopRequested, match="prepared the data"):
-        tried(tmp_path, slowly)
+        tried(slowly)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: False)
-    rows = tried(tmp_path, slowly)
+    rows = tried(slowly)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     assert number_of(rows, 8) == NUMBERS[8]
 
 
-def test_waiting_sends_a_heartbeat_for_each_piece(tmp_path, monkeypatch):
+def test_waiting_sends_a_heartbeat_for_each_batch(monkeypatch):
     beats = []
     monkeypatch.setattr(streaming, "heartbeat", lambda: beats.append(time.monotonic()))
 
     def few(batch):
-        return tokens_of(batch) if batch.rows[0]["n"] > 60 else tokens_of(type(batch)([], []))
+        return tokens_of(batch if batch.rows[0]["n"] > 60 else RawBatch([], []))
 
-    tried(tmp_path, few)
+    tried(few)
     assert len(beats) >= 9  # nine batches without a row
