@@ -69,7 +69,7 @@ if [ "${#dry[@]}" -gt 0 ]; then # checks step 3 with the models from before trai
     sft_model="$(settings_of "$actor")" reward_model="$(settings_of "$reward")"
 fi
 for step in "${steps[@]}"; do
-    if [ "$step" = "${steps[-1]}" ]; then unset DSCHAT_PPO_NO_NEXT; else export DSCHAT_PPO_NO_NEXT=1; fi # see next_command.py
+    if [ "$step" = "${steps[-1]}" ]; then unset DSCHAT_PPO_NO_NEXT; else export DSCHAT_PPO_NO_NEXT=1; fi # see start_and_end.py
     case "$step" in
         1) MODEL="$actor" SIZE="$actor_size" run_step sft sft ;;
         2) MODEL="$reward" SIZE="$reward_size" run_step reward reward ;;

@@ -44,9 +44,8 @@ from dschat_ppo.rewards.learned_reward import (
 )
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.session.kept_models import KeptModels
-from dschat_ppo.session.next_command import tool_command
 from dschat_ppo.session.output_folder import remove_checkpoints
-from dschat_ppo.session.start_and_end import changes_of, show_end, show_models, write_validation
+from dschat_ppo.session.start_and_end import changes_of, show_end, show_models, tool_command, write_validation
 
 SAMPLES_PER_STEP = 8  # answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score
 

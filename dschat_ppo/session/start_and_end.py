@@ -1,11 +1,14 @@
-"""What a run prints around its training: the models and the outputs at the start, the results at the end."""
+"""What a run prints around its training: at the start the models, at the end the results and the next command."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,14 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.html_report.write_report import report_run
 from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
-from dschat_ppo.session.next_command import NO_NEXT
 from dschat_ppo.types import Engine
 
+NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
 VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
@@ -30,29 +36,16 @@ class ModelSize:
 
     total: int
     trained: int
-    shared: int  # those that an earlier model of the list holds
 
     def __str__(self) -> str:
-        text = f"{short_count(self.total)} parameters"
-        if self.trained:
-            text += f", {100 * self.trained / self.total:.3g} % trained"
-        else:
-            text += ", frozen"
-        return text + (f", {short_count(self.shared)} shared" if self.shared else "")
+        trained = f"{100 * self.trained / self.total:.3g} % trained" if self.trained else "frozen"
+        return f"{short_count(self.total)} parameters, {trained}"
 
 
-def model_sizes(modules: Mapping[str, torch.nn.Module]) -> dict[str, ModelSize]:
-    """The size of each model."""
-    seen: set[int] = set()
-    sizes = {}
-    for name, module in modules.items():
-        own = [(_count(weight), weight.requires_grad, id(weight) in seen) for weight in module.parameters()]
-        seen |= {id(parameter) for parameter in module.parameters()}
-        sizes[name] = ModelSize(
-            sum(count for count, _, _ in own), sum(count for count, trains, _ in own if trains),
-            sum(count for count, _, known in own if known),
-        )  # fmt: skip
-    return sizes
+def model_size(module: torch.nn.Module) -> ModelSize:
+    """The size of a model."""
+    counts = [(_count(weight), weight.requires_grad) for weight in module.parameters()]
+    return ModelSize(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
 
 def _count(weight: torch.nn.Parameter) -> int:
@@ -83,7 +76,7 @@ def show_models(
     """
     modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
     rows = []
-    sizes = model_sizes(modules)
+    sizes = {role: model_size(module) for role, module in modules.items()}
     for role, size in sizes.items():
         shown, folder = size if trains else replace(size, trained=0), shown_path(roles[role][1] or "")
         rows.append((role, f"{modules[role].config.model_type}, {shown}, from {folder}"))
@@ -138,3 +131,58 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
         report_run(folder)
     logger().info(f"validation: saved to {shown_path(folder)}; nothing was trained")
     return result
+
+
+def tool_command(tool: str, words: Sequence[str]) -> str:
+    """The command of `python -m dschat_ppo.tools.TOOL WORDS`, for a shell."""
+    return _command(f"dschat_ppo.tools.{tool}", words)
+
+
+def step_command(step: str, words: Sequence[str]) -> str:
+    """The command that runs a step on as many ranks as this machine has in this run, for a shell."""
+    ranks = dist.local_world_size()
+    count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
+    return _command("dschat_ppo", [step, *count, *words])
+
+
+def _command(module: str, words: Sequence[str]) -> str:
+    """`python -m MODULE WORDS`, by the python of this environment."""
+    found = shutil.which("python")
+    is_own = found is not None and Path(found).parent == Path(sys.executable).parent
+    return shlex.join(["python" if is_own else shown_path(sys.executable), "-m", module, *map(shown_path, words)])
+
+
+def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
+    """The flags of step 3 after the run of `config`, which trained the reward model in the folder `reward` from the
+    folder `model`, the actor's: over the same data, as long as its rows, with its memory settings."""
+    data, fit = config.data, config.fit
+    if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
+        data = replace(data, data_split="0,0,1")
+    words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
+    words += ["--output_dir", new_folder_beside(Path(reward), "ppo")]
+    half = fit.max_seq_len // 2
+    own = PPOFlags("")
+    values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
+    for role in ("actor", "critic"):
+        values |= {f"{role}_zero_stage": fit.zero_stage, f"{role}_gradient_checkpointing": fit.gradient_checkpointing}
+    for name, value in values.items():
+        words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
+    return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
+
+
+def data_words(flags: DataFlags) -> list[str]:
+    """The flags of the data that differ from their defaults, as words of a command line; all steps have them."""
+    words: list[str] = []
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if isinstance(value, list):
+            words += [f"--{field.name}", *value] if value else []
+        elif value != field.default:
+            words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
+    return words
+
+
+def new_folder_beside(folder: Path, name: str) -> str:
+    """`name` in the folder that holds `folder`, with a number behind it if that exists."""
+    places = (folder.resolve().parent / (name if n == 1 else f"{name}_{n}") for n in count(1))
+    return str(next(place for place in places if not place.exists()))

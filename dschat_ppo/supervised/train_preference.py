@@ -24,7 +24,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.session.next_command import ppo_words, step_command, tool_command
+from dschat_ppo.session.start_and_end import ppo_words, step_command, tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import (
     dpo_loss,
@@ -110,5 +110,5 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:
-        command = step_command("step3_ppo", ppo_words(config, run.folder, output))
+        command = step_command("ppo", ppo_words(config, run.folder, output))
     return train_and_save(trainer, run, command)

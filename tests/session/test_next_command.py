@@ -11,86 +11,37 @@ from launch import environment, run, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.session import next_command
-from dschat_ppo.session.next_command import data_words, new_folder_beside, ppo_words, step_command, tool_command
+from dschat_ppo.session import start_and_end
+from dschat_ppo.session.start_and_end import data_words, new_folder_beside, ppo_words, step_command, tool_command
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """(ranks of a machine, device, GPUs, OMP_NUM_THREADS, machines) -> the environment of a run in the repository."""
+def python(monkeypatch, tmp_path):
+    """This environment has a program `python`, which the shell finds; the working directory is the repository."""
     monkeypatch.chdir(ROOT)
-    for name in ("python", "deepspeed"):
-        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "python").touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def set_up(ranks, device="cpu", threads=None, machines=1):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks * machines))
-        monkeypatch.setenv("LOCAL_SIZE", str(ranks))
-        monkeypatch.setattr(next_command.dist, "on_gpu", lambda: device == "cuda")
-        for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
-            monkeypatch.delenv(name, raising=False)
-        if threads:
-            monkeypatch.setenv("OMP_NUM_THREADS", threads)
-
-    return set_up
+    return tmp_path / "python"
 
 
-@pytest.mark.parametrize(("ranks", "device", "threads", "start"), [
-    (1, "cpu", "2", "python"), (2, "cpu", None, "deepspeed --num_accelerators 2"),
-    (2, "cpu", "4", "OMP_NUM_THREADS=4 deepspeed --num_accelerators 2"),
-    (1, "cuda", "4", "python"), (4, "cuda", "4", "deepspeed --num_accelerators 4"),
+@pytest.mark.parametrize(("ranks", "on_gpu", "count"), [
+    (1, False, ""), (2, False, " --num_accelerators 2"), (1, True, " --num_accelerators 1"),
 ])  # fmt: skip
-def test_a_step_is_launched_as_this_one_was(machine, ranks, device, threads, start):
-    machine(ranks, device, threads)
-    command = step_command("step3_ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "PPO"])
-    assert command == f"{start} training/step3_ppo/main.py --data_path 'a b.jsonl' --output_dir PPO"
+def test_a_step_has_as_many_ranks_as_this_one(python, monkeypatch, ranks, on_gpu, count):
+    monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))
+    monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+    monkeypatch.setattr(start_and_end.dist, "on_gpu", lambda: on_gpu)
+    command = step_command("ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "/o"])
+    assert command == f"python -m dschat_ppo ppo{count} --data_path 'a b.jsonl' --output_dir /o"
 
 
-@pytest.mark.parametrize(("gpus", "start"), [("2,3", "deepspeed --include localhost:2,3"),
-                                             ("3", "CUDA_VISIBLE_DEVICES=3 python")])  # fmt: skip
-def test_the_gpus_are_those_of_this_run(machine, monkeypatch, gpus, start):
-    machine(len(gpus.split(",")), "cuda")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    assert step_command("step3_ppo", []) == f"{start} training/step3_ppo/main.py"
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_ranks_are_those_of_one_of_several_machines(machine, ranks):
-    machine(ranks, "cuda", machines=2)
-    assert step_command("step3_ppo", []) == f"deepspeed --num_accelerators {ranks} training/step3_ppo/main.py"
-
-
-def test_paths_outside_of_the_working_directory_are_whole(machine, monkeypatch, tmp_path):
-    machine(1)
-    monkeypatch.chdir(tmp_path)
-    assert (
-        step_command("step3_ppo", ["--output_dir", "/o"]) == f"python {ROOT}/training/step3_ppo/main.py --output_dir /o"
-    )
-    assert tool_command("chat", ["--model", f"{tmp_path}/sft"]) == "python -m dschat_ppo.tools.chat --model sft"
-
-
-def test_programs_that_the_shell_does_not_find_are_paths(machine, monkeypatch, tmp_path):
-    machine(2)
+def test_a_python_that_the_shell_does_not_find_is_a_path(python, monkeypatch):
+    assert tool_command("chat", ["--model", f"{ROOT}/sft"]) == "python -m dschat_ppo.tools.chat --model sft"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert tool_command("chat", []) == f"{tmp_path}/python -m dschat_ppo.tools.chat"
-    assert step_command("step3_ppo", []).startswith(f"{tmp_path}/deepspeed --num_accelerators 2 ")
-    (tmp_path / "deepspeed").unlink()
-    assert step_command("step3_ppo", []).startswith("deepspeed --num_accelerators 2 ")
-
-
-@pytest.mark.parametrize(("started", "ranks", "start"), [
-    ("/env/bin/dschat-reward", 1, "dschat-ppo"), ("/env/lib/dschat_ppo/__main__.py", 1, "dschat-ppo"),
-    ("/env/bin/dschat-reward", 2, "dschat-ppo --num_accelerators 2"),
-    ("/env/lib/pytest/__main__.py", 1, "python training/step3_ppo/main.py"),
-])  # fmt: skip
-def test_the_next_command_is_one_of_the_same_installation(machine, monkeypatch, tmp_path, started, ranks, start):
-    machine(ranks)
-    (tmp_path / "dschat-ppo").touch(mode=0o755)
-    monkeypatch.setattr(sys, "argv", [started])
-    assert step_command("step3_ppo", ["--output_dir", "PPO"]) == f"{start} --output_dir PPO"
+    assert tool_command("chat", []) == f"{python} -m dschat_ppo.tools.chat"
 
 
 def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_default():
@@ -114,7 +65,7 @@ def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, s
     given += "--gradient_checkpointing --dtype fp32 --offload"
     words = ppo_words(parse("reward", ["--model_name_or_path", "m", *given.split()]), "m", f"{tmp_path}/reward")
     config = parse("ppo", words)
-    assert config.data.data_split == (theirs or "2,4,4") and ("--data_split" in words) is (theirs is not None)
+    assert config.data.data_split == (theirs or "2,4,4") and (f"--data_split={theirs}" in words) is (theirs is not None)
     assert (config.ppo.max_prompt_seq_len, config.ppo.max_answer_seq_len) == (50, 51)
     assert (config.ppo.actor_zero_stage, config.ppo.critic_zero_stage, config.run.dtype) == (3, 3, "fp32")
     assert config.ppo.actor_gradient_checkpointing and config.ppo.critic_gradient_checkpointing and config.ppo.offload

@@ -16,7 +16,7 @@ from dschat_ppo.session.start_and_end import (
     VALIDATION,
     ModelSize,
     changes_of,
-    model_sizes,
+    model_size,
     short_count,
     show_end,
     show_models,
@@ -32,24 +32,16 @@ def test_counts_are_short(count, text):
     assert short_count(count) == text
 
 
-def test_sizes_count_each_parameter_and_what_models_share():
-    base, head = nn.Linear(10, 20, bias=False), nn.Linear(20, 1, bias=False)
-    base.weight.requires_grad_(False)
-    first, second = nn.Sequential(base, nn.Linear(20, 5, bias=False)), nn.Sequential(base, head)
-    sizes = model_sizes({"actor": first, "critic": second})
-    assert sizes == {"actor": ModelSize(300, 100, 0), "critic": ModelSize(220, 20, 200)}
-    assert str(sizes["actor"]) == "300 parameters, 33.3 % trained"
-    assert str(sizes["critic"]) == "220 parameters, 9.09 % trained, 200 shared"
-    assert str(ModelSize(2000, 0, 0)) == "2 K parameters, frozen"
-
-
 def test_sizes_are_those_of_whole_weights():
-    model = nn.Linear(4, 4, bias=False)
-    model.weight.data = torch.empty(0)
-    model.weight.ds_numel = 16  # ZeRO-3
-    assert model_sizes({"model": model})["model"].total == 16
-    model.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 8]))  # 4 bits
-    assert model_sizes({"model": model})["model"].total == 32
+    model = nn.Sequential(nn.Linear(10, 20, bias=False).requires_grad_(False), nn.Linear(20, 5, bias=False))
+    assert model_size(model) == ModelSize(300, 100)
+    assert str(model_size(model)) == "300 parameters, 33.3 % trained"
+    assert str(model_size(model[0])) == "200 parameters, frozen"
+    weight = model[1].weight
+    weight.data, weight.ds_numel = torch.empty(0), 100  # ZeRO-3
+    assert model_size(model) == ModelSize(300, 100)
+    weight.quant_state = SimpleNamespace(shape=torch.Size([20, 10]))  # 4 bits
+    assert model_size(model) == ModelSize(400, 200)
 
 
 def engine_of(module: nn.Module):
