@@ -65,7 +65,6 @@ setup(
         "filelock",
         "huggingface-hub",
         "jinja2",
-        "multiprocess",
         "numpy",
         "psutil",
         "pyarrow",

@@ -7,6 +7,7 @@ update. Acts: kill, raise, hang. {} is an ordinary run.
 from __future__ import annotations
 
 import json
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -15,20 +16,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import datasets
-import multiprocess.managers
 import psutil
 
 from dschat_ppo.checkpoint import state_files, store
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data import tokenise
 from dschat_ppo.ppo import loop, train_ppo
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.runtime.launch import leave, run_step
 
 # place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {
-    "preparing": (multiprocess.managers.SyncManager, "Queue"),  # the workers and their manager have just begun
+    "preparing": (multiprocessing.connection, "wait"),  # the processes that prepare data have just begun
     "loading": (train_ppo, "RLHFEngine"),
     "rollout": (ExperienceCollection, "sample"),
     "scoring": (ExperienceCollection, "forward_passes"),
@@ -66,7 +66,7 @@ def break_at(place: str, count: int, act: str) -> None:
 
 def kill_a_data_worker() -> None:
     """As the kernel does when memory is short: one of the processes that tokenise ends by SIGKILL."""
-    whole = datasets.Dataset.map
+    whole = tokenise.in_processes
 
     def starve() -> None:
         while True:
@@ -76,12 +76,12 @@ def kill_a_data_worker() -> None:
                     return
             time.sleep(0.01)
 
-    def mapped(self: datasets.Dataset, *args: Any, **kwargs: Any) -> Any:
-        if (kwargs.get("num_proc") or 1) > 1:
+    def in_processes(count: int, *args: Any) -> Any:
+        if count > 1:
             threading.Thread(target=starve, daemon=True).start()
-        return whole(self, *args, **kwargs)
+        return whole(count, *args)
 
-    datasets.Dataset.map = mapped
+    tokenise.in_processes = in_processes
 
 
 def main() -> int:

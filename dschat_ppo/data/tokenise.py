@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
@@ -25,7 +25,7 @@ from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.dataset_workers import data_workers, worker_count
+from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 DOING = "prepared the data"
@@ -342,13 +342,18 @@ def mapped(
     folder: Path, count: int, flags: DataFlags,
 ) -> Dataset:  # fmt: skip
     """`function(batch, indices, **kwargs)` of all rows of which it uses `count`, in processes; written to `folder`."""
-    workers = worker_count(flags.preprocessing_num_workers, count)
-    with data_workers(workers):
-        return table.map(
-            function, batched=True, batch_size=_BATCH_ROWS, with_indices=True, fn_kwargs=kwargs,
-            remove_columns=table.column_names, num_proc=workers if workers > 1 else None, new_fingerprint=key,
-            cache_file_name=str(folder / "rows.arrow"), features=features,
+    workers = max(1, min(len(table), worker_count(flags.preprocessing_num_workers, count)))
+    bounds = [len(table) * number // workers for number in range(workers + 1)]
+
+    def part(number: int) -> Dataset:
+        first, end = bounds[number : number + 2]
+        return table.select(range(first, end)).map(
+            lambda batch, indices: function(batch, [first + index for index in indices], **kwargs), batched=True,
+            batch_size=_BATCH_ROWS, with_indices=True, remove_columns=table.column_names, new_fingerprint=key,
+            cache_file_name=str(folder / f"rows_{number}.arrow"), features=features,
         )  # fmt: skip
+
+    return concatenate_datasets(in_processes(workers, part, DOING))
 
 
 def _map_batch(

@@ -33,7 +33,6 @@ class Process:
     parent: int
     started: int
     ended: bool
-    ticks: int
 
 
 def find_process(pid: int) -> Process | None:
@@ -43,17 +42,7 @@ def find_process(pid: int) -> Process | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return Process(int(fields[1]), int(fields[19]), fields[0] in "ZX", int(fields[11]) + int(fields[12]))
-
-
-def children() -> dict[int, Process]:
-    """The processes that this one has started, by number; {} without /proc."""
-    found = {}
-    for entry in os.scandir("/proc") if Path("/proc").is_dir() else ():
-        process = find_process(int(entry.name)) if entry.name.isdigit() else None
-        if process is not None and process.parent == os.getpid():
-            found[int(entry.name)] = process
-    return found
+    return Process(int(fields[1]), int(fields[19]), fields[0] in "ZX")
 
 
 def command_line(pid: int) -> list[str]:

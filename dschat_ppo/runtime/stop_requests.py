@@ -102,16 +102,13 @@ def subprocesses_may_stop(doing: str) -> Iterator[None]:
     """For a block that starts processes: the launcher's SIGTERM reaches them too, and they end at once.
 
     `doing` is what the block does, in the past tense, for the message. Raises `StopRequested` before the block if a
-    stop was requested, and during a stop instead of the errors that the end of these processes causes: a `RuntimeError`
-    of a pool, the end of a connection or a time-out of its queue, an `ImportError` of a module that another rank was
-    compiling.
+    stop was requested, and during a stop instead of the errors that the end of these processes causes, such as an
+    `ImportError` of a module that another rank was compiling.
     """
-    from multiprocess import ProcessError  # here, so that --help does not wait for the import
-
     raise_if_stop_requested(doing)
     try:
         yield
-    except (RuntimeError, ImportError, OSError, EOFError, ProcessError):
+    except (RuntimeError, ImportError, OSError):
         if not requested():
             raise
         raise _stopped(doing) from None

@@ -183,16 +183,6 @@ def start(seconds: float) -> None:
     _WATCHDOGS[-1].set_limit(seconds)
 
 
-def end_process(text: str, code: int) -> NoReturn:
-    """End this process at once, from any thread, with exit code `code` and `text` as the run's message."""
-    record = _WATCHDOGS[-1].record if _WATCHDOGS else FirstFailureRecord(None)
-    first = record.record(code)
-    if first.rank == ranks.rank():
-        _write_to_stderr(text)
-    write_to_log(text)
-    os._exit(first.code)
-
-
 def stop() -> None:
     """End the thread, if it runs."""
     while _WATCHDOGS:

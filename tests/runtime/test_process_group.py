@@ -35,9 +35,7 @@ def processes(monkeypatch):
 
     def of(*found: tuple[int, int, list[str]]) -> None:
         above = [number for number, _, _ in found[1:]] + [0]
-        table = {
-            number: Process(parent, start, False, 0) for (number, start, _), parent in zip(found, above, strict=True)
-        }
+        table = {number: Process(parent, start, False) for (number, start, _), parent in zip(found, above, strict=True)}
         monkeypatch.setattr(module.os, "getpid", lambda: found[0][0])
         monkeypatch.setattr(module, "find_process", table.get)
         monkeypatch.setattr(module, "command_line", {number: words for number, _, words in found}.__getitem__)
