@@ -182,7 +182,8 @@ FIXTURES = {
     "ranked texts with scores": Fixture(
         "ranked", "text", [{"prompt": "Q:", "responses": ["a", "b", "c"], "scores": [1, 3.5, 1]}],
         [Example("Q:", ["b"])],
-        [Example("Q:", ["b", "a"], suffix=", answers 2 and 1"), Example("Q:", ["b", "c"], suffix=", answers 2 and 3")],
+        [Example("Q:", ["b", "a"], suffix=", answer 2 and answer 1"),
+         Example("Q:", ["b", "c"], suffix=", answer 2 and answer 3")],
         [Example("Q:", [])],
     ),
     "ranked answers with ranks (Nectar)": Fixture(
@@ -192,8 +193,8 @@ FIXTURES = {
             {"answer": "fair", "model": "o", "rank": 2.0}]}],
         [Example("\n\nHuman: Q \n\nAssistant: ", ["best"])],
         [Example("\n\nHuman: Q \n\nAssistant: ", [better, worse], suffix=suffix) for better, worse, suffix in (
-            ("best", "fair", ", answers 2 and 3"), ("best", "worst", ", answers 2 and 1"),
-            ("fair", "worst", ", answers 3 and 1"))],
+            ("best", "fair", ", answer 2 and answer 3"), ("best", "worst", ", answer 2 and answer 1"),
+            ("fair", "worst", ", answer 3 and answer 1"))],
         [Example("\n\nHuman: Q \n\nAssistant: ", [])],
     ),
     "question/answer (GSM8K)": Fixture(

@@ -83,12 +83,16 @@ def has_value(row: Row, path: str) -> bool:
 
 
 def text_at(row: Row, path: str) -> str:
-    """The text of a column or of a field inside it; a number or a boolean as JSON writes it."""
-    value = value_at(row, path)
+    """The text of a column or of a field inside it."""
+    return as_text(value_at(row, path), f"'{path}'")
+
+
+def as_text(value: Any, name: str) -> str:
+    """A text; a number or a boolean as JSON writes it. `name` stands in the message."""
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         value = json.dumps(value)
     if not isinstance(value, str):
-        raise UserError(f"'{path}' is {kind_of(value)}; expected text")
+        raise UserError(f"{name} is {kind_of(value)}; expected text")
     return value
 
 
@@ -119,13 +123,3 @@ def truth_of(row: Row, column: str, pattern: str | None) -> Any:
     if found is None or found.group(1) is None:
         raise UserError(f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}")
     return found.group(1)
-
-
-def check_answers(answers: Sequence[str | Message]) -> None:
-    """Refuse an empty answer, and two equal ones. The message does not name the row."""
-    for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else ("the",), answers, strict=False):
-        text, is_call = (answer, False) if isinstance(answer, str) else (answer["content"], "tool_calls" in answer)
-        if not text.strip() and not is_call:
-            raise UserError(f"{name} answer is empty")
-    if len(answers) == 2 and answers[0] == answers[1]:
-        raise UserError("chosen and rejected are equal")

@@ -5,12 +5,72 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from dschat_ppo.data import form_readers
-from dschat_ppo.data.examples import Example, Row, Use, number_of, text_at, value_at
-from dschat_ppo.data.forms import BETTER, RANKS, SCORES, Cells, Kind
+from dschat_ppo.data.examples import Row, Use, number_of, text_at, value_at
+from dschat_ppo.data.form_readers import (
+    RANKS,
+    SCORES,
+    Cells,
+    Found,
+    pair_of,
+    read_alpaca,
+    read_better,
+    read_columns,
+    read_implicit_preference,
+    read_kto,
+    read_math_shepherd,
+    read_prm800k,
+    read_ranked,
+    read_stepwise,
+    read_text,
+    read_transcript,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form. Names are separated by spaces.
+
+    Attributes:
+        roles: role -> names of columns that have it; the first one that exists counts.
+        needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
+        by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
+        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
+            is a chat template).
+        not_with: columns that rule the form out.
+        inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
+        labelled: whether each answer is good or bad by itself, so that SFT takes all good ones.
+        alone: whether it also holds prompts alone.
+        is_known_set: whether it is a data set of DeepSpeed-Chat.
+    """
+
+    name: str
+    roles: dict[str, str]
+    needs: dict[str, str]
+    read: Callable[[Cells, Use], Found]
+    by_flag: str = ""
+    rendering: str = "as given"
+    not_with: str = ""
+    inside: bool = False
+    labelled: bool = False
+    alone: bool = False
+    is_known_set: bool = False
+
+    def choices(self) -> list[tuple[Use, set[str]]]:
+        """Each use with a set of roles by which it is served."""
+        return [
+            (cast(Use, use), set(roles.split()))
+            for uses, choices in self.needs.items() for use in uses.split() for roles in choices.split("|")
+        ]  # fmt: skip
+
+    def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
+        """The uses that these roles serve."""
+        found = dict.fromkeys(use for use, roles in self.choices() if roles <= set(columns))
+        return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
+
 
 _ASKED = "prompt instruction conversations question query input"  # columns of a prompt of its own
 # The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
@@ -19,70 +79,71 @@ _DETECTED = (
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
         {"preference": "prompt response label", "sft prompt unpaired": "prompt response label | messages label"},
-        form_readers.read_kto, by_flag="prompt response",
+        read_kto, by_flag="prompt response", labelled=True,
     ),
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
          "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        {"sft preference prompt": "prompt response"}, form_readers.read_ranked, by_flag="prompt",
+        {"sft preference prompt": "prompt response"}, read_ranked, by_flag="prompt",
     ),
     Kind(
         "better_of_two",
         {"prompt": "prompt question query instruction",
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
-         "second": "response_1 response_b answer_1 answer_b output_1 output_b", "better": " ".join(BETTER)},
-        {"sft preference prompt": "prompt first second better"}, form_readers.read_better, by_flag="prompt better",
+         "second": "response_1 response_b answer_1 answer_b output_1 output_b",
+         "better": "better_response_id better_answer_id better preferred preference winner"},
+        {"sft preference prompt": "prompt first second better"}, read_better, by_flag="prompt better",
     ),
     Kind(
         "preference",
         {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
         {"sft prompt": "prompt chosen", "preference": "prompt chosen rejected"},
-        form_readers.read_pair, by_flag="prompt chosen rejected response",
+        read_columns, by_flag="prompt chosen rejected response",
     ),
     Kind(
         "verl",
         {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
          "response": "extra_info.answer"},
         {"prompt": "prompt source truth", "sft": "prompt source truth response"},
-        form_readers.read_pair, by_flag="prompt", alone=True,
+        read_columns, by_flag="prompt", alone=True,
     ),
     Kind(
         "stepwise",
         {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        {"steps prompt": "prompt response label"}, form_readers.read_stepwise, by_flag="prompt",
+        {"steps prompt": "prompt response label"}, read_stepwise, by_flag="prompt",
     ),
     Kind(
         "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
-        form_readers.read_prm800k,
+        read_prm800k,
     ),
     Kind(
         "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
-        form_readers.read_math_shepherd, rendering="content", not_with="instruction",
+        read_math_shepherd, rendering="content", not_with="instruction",
     ),
     Kind(
         "hh",
         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
         {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
-        form_readers.read_transcript, by_flag="chosen rejected messages", rendering="text", not_with=_ASKED,
+        read_transcript, by_flag="chosen rejected messages", rendering="text", not_with=_ASKED,
         inside=True,
     ),
     Kind(
         "implicit_preference",
         {"chosen": "chosen", "rejected": "rejected"}, {"sft preference prompt": "chosen rejected"},
-        form_readers.read_implicit_preference, by_flag="chosen rejected", not_with=_ASKED, inside=True,
+        read_implicit_preference, by_flag="chosen rejected", not_with=_ASKED, inside=True,
     ),
     Kind(
         "sharegpt",
         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
         {"sft prompt": "messages", "preference": "messages chosen rejected"},
-        form_readers.read_conversation, rendering="chat", alone=True,
+        read_columns, rendering="chat", alone=True,
     ),
     Kind(
         "messages",
         {"messages": "messages", "rejected": "rejected_messages rejected_response"},
         {"sft prompt": "messages", "preference": "messages rejected"},
-        form_readers.read_conversation, by_flag="messages", rendering="chat", alone=True,
+        read_columns, by_flag="messages", rendering="chat", alone=True,
     ),
     Kind(
         "alpaca",
@@ -90,30 +151,29 @@ _DETECTED = (
          "chosen": "chosen", "rejected": "rejected"},
         {"sft prompt": "prompt response | prompt chosen | prompt pair",
          "preference": "prompt chosen rejected | prompt pair"},
-        form_readers.read_alpaca, rendering="content",
+        read_alpaca, rendering="content",
     ),
     Kind(
         "question_answer", {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
-        form_readers.read_pair, rendering="content", not_with="steps",
+        read_columns, rendering="content", not_with="steps",
     ),
     Kind(
         "user_assistant",
         {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
-        form_readers.read_pair, rendering="content", not_with="messages conversation conversations",
+        read_columns, rendering="content", not_with="messages conversation conversations",
     ),
     Kind(
         "prompt_response",
         {"prompt": "prompt query", "response": "response completion", "history": "history"},
         {"sft": "prompt response", "prompt": "prompt"},
-        form_readers.read_pair, by_flag="prompt response", not_with="chosen", alone=True,
+        read_columns, by_flag="prompt response", not_with="chosen", alone=True,
     ),
-    Kind("text", {"response": "text"}, {"sft": "response"}, form_readers.read_text, rendering="text", inside=True),
+    Kind("text", {"response": "text"}, {"sft": "response"}, read_text, rendering="text", inside=True),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _DETECTED}
 
 
-# The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a hub name, or a path
-# that contains or ends with it, such as `data/Dahoas/rm-static`
+# The data sets of DeepSpeed-Chat: prompts and answers, character for character
 
 Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
 
@@ -127,10 +187,10 @@ class KnownSet(NamedTuple):
     rejected: Text | None = None
 
 
-def _read_known(name: str, cells: Cells, use: Use) -> list[Example]:
-    known, row = SETS[name], cells.row
-    answers = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected))
-    return [Example(_filled(known.prompt, row), [_filled(text, row) for text in answers if text is not None])]
+def _read_known(name: str, cells: Cells, use: Use) -> Found:
+    known = SETS[name]
+    texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
+    return _filled(known.prompt, cells.row), pair_of([_filled(text, cells.row) for text in texts])
 
 
 def _filled(text: Text, row: Row) -> str:

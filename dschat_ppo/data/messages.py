@@ -109,15 +109,6 @@ def looks_like_messages(value: Any) -> bool:
     return any(map(looks_like_messages, value))
 
 
-def alternates(value: Any) -> bool:
-    """Whether a list holds texts and no messages: turns of user and assistant."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(text, str) and not looks_like_messages(from_json(text)) for text in value)
-    )
-
-
 def leaves_out(weight: Any) -> bool:
     """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
     if isinstance(weight, list):
@@ -137,10 +128,11 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
         value = parse_json(value, f"'{column}'")
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]
+    value = [from_json(part) for part in value] if isinstance(value, list) else value
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind_of(value)
         raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
-    if alternates(value):
+    if all(isinstance(text, str) for text in value):
         value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
     roles, read = ROLES | (role_names or {}), Messages()
     for number, message in enumerate(value, start=1):
@@ -204,18 +196,6 @@ def without_pictures(value: Any) -> Any:
 def without_context(messages: Messages) -> Messages:
     """Messages without the marks of those that are excluded from training."""
     return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
-
-
-def split_answer(messages: Messages, column: str, is_trained: bool = True) -> tuple[Messages, str | Message]:
-    """(messages before the last one, which is the answer; its text, or the message if it has more than text, such as
-    tool calls). `UserError` if it is not the assistant's, or if it is excluded from training and the row
-    `is_trained`."""
-    answer = messages[-1]
-    if answer["role"] != "assistant":
-        raise UserError(f"'{column}' ends with a message of role '{answer['role']}'; expected the assistant's")
-    if CONTEXT in answer and is_trained:
-        raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
-    return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer
 
 
 # Tools and their calls

@@ -1,10 +1,10 @@
-"""Fields of rows: nested names, margins, the correct answer, and answers that cannot be used."""
+"""Fields of rows: nested names, margins, and the correct answer."""
 
 import math
 
 import pytest
 
-from dschat_ppo.data.examples import check_answers, has_value, margin_of, text_at, truth_of, value_at
+from dschat_ppo.data.examples import has_value, margin_of, text_at, truth_of, value_at
 from dschat_ppo.errors import UserError
 
 ROW = {
@@ -84,22 +84,3 @@ def test_the_pattern_finds_the_correct_answer():
         truth_of(row, "answer", "x(.)")
     with pytest.raises(UserError, match="'other' is null"):
         truth_of(row, "other", None)
-
-
-def test_a_tool_call_needs_no_text():
-    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    check_answers([call])
-    with pytest.raises(UserError, match="the answer is empty"):
-        check_answers([{"role": "assistant", "content": ""}])
-
-
-@pytest.mark.parametrize(("answers", "words"), [(["", "b"], "chosen answer is"), (["a", " "], "rejected answer is")])
-def test_the_empty_answer_of_a_pair_is_named(answers, words):
-    with pytest.raises(UserError, match=words):
-        check_answers(answers)
-
-
-def test_equal_answers_are_refused():
-    check_answers(["a", "a "])
-    with pytest.raises(UserError, match="chosen and rejected are equal"):
-        check_answers(["a", "a"])

@@ -10,35 +10,28 @@ TALK = [user("Why?"), assistant("So.")]
 
 
 @pytest.mark.parametrize(
-    ("row", "column", "form", "read_now", "other"),
+    ("row", "column", "form", "other"),
     [
-        ({"prompt": "Q:", "question": "Why?", "answer": "So."}, "prompt", "question_answer", "prompt 'Why?'",
-         "prompt_response"),
-        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "user: 'Why?', answer 'So.'",
-         "prompt_response"),
-        ({"messages": [ASK, HALL], "conversations": [ASK, ROOF]}, "messages", "sharegpt",
-         "user: 'Where is the lamp?', answer 'On the roof.'", "messages"),
+        ({"prompt": "Q:", "question": "Why?", "answer": "So."}, "prompt", "question_answer", "prompt_response"),
+        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "prompt_response"),
+        ({"messages": [ASK, HALL], "conversations": [ASK, ROOF]}, "messages", "sharegpt", "messages"),
         ({"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]}, "response", "ranked",
-         "prompt 'Q:', answer 'b'", "prompt_response"),
+         "prompt_response"),
         # prompts alone, beside a question and its answer
-        ({"question": "Why?", "answer": "No.", "messages": [user("Hm")]}, "question", "messages", "user: 'Hm'",
-         "question_answer"),
-        ({"question": "Why?", "answer": "No.", "messages": TALK}, "answer", "messages", "user: 'Why?', answer 'So.'",
-         "question_answer"),
+        ({"question": "Why?", "answer": "No.", "messages": [user("Hm")]}, "question", "messages", "question_answer"),
         # chat comes first, whatever the other form serves
         ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": TALK}, "rejected", "messages",
-         "user: 'Why?', answer 'So.'", "preference"),
-        ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "user: 'Where is the lamp?'",
-         "text"),
+         "preference"),
+        ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
     ],
 )  # fmt: skip
-def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, column, form, read_now, other):
+def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, column, form, other):
     with pytest.raises(UserError) as caught:
         form_of([row])
     message = str(caught.value)
-    assert message.startswith(f"d.jsonl: '{column}' holds content, ") and "\n" not in message
-    assert f"that the form {form} does not use; it reads {read_now}" in message
-    assert f"--data_format {other} reads it, and --data_format {form} reads what is read now" in message
+    assert message.startswith("d.jsonl: '") and "\n" not in message
+    assert f"that the form {form} does not use; --ignore_columns " in message and "--data_format" in message
+    assert f"'{column}' holds content, " in message
     for name in (form, other):
         assert form_of([row], data_format=name).name == name
 
@@ -54,26 +47,20 @@ def test_a_flag_that_names_the_column_chooses_too():
     [
         (
             {"prompt": "Q:", "response": "r", "completion": "c"},
-            "'completion' holds content, 'c', that the form prompt_response does not use; it reads prompt 'Q:', ",
+            "'completion' holds content, 'c', that the form prompt_response does not use; --ignore_columns completion",
             {"response_column": "completion"}, Example("Q:", ["c"]),
         ),
         (
             {"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]},
-            "'question' holds content, 'Q:', that the form ranked does not use; it reads prompt 'P:', answer 'b'",
+            "'question' holds content, 'Q:', that the form ranked does not use; --ignore_columns question",
             {"prompt_column": "question"}, Example("Q:", ["b"]),
-        ),
-        (
-            {"prompt": "P:", "responses": ["a", "b"], "scores": [1, 2], "rewards": [2, 1]},
-            r"'rewards' holds content, '\[2, 1\]', .*--ignore_columns rewards leaves it out",
-            None, None,
         ),
     ],
 )  # fmt: skip
 def test_two_columns_for_one_role_need_a_choice(row, words, flags, settled):
     with pytest.raises(UserError, match=rf"^d\.jsonl: {words}"):
         form_of([{**row, "response": None, "question": None} | row, row])
-    if flags is not None:
-        assert read([row], "sft", **flags) == [settled]
+    assert read([row], "sft", **flags) == [settled]
 
 
 def test_two_columns_with_the_same_values_need_none():
@@ -146,8 +133,8 @@ def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(promp
     with pytest.raises(UserError) as caught:
         form_of([{"prompt": prompt, "response": answer}])
     message = str(caught.value)
-    assert repr(f"...{prompt}{answer}...") in message and f"user: {prompt!r}, answer {answer!r}" in message
-    assert all(flag in message for flag in ("--apply_chat_template True", "--apply_chat_template False"))
+    assert repr(f"...{prompt}{answer}...") in message
+    assert all(flag in message for flag in ("--apply_chat_template True", "False keeps the text"))
     assert "--input_template" in message
 
 
@@ -171,7 +158,7 @@ def test_text_with_something_between_stays_text_unasked(prompt, answer):
 def test_glued_rows_count_from_more_than_half():
     glued, apart = {"prompt": "Why?", "response": "So"}, {"prompt": "Why?", "response": " So"}
     assert form_of([glued, apart]).rendering == "text"
-    with pytest.raises(UserError, match="in two ways"):
+    with pytest.raises(UserError, match="nothing separates"):
         form_of([glued, apart, glued])
 
 
@@ -181,7 +168,7 @@ def test_glued_rows_count_from_more_than_half():
      {"prompt": "Why?", "responses": ["a", "b"], "scores": [1, 2]}],
 )  # fmt: skip
 def test_pairs_are_asked_as_well(row):
-    with pytest.raises(UserError, match="in two ways"):
+    with pytest.raises(UserError, match="nothing separates"):
         form_of([row])
 
 
@@ -222,10 +209,7 @@ def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():
     assert read([same], "preference") == [Example(HH, [" In the hall.", " No."])]
     assert read([same], "sft") == [Example(HH, [" In the hall."])]
     other = row | {"text": "\n\nHuman: Who?\n\nAssistant: Me."}
-    with pytest.raises(
-        UserError,
-        match="that the form hh does not use.*--data_format text reads it",
-    ):
+    with pytest.raises(UserError, match="'text' holds content, .* that the form hh does not use"):
         form_of([other])
     assert read([other], "preference", data_format="hh") == read([same], "preference")
     assert read([other], "sft", messages_column="text") == [Example("\n\nHuman: Who?\n\nAssistant:", [" Me."])]

@@ -72,7 +72,6 @@ def test_labels_turns_and_calls_of_these_shapes():
     assert read(rows_of("tool_call_roles"), "sft")[0].prompt[1]["tool_calls"] == [CALL]
     pairs = read(rows_of("ab_better_id"), "preference", apply_chat_template=True)
     assert pairs[1].answers == ["In the attic.", "Find it."], "the second answer is better"
-    assert "turns of user and assistant" in form_of(rows_of("dialogue_list")).description
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -136,7 +135,6 @@ OTHERS = {
     "question": MARK, "query": MARK, "input": MARK, "instruction": MARK, "context": MARK, "system": MARK,
     "prompt": MARK, "messages": [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}],
     "history": [[MARK, MARK]], "images": [f"{MARK}.jpg"], "weight": 0.5, "loss_mask": [0, 1], "label": True,
-    "train": False, "loss": 0, "training": "false", "trainable": 0, "mask": "User",
     "thinking": MARK, "reasoning": MARK, "reasoning_content": MARK,
     "rejected": MARK, "chosen": MARK, "response": MARK, "completion": MARK, "output": MARK, "text": MARK,
 }  # fmt: skip
@@ -233,9 +231,6 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
         ({"prompt": "Q:", "response": "a", "loss": 1.37}, "prompt_response", "Q:", "a", "loss"),
         ({"prompt": "Q:", "response": "a", "reasoning": "on"}, "prompt_response", "Q:", "a", "reasoning"),
         ({"prompt": "Q:", "response": "a", "thinking": False}, "prompt_response", "Q:", "a", "thinking"),
-        # as in Cosmopedia: the text that a prompt asks for
-        ({"prompt": "Tell of lamps:", "text": " They shine.", "format": "blog"}, "prompt_response", "Tell of lamps:",
-         " They shine.", "format"),
     ],
 )  # fmt: skip
 def test_columns_that_change_nothing_are_named_as_unused(row, form, prompt, answer, unused):
@@ -244,9 +239,11 @@ def test_columns_that_change_nothing_are_named_as_unused(row, form, prompt, answ
     assert [(one.prompt, one.answers) for one in found.read(row, "sft", "row")] == [(prompt, [answer])]
 
 
-def test_a_text_that_is_read_as_an_answer_is_warned_of():
-    assert "--ignore_columns text" in form_of([{"prompt": "Tell of lamps:", "text": " They shine."}]).warning
-    assert form_of([{"prompt": "Tell of lamps:", "response": " They shine."}]).warning == ""
+def test_a_text_beside_a_prompt_is_an_answer_if_a_flag_says_so():
+    row = {"prompt": "Tell of lamps:", "text": " They shine."}  # as in Cosmopedia
+    with pytest.raises(UserError, match="'text' holds content, .*--response_column"):
+        form_of([row])
+    assert read([row], "sft", response_column="text")[0].answers == [" They shine."]
 
 
 def test_a_text_that_repeats_its_prompt_is_no_answer_to_it():
@@ -349,7 +346,7 @@ def test_picture_parts_of_messages_go_with_the_ignored_column():
     rows = [
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Here."}], "images": ["a"]}
     ]
-    with pytest.raises(UserError, match="part of type 'image'"):
+    with pytest.raises(UserError, match="'images' holds content.*and the placeholders of pictures"):
         read(rows, "sft")
     assert read(rows, "sft", ignore_columns=["images"])[0].prompt[0]["content"] == "Where?"
     assert form_of(rows, ignore_columns=["images"]).warning == "", "the first rows fit"

@@ -72,8 +72,8 @@ def test_kto_rows_are_grouped_by_prompt_before_anything_else():
         Example("Q2:", [" fine"], suffix=", answer 1"), Example("Q2:", [" best"], suffix=", answer 2"),
     ]  # fmt: skip
     assert examples["preference"] == [
-        Example("Q1:", [" good", " bad"], suffix=", answers 1 and 2"),
-        Example("Q1:", [" good", " worse"], suffix=", answers 1 and 3"),
+        Example("Q1:", [" good", " bad"], suffix=", answer 1 and answer 2"),
+        Example("Q1:", [" good", " worse"], suffix=", answer 1 and answer 3"),
     ]
     assert examples["prompt"] == [Example("Q1:", []), Example("Q2:", [])]
 
@@ -187,7 +187,7 @@ def test_pairs_are_split_into_a_desirable_and_an_undesirable_answer(name):
         for side, label in ((0, 1.0), (1, 0.0)):
             one = found[2 * at + side]
             assert (one.prompt, list(one.answers), one.labels) == (pair.prompt, [pair.answers[side]], (label,))
-    assert found[0].suffix.endswith(", chosen answer") and found[1].suffix.endswith(", rejected answer")
+    assert found[0].suffix.endswith(", chosen") and found[1].suffix.endswith(", rejected")
 
 
 def test_of_a_ranked_list_the_best_and_the_worst_answer_are_taken():
@@ -208,7 +208,8 @@ def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning(has_template)
     row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
     form = form_of([row], has_template=has_template)
     start = "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; "
-    chat = "--apply_chat_template True makes user messages of the prompts, and " if has_template else ""
+    chat = "--apply_chat_template True makes user messages of the prompts, False keeps the text, and "
+    chat = chat if has_template else ""
     assert form.rendering == "text"
     assert form.warning == f"{start}{chat}--input_template puts text around a prompt"
     assert form_of([STEPS], has_template=has_template).warning == ""

@@ -68,7 +68,7 @@ def test_a_use_that_the_form_does_not_serve_is_refused_with_the_columns(name):
 
 def test_a_column_that_is_missing_can_be_named_by_a_flag():
     rows = [{"prompt": "a", "chosen": "b", "worse": "c"}]
-    with pytest.raises(UserError, match="this step needs .*; name its columns with .* and --rejected_column$"):
+    with pytest.raises(UserError, match="this step needs .*; name their columns with .* and --rejected_column$"):
         read(rows, "preference", apply_chat_template=False)
     assert read(rows, "preference", apply_chat_template=False, rejected_column="worse")[0].answers == ["b", "c"]
 
@@ -144,7 +144,7 @@ BAD = {
     "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is an object"),
     "response ends with a question": ({"prompt": "p:", "response": [ASK]}, "sft", "'response' ends with .* 'user'"),
     "empty answer": ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
-    "empty rejected": ({"prompt": "p:", "chosen": "c", "rejected": ""}, "preference", "rejected answer is empty"),
+    "empty rejected": ({"prompt": "p:", "chosen": "c", "rejected": ""}, "preference", "rejected is empty"),
     "equal pair": ({"prompt": "p:", "chosen": "c", "rejected": "c"}, "preference", "chosen and rejected are equal"),
     "rejected is null": ({"prompt": "p:", "chosen": "c", "rejected": None}, "preference", "'rejected' is null"),
     "chosen is a list of texts": (
@@ -183,7 +183,7 @@ BAD = {
         {"chosen": f"{HH} a", "rejected": f"\n\nHuman: b{HH} c"}, "preference", "differ before the last turn",
     ),
     "a transcript that ends with the human": (
-        {"text": f"{HH} a\n\nHuman: b"}, "sft", "'text' ends with a turn of the human",
+        {"text": f"{HH} a\n\nHuman: b"}, "sft", "'text' does not end with a turn that starts with",
     ),
     "a system message twice": (
         {"messages": [system("a"), ASK, HALL], "system": "b"}, "sft", "two different system messages",
@@ -195,7 +195,7 @@ BAD = {
     ),
     "history is a text": ({"prompt": "Q:", "response": "a", "history": "once"}, "sft", "'history' is str .'once'."),
     "every turn is excluded": (
-        {"messages": [ASK, assistant("No.", loss=0)]}, "sft", "'messages' excludes every turn",
+        {"messages": [ASK, assistant("No.", loss=0)]}, "sft", "the answer of 'messages' is excluded from training",
     ),
     "the answer of a pair is excluded": (
         {"chosen": [ASK, assistant("In the hall.", weight=0)], "rejected": [ASK, ROOF]}, "preference",
@@ -238,15 +238,15 @@ BAD = {
         [{"question": "How many?", "answer": "#### 24"}],
     ),
     "input is a number": (ALPACA | {"input": 3}, "sft", "'input' is int"),
-    "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 of 'responses' is empty", RANKED),
+    "an empty answer of a list": (ranked(["a", ""], [1, 2]), "preference", "answer 2 is empty", RANKED),
     "no answer in a list": (ranked(["a", None], [1, 2]), "preference", "answer 2 of 'responses' is null", RANKED),
-    "a score too few": (ranked(TWO, [1]), "preference", "'scores' is a list .*; expected a list of 2 numbers", RANKED),
+    "a score too few": (ranked(TWO, [1]), "preference", "'responses' has 2 answers, but 'scores' 1 numbers", RANKED),
     "a score is null": (ranked(TWO, [1, None]), "preference", "an entry of 'scores' is null", RANKED),
     "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
     "equal answers of a list": (
-        ranked(["a", "a"], [1, 2]), "preference", "answers 2 and 1 of 'responses' are equal", RANKED
+        ranked(["a", "a"], [1, 2]), "preference", "answer 2 and answer 1 are equal", RANKED
     ),
-    "an empty list of answers": (ranked([], []), "preference", "'responses' is a list", RANKED),
+    "an empty list of answers": (ranked([], []), "preference", "'responses' has 0 answers", RANKED),
     "scores are null": (ranked(TWO, None), "preference", "'scores' is null", RANKED),
     "a label is null": (
         {"prompt": "Q:", "completion": "a", "label": None}, "sft", "'label' is null; expected true or false", KTO
@@ -262,7 +262,7 @@ BAD = {
         steps(labels=[True, 1.5]), "steps", "'labels' holds '1.5'; expected true, false, or a number from 0", [STEPS]
     ),
     "a label below 0": (steps(labels=[True, -1]), "steps", "'labels' holds '-1'", [STEPS]),
-    "a label is a word": (steps(labels=[True, "good"]), "steps", "'labels' holds 'good'", [STEPS]),
+    "a label is a word": (steps(labels=[True, "good"]), "steps", "an entry of 'labels' is str .'good'.", [STEPS]),
     "a step is a number": (steps(completions=["a", 3]), "steps", "step 2 of 'completions' is int", [STEPS]),
     "steps are text": (
         steps(completions="a b"), "steps", "'completions' is str .*; expected a list with an entry for each", [STEPS]

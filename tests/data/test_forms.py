@@ -1,6 +1,5 @@
 """Flags that say how rows are read: formats, columns, rendering, the correct answer, system messages and tools."""
 
-import json
 import pickle
 
 import pytest
@@ -20,20 +19,6 @@ def test_columns_of_no_form_are_listed():
         UserError, match=r"d\.jsonl: has the columns 'a', 'b', which fit no known form; .*--prompt_column"
     ):
         form_of([{"a": 1, "b": 2}])
-
-
-def test_an_object_that_holds_the_rows_is_explained():
-    whole = {"version": "1.0", "data": [{"question": "a"}, {"question": "b"}]}
-    hint = "; the rows seem to be in 'data': write them as JSON Lines, as with: jq -c '.[\"data\"][]' FILE > rows.jsonl"
-    for flags in ({}, {"prompt_column": "question"}):
-        with pytest.raises(UserError) as problem:
-            form_of([whole], **flags)
-        assert str(problem.value).endswith(hint)
-    two_lists, texts = {**whole, "more": [{}]}, {"version": "1.0", "data": ["a", "b"]}
-    for rows in ([whole, whole], [two_lists], [texts], [{"version": "1.0", "data": []}]):
-        with pytest.raises(UserError) as problem:
-            form_of(rows)
-        assert "fit no known form" in str(problem.value) and "seem" not in str(problem.value)
 
 
 def test_mixed_renderings_are_named_with_the_flag_that_ends_them():
@@ -201,7 +186,8 @@ def test_tools_need_chat_messages():
     with pytest.raises(UserError, match="'tools' describes tools, which need the chat template"):
         read([{"prompt": "a b", "tools": [TOOL]}], "prompt")
     assert read([{"prompt": "a b", "tools": []}], "prompt") == [Example("a b", [])]
-    assert read([{"prompt": "a b", "tools": "a hammer"}], "prompt") == [Example("a b", [])]  # no description of tools
+    with pytest.raises(UserError, match="'tools' is not JSON: 'a hammer'"):
+        read([{"prompt": "a b", "tools": "a hammer"}], "prompt")
     assert read([{"prompt": [ASK], "tools": [TOOL]}], "prompt")[0].tools == [TOOL]
 
 
@@ -270,10 +256,3 @@ def test_common_names_of_the_system_message_are_not_ignored(column):
     assert read([chat], "sft", system_column="") == [Example([ASK], ["In the hall."])]
     with pytest.raises(UserError, match=f"'{column}' holds a system message, but the prompts are text"):
         form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])
-
-
-def test_a_text_about_tools_is_not_used_and_said_so():
-    row = {"messages": [ASK, assistant("In the hall.")], "tools": "a lamp"}
-    assert "the column 'tools' is not used" in form_of([row]).description
-    with pytest.raises(UserError, match="'tools' is an object"):
-        read([row | {"tools": json.dumps(TOOL)}], "sft")

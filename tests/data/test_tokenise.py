@@ -11,7 +11,9 @@ from datasets import Dataset
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import Form, Kind, Reading
+from dschat_ppo.data.form_kinds import Kind
+from dschat_ppo.data.form_readers import Answer
+from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, row_text, tokenise_batch, tokenise_rows
 from dschat_ppo.errors import UserError
@@ -25,13 +27,10 @@ def read(cells, use):
     row = cells.row
     if row["answers"] is None:
         raise UserError("'answers' is null")
-    return [
-        Example(row["prompt"], [answer] if use == "sft" else [], suffix=f", answer {number}")
-        for number, answer in enumerate(row["answers"], start=1)
-    ]
+    return row["prompt"], [Answer(text, 1.0, f"answer {number}") for number, text in enumerate(row["answers"], start=1)]
 
 
-FORM = Form(Kind("several", {}, {}, read), Reading("several", {}), ("sft", "prompt"), "f", "several answers")
+FORM = Form(Kind("several", {}, {"sft prompt": ""}, read, labelled=True), {}, about="f", description="several answers")
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
@@ -84,7 +83,7 @@ def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
 
 def test_tokens_are_counted_before_the_limit_and_those_of_blocks_after_it():
     assert [row["tokens"] for row in batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)] == [30 + 4]
-    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
+    form = replace(FORM, kind=Kind("text", {}, {"sft": ""}, lambda cells, use: ("", [Answer(cells.row["text"])])))
     blocks = batch([{"text": "a" * 6}], form=form, limit=4)  # 7 tokens
     assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCK)] * 2
 
@@ -95,7 +94,7 @@ def test_rows_that_the_limit_drops_are_marked():
 
 
 def test_the_first_token_of_plain_text_is_its_prompt():
-    form = replace(FORM, kind=Kind("text", {}, {}, lambda cells, use: [Example("", [cells.row["text"]])]))
+    form = replace(FORM, kind=Kind("text", {}, {"sft": ""}, lambda cells, use: ("", [Answer(cells.row["text"])])))
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
@@ -107,7 +106,7 @@ def test_digests_tell_rows_apart_by_their_final_content():
     digests = [row["digest"] for row in batch(rows, limit=12)]
     assert digests[0] == digests[1] != digests[2], "after the limit"
     rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
-    form = replace(FORM, reading=Reading("several", {}, truth="truth"))
+    form = replace(FORM, truth="truth")
     digests = [row["digest"] for row in batch(rows, use="prompt", form=form)]
     assert digests[0] == digests[2] and len({*digests}) == 3
 
