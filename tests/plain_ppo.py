@@ -92,9 +92,9 @@ class PlainEngines:
         self.actor_average = MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
         self.reference = language_model().eval() if algorithm.has_reference else None
         self.reference_sync = None
-        if config.ppo_schedule.ref_sync_interval:
+        if config.reference.ref_sync_interval:
             other = SimpleNamespace(module=self.reference)
-            self.reference_sync = ReferenceSync(self.actor, other, config.ppo_schedule.ref_sync_mixup)
+            self.reference_sync = ReferenceSync(self.actor, other, config.reference.ref_sync_mixup)
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))

@@ -77,7 +77,7 @@ PRODUCTS = {
 
 # How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
 LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
-_CONSTANT = ("constant", "constant_with_warmup", None)  # None: the critic's, which is then that of the actor
+_CONSTANT = ("constant", "constant_with_warmup")
 
 DEFAULTS: dict[str, list[Any]] = {}  # flag -> its defaults in the steps that have it
 for _step in STEPS.values():
@@ -267,8 +267,7 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
 
 def _rates_ignore_length(config: dict[str, Any]) -> bool:
     """Whether no learning rate depends on the number of steps of the run."""
-    kinds = [config.get(name) for name in ("lr_scheduler_type", "critic_lr_scheduler_type")]
-    return kinds[0] is not None and all(kind in _CONSTANT for kind in kinds) and not config.get("warmup_ratio")
+    return config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio")
 
 
 def _with_place(name: str) -> str:

@@ -15,6 +15,9 @@ RETIRED: dict[str, str] = {
     "kl_cov_coef": "left: the penalty of kl_cov has weight 1, as in its paper; --covariance_share stays",
     "zero_quantized_weights": "left: set it under zero_optimization in a --deepspeed_config",
     "zero_quantized_gradients": "left: set it under zero_optimization in a --deepspeed_config",
+    "critic_lr_scheduler_type": "left: the critic has the schedule of --lr_scheduler_type",
+    "critic_num_warmup_steps": "left: the critic has the warm-up of --num_warmup_steps or --warmup_ratio",
+    "critic_max_grad_norm": "left: the critic has the clip norm of --max_grad_norm",
     "samples_per_step": "left: samples.jsonl has 8 answers of a PPO step (--sample_interval)",
     "remote_reward_retries": "left: a request is tried 6 times",
     "remote_reward_batch_size": "left: a request has 64 rows at most",
@@ -45,6 +48,7 @@ RETIRED: dict[str, str] = {
 # under another value is not resumed without --resume_force.
 NOW_FIXED: dict[str, Any] = {
     "reward_model_max_length": None, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "kl_cov_coef": 1.0,
+    "critic_lr_scheduler_type": None, "critic_num_warmup_steps": None, "critic_max_grad_norm": None,
     "zero_quantized_weights": False, "zero_quantized_gradients": False, "data_split_seed": 1234,
     "dataset_config": None, "dataset_split": None,
 }  # fmt: skip

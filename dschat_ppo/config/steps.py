@@ -24,11 +24,9 @@ from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import (
-    PPOScheduleFlags,
+    ReferenceFlags,
     ScheduleFlags,
-    fit_schedules,
     idle_flags,
-    ppo_schedules,
     require_schedule,
 )
 from dschat_ppo.config.schema import refuse
@@ -99,7 +97,7 @@ def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
         "one of the two": fit.packing and config.data.streaming,
     })  # fmt: skip
     require_usable_lora({"": fit.zero_stage}, config.lora, config.adapters, config.run)
-    require_schedule(config.schedule, fit_schedules(fit), fit)
+    require_schedule(config.schedule, fit)
 
 
 def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dict[str, str]:
@@ -107,7 +105,7 @@ def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dic
     alone = config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head
     if alone and config.fit.learning_rate != config.lora.lora_learning_rate:
         found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
-    return found | idle_flags(config.schedule, fit_schedules(config.fit), config.fit)
+    return found | idle_flags(config.schedule, config.fit)
 
 
 @dataclass(frozen=True)
@@ -126,15 +124,14 @@ class PPOConfig:
     memory: MemoryFlags = field(default_factory=MemoryFlags)
     ppo_memory: PPOMemoryFlags = field(default_factory=PPOMemoryFlags)
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    ppo_schedule: PPOScheduleFlags = field(default_factory=PPOScheduleFlags)
+    reference: ReferenceFlags = field(default_factory=ReferenceFlags)
     console: ConsoleFlags = field(default_factory=ConsoleFlags)
     health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
 
     def __post_init__(self) -> None:
-        ppo, algorithm, memory, schedule = self.ppo, self.algorithm, self.ppo_memory, self.ppo_schedule
+        ppo, algorithm, memory, reference = self.ppo, self.algorithm, self.ppo_memory, self.reference
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
         no_reference = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
-        of_critic = ("critic_lr_scheduler_type", "critic_num_warmup_steps", "critic_max_grad_norm")
         learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
         refuse({
             f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
@@ -148,12 +145,12 @@ class PPOConfig:
             # the reference
             f"--offload_reference_model: {no_reference}": ppo.offload_reference_model and not algorithm.has_reference,
             f"--ref_model_name_or_path: {no_reference}":
-                schedule.ref_model_name_or_path is not None and not algorithm.has_reference,
-            f"--ref_sync_interval: {no_reference}": schedule.ref_sync_interval > 0 and not algorithm.has_reference,
+                reference.ref_model_name_or_path is not None and not algorithm.has_reference,
+            f"--ref_sync_interval: {no_reference}": reference.ref_sync_interval > 0 and not algorithm.has_reference,
             "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
-            "adapter; omit one of the two": schedule.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0,
+            "adapter; omit one of the two": reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0,
             "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
-                schedule.ref_model_name_or_path is not None and self.lora.share_base,
+                reference.ref_model_name_or_path is not None and self.lora.share_base,
             # the learned reward
             "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
             "--use_reward_model False and give --reward_function or --remote_reward_url)":
@@ -173,9 +170,6 @@ class PPOConfig:
             f"--offload needs {' and '.join(self._stages)} 1, 2 or 3: stage 0 keeps everything on the device":
                 ppo.offload and min(self._stages.values()) == 0,
         } | {
-            f"--{name}: this --advantage_estimator has no critic; omit the flag":
-                not algorithm.has_critic and vars(schedule)[name] is not None for name in of_critic
-        } | {
             f"--sequence_parallel_size {self.memory.sequence_parallel_size}: --{name} full would gather the "
             "distributions of all tokens on every rank; use k3":
                 self.memory.sequence_parallel_size > 1 and vars(algorithm)[name] == "full"
@@ -185,7 +179,7 @@ class PPOConfig:
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         if self.lora.share_base:
             self._require_shareable_base()
-        require_schedule(self.schedule, ppo_schedules(ppo, schedule, algorithm.has_critic), ppo)
+        require_schedule(self.schedule, ppo)
 
     def _require_shareable_base(self) -> None:
         ppo, has_critic = self.ppo, self.algorithm.has_critic
@@ -216,7 +210,7 @@ class PPOConfig:
     @property
     def reference_folder(self) -> str | None:
         """Folder of the reference before training; None without a reference."""
-        own = self.ppo_schedule.ref_model_name_or_path
+        own = self.reference.ref_model_name_or_path
         return (own or self.ppo.actor_model_name_or_path) if self.algorithm.has_reference else None
 
     @property
@@ -272,8 +266,7 @@ class PPOConfig:
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
         ppo, algorithm = self.ppo, self.algorithm
-        schedules = ppo_schedules(ppo, self.ppo_schedule, algorithm.has_critic)
-        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, schedules, ppo)
+        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, ppo)
         if not algorithm.has_critic:
             names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
             reasons |= dict.fromkeys(names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic")
@@ -281,7 +274,7 @@ class PPOConfig:
             reasons["actor_learning_rate"] = "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
         if not self.aligns_overflow:
             reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
-        if self.actor_base_is_frozen and not self.ppo_schedule.ref_model_name_or_path:
+        if self.actor_base_is_frozen and not self.reference.ref_model_name_or_path:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"

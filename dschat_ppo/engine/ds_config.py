@@ -9,7 +9,6 @@ from collections.abc import Collection
 from typing import Any
 
 from dschat_ppo.config.memory_flags import MemoryFlags
-from dschat_ppo.config.schedule_flags import fit_schedules, ppo_schedules
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
@@ -150,10 +149,10 @@ def require_agreement(config: SFTConfig | PreferenceConfig | PPOConfig, ranks: i
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
     if isinstance(config, PPOConfig):
-        schedules = ppo_schedules(config.ppo, config.ppo_schedule, config.algorithm.has_critic)
         flags, micro = vars(config.ppo), "per_device_training_batch_size"
+        models = ["actor_", *["critic_"] * config.algorithm.has_critic]
     else:
-        flags, micro, schedules = vars(config.fit), "per_device_train_batch_size", fit_schedules(config.fit)
+        flags, micro, models = vars(config.fit), "per_device_train_batch_size", [""]
     accumulation = flags["gradient_accumulation_steps"]
     ours = [  # (setting, flag, value)
         ("train_micro_batch_size_per_gpu", micro, flags[micro]),
@@ -167,15 +166,14 @@ def require_agreement(config: SFTConfig | PreferenceConfig | PPOConfig, ranks: i
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]  # fmt: skip
-    for model in schedules:
-        decay = model.peak_flag.replace("learning_rate", "weight_decay")
-        warmup = flags["num_warmup_steps"] if model.warmup is None else model.warmup
+    for model in models:
+        peak, decay = f"{model}learning_rate", f"{model}weight_decay"
         ours += [
-            ("optimizer.params.lr", model.peak_flag, model.peak),
+            ("optimizer.params.lr", peak, flags[peak]),
             ("optimizer.params.weight_decay", decay, flags[decay]),
-            ("scheduler.params.warmup_max_lr", model.peak_flag, model.peak),
-            ("scheduler.params.warmup_num_steps", "num_warmup_steps", warmup),
-            ("scheduler.type", model.kind_flag.removeprefix("--"), model.kind),
+            ("scheduler.params.warmup_max_lr", peak, flags[peak]),
+            ("scheduler.params.warmup_num_steps", "num_warmup_steps", flags["num_warmup_steps"]),
+            ("scheduler.type", "lr_scheduler_type", flags["lr_scheduler_type"]),
         ]
     for setting, flag, value in ours:
         theirs = _value_at(settings, setting)

@@ -8,7 +8,6 @@ from functools import partial
 from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.schedule_flags import ModelSchedule, ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
@@ -56,12 +55,11 @@ class RLHFEngine:
     def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
         # if other weights train with an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-        ppo, own, lora = config.ppo, config.ppo_schedule, config.lora
+        ppo, own, lora = config.ppo, config.reference, config.lora
         dtype, resize = config.run.dtype, config.run.resize_vocabulary
-        schedules = ppo_schedules(ppo, own, config.algorithm.has_critic)
 
         quantised_frozen = config.ppo_memory.enable_mixed_precision_lora
-        ds_config = _training(config, ppo.actor_zero_stage, ppo.max_grad_norm, quantised_frozen)
+        ds_config = _training(config, ppo.actor_zero_stage, quantised_frozen)
         lm = load_causal_lm(folders.actor, dtype, ds_config, ppo.actor_dropout or 0.0, resize, actor_adapter(config))
         actor = PolicyModel(lm)
         # Made here because an engine adds hooks, which a copy of the modules would have too.
@@ -73,7 +71,8 @@ class RLHFEngine:
             actor.gradient_checkpointing_enable()
         apply_memory_flags(actor, config.memory)
         rate = lora.actor_lora_learning_rate
-        optimizer = _adamw(config, schedules[0], ppo.actor_weight_decay, plan.actor_updates, rate)
+        peak, decay = ppo.actor_learning_rate, ppo.actor_weight_decay
+        optimizer = _adamw(config, peak, decay, plan.actor_updates, rate)
         self.actor = train_engine(actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters)
         select_kernels(self.actor)
         self.actor_average = MovingAverage(lm, ppo.ema_decay) if ppo.enable_ema else None
@@ -99,8 +98,7 @@ class RLHFEngine:
 
         self.critic: Engine | None = None
         if folders.critic:
-            clip = ppo.max_grad_norm if own.critic_max_grad_norm is None else own.critic_max_grad_norm
-            ds_config, settings = _training(config, ppo.critic_zero_stage, clip), critic_adapter(config)
+            ds_config, settings = _training(config, ppo.critic_zero_stage), critic_adapter(config)
             if base is not None:
                 logger().info("critic: an adapter and a head over the actor's frozen weights (--share_base)")
                 classifier = classifier_over_base(base, folders.critic, settings)
@@ -114,7 +112,8 @@ class RLHFEngine:
                 critic.gradient_checkpointing_enable()
             apply_memory_flags(critic, config.memory)
             rate = lora.critic_lora_learning_rate
-            optimizer = _adamw(config, schedules[1], ppo.critic_weight_decay, plan.total_updates, rate)
+            peak, decay = ppo.critic_learning_rate, ppo.critic_weight_decay
+            optimizer = _adamw(config, peak, decay, plan.total_updates, rate)
             share_gathering(critic, self.actor)
             self.critic = train_engine(critic, ds_config, optimizer)
             select_kernels(self.critic)
@@ -177,25 +176,24 @@ class RLHFEngine:
             engine.eval()
 
 
-def _training(config: PPOConfig, stage: int, clip: float, quantised_frozen: bool = False) -> Config:
+def _training(config: PPOConfig, stage: int, quantised_frozen: bool = False) -> Config:
     """The DeepSpeed config of actor or critic."""
     run, overlay = config.run, read_overlay(config.run.deepspeed_config)
-    offload = config.ppo.offload
+    offload, clip = config.ppo.offload, config.ppo.max_grad_norm
     return train_config(
         stage, run.dtype, offload, world_size(), clip, overlay, config.memory, quantised_frozen, device().type
     )
 
 
 def _adamw(
-    config: PPOConfig, model: ModelSchedule, weight_decay: float, updates: int, lora_learning_rate: float
+    config: PPOConfig, peak: float, weight_decay: float, updates: int, lora_learning_rate: float
 ) -> OptimizerSettings:
-    """The optimizer of actor or critic."""
-    run, warmup = config.run, model.warmup
-    if warmup is None:
-        warmup = config.schedule.warmup_steps(config.ppo.num_warmup_steps, updates)
+    """The optimizer of actor or critic; `peak`: its highest learning rate."""
+    run, schedule, kind = config.run, config.schedule, config.ppo.lr_scheduler_type
+    warmup = schedule.warmup_steps(kind, config.ppo.num_warmup_steps, updates)
     return OptimizerSettings(
-        model.peak, weight_decay, model.kind, warmup, updates, (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
-        lora_learning_rate, config.schedule.min_lr_ratio,
+        peak, weight_decay, kind, warmup, updates, (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
+        lora_learning_rate, schedule.min_lr_ratio,
     )  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def roles_of(
     roles = [actor]
     if "reference" in models:
         size = parts("reference", False)
-        of_actor = config.actor_base_is_frozen and config.ppo_schedule.ref_model_name_or_path is None
+        of_actor = config.actor_base_is_frozen and config.reference.ref_model_name_or_path is None
         shared = min(actor.parts.total - actor.parts.trained, size.total) if of_actor else 0
         stage = actor.stage if shared else ppo.actor_zero_stage
         roles.append(frozen("reference", size, stage, ppo.offload_reference_model, shared))

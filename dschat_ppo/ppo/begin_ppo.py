@@ -18,7 +18,6 @@ from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schedule_flags import ppo_schedules
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
@@ -58,7 +57,7 @@ LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 def model_folders(config: PPOConfig) -> ModelFolders:
     """Local folders of the models; hub names are downloaded."""
-    critic, reward, reference = config.critic_folder, config.reward_folder, config.ppo_schedule.ref_model_name_or_path
+    critic, reward, reference = config.critic_folder, config.reward_folder, config.reference.ref_model_name_or_path
     actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
     other = None if reference is None else model_folder(reference, REFERENCE)
     return ModelFolders(
@@ -166,7 +165,7 @@ def _check_reference(
             f"{REFERENCE} {folder}: has {sizes[0]} rows in its vocabulary and the actor {sizes[1]}, but the KL "
             "estimator 'full' compares all of them; use a reference of the same size or another estimator"
         )
-    if config.ppo_schedule.ref_sync_interval > 0:
+    if config.reference.ref_sync_interval > 0:
         shapes = [_shapes(each, size).items() for each, size in zip((model_config, actor), sizes, strict=True)]
         differing = sorted(name for name, _ in shapes[0] ^ shapes[1])
         if differing:
@@ -298,12 +297,8 @@ def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
     """Log batch sizes, warm-up, and what the flags do to ratios."""
     ppo, schedule = config.ppo, config.schedule
     lines = plan.table()
-    schedules = ppo_schedules(ppo, config.ppo_schedule, config.algorithm.has_critic)
-    totals = (plan.actor_updates, plan.total_updates)
-    warmups = [
-        (schedule.warmup_of(model, ppo.num_warmup_steps, total), total)
-        for model, total in zip(schedules, totals, strict=False)  # there may be no critic
-    ]
+    totals = (plan.actor_updates, plan.total_updates) if config.algorithm.has_critic else (plan.actor_updates,)
+    warmups = [(schedule.warmup_steps(ppo.lr_scheduler_type, ppo.num_warmup_steps, total), total) for total in totals]
     show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
     if plan.warmup_rollouts < config.algorithm.critic_warmup_rollouts:
         logger().info(

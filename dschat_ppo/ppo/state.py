@@ -228,7 +228,7 @@ class PPOComponents:
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the actor, if that is due after PPO step `step`. `NonFiniteError` if a weight of
         the actor is not finite. Collective."""
-        sync, flags = self.engines.reference_sync, self.config.ppo_schedule
+        sync, flags = self.engines.reference_sync, self.config.reference
         if sync is None or step % flags.ref_sync_interval != 0:
             return
         with self.clock.phase("sync"):

@@ -148,7 +148,7 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
             compared = "longer than" if warmup > total else "as long as"
             logger().warning(
                 f"the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
-                "rate never reaches its peak (--num_warmup_steps, --critic_num_warmup_steps, --warmup_ratio)"
+                "rate never reaches its peak (--num_warmup_steps, --warmup_ratio)"
             )
 
 

@@ -27,7 +27,7 @@ from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_superv
 from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
-from dschat_ppo.config.schedule_flags import ScheduleFlags, fit_schedules
+from dschat_ppo.config.schedule_flags import ScheduleFlags
 from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import (
@@ -125,8 +125,7 @@ def plan_batches(
 def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedule: ScheduleFlags) -> None:
     """Log the table of batches and the warm-up of a step."""
     total = plan.total_steps
-    [model] = fit_schedules(fit)
-    warmup = (schedule.warmup_of(model, fit.num_warmup_steps, total), total)
+    warmup = (schedule.warmup_steps(fit.lr_scheduler_type, fit.num_warmup_steps, total), total)
     show_plan(f"{title}: batches", plan.table(), warmup)
 
 
@@ -185,7 +184,8 @@ class SupervisedTrainer(Generic[Batch]):
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,
-            self.schedule.warmup_steps(fit.num_warmup_steps, self.plan.total_steps), self.plan.total_steps,
+            self.schedule.warmup_steps(fit.lr_scheduler_type, fit.num_warmup_steps, self.plan.total_steps),
+            self.plan.total_steps,
             (run.adam_beta1, run.adam_beta2), run.adam_epsilon, None if adapter is None else adapter.learning_rate,
             self.schedule.min_lr_ratio,
         )  # fmt: skip

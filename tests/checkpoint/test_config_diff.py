@@ -164,13 +164,6 @@ def test_the_length_matters_where_a_learning_rate_depends_on_it(step, words, rat
     assert changes and all(change.matters is matters for change in changes)
 
 
-@pytest.mark.parametrize("kind, matters", [("constant", False), ("linear", True)])
-def test_the_length_matters_to_a_critic_with_a_schedule_of_its_own(kind, matters):
-    rates = ("--lr_scheduler_type", "constant", "--critic_lr_scheduler_type", kind)
-    [change] = compare_configs(config_of("ppo", *rates), config_of("ppo", *rates, "--max_steps", "7"))
-    assert change.matters is matters
-
-
 def test_another_schedule_and_another_length_both_matter():
     saved, now = config_of("sft"), config_of("sft", "--lr_scheduler_type", "constant", "--max_steps", "7")
     for one, other in ((saved, now), (now, saved)):

@@ -19,7 +19,7 @@ CASES = {
         actor_dropout=1.0 critic_dropout=-0.5 print_answers_interval=0 sample_interval=-1
         actor_zero_stage=5 test_stop_step=3 test_stop_step=-1
         reward_timeout=1e7 remote_reward_timeout=1e7 adam_epsilon=1e-300
-        clip_eps=1 dual_clip=0.5 high_entropy_share=0 process_reward=max critic_num_warmup_steps=-1
+        clip_eps=1 dual_clip=0.5 high_entropy_share=0 process_reward=max
          ref_sync_interval=-1
         actor_lora_learning_rate=1.5 critic_lora_learning_rate=1.5
     """,

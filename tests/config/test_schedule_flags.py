@@ -4,7 +4,7 @@ import pytest
 from command_lines import NEEDED
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.config.schedule_flags import ScheduleFlags, ppo_schedules
+from dschat_ppo.config.schedule_flags import ScheduleFlags
 
 NO_KL = "--kl_coef 0"
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2 --kl_coef 0.1"
@@ -16,24 +16,8 @@ GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2 --kl_coef 0.1"
 )
 def test_the_ratio_is_rounded_up_and_replaces_the_number(ratio, number, total, steps):
     flags = ScheduleFlags(warmup_ratio=ratio)
-    assert flags.warmup_steps(number, total) == steps
-
-
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ("--lr_scheduler_type constant", [0, 0]),  # 100 is the default of --num_warmup_steps
-        ("--lr_scheduler_type linear", [100, 100]),
-        ("--lr_scheduler_type constant --critic_lr_scheduler_type linear", [0, 100]),
-        ("--critic_num_warmup_steps 3", [100, 3]),
-        ("--warmup_ratio 0.25 --critic_num_warmup_steps 3", [10, 3]),
-        ("--warmup_ratio 0.25 --critic_lr_scheduler_type constant", [10, 0]),
-    ],
-)
-def test_the_warm_up_of_each_model(words, steps):
-    config = parse("ppo", [*NEEDED["ppo"], *words.split()])
-    models = ppo_schedules(config.ppo, config.ppo_schedule, has_critic=True)
-    assert [config.schedule.warmup_of(model, config.ppo.num_warmup_steps, 40) for model in models] == steps
+    assert flags.warmup_steps("cosine", number, total) == steps
+    assert flags.warmup_steps("constant", number, total) == 0
 
 
 @pytest.mark.parametrize(
@@ -43,8 +27,6 @@ def test_the_warm_up_of_each_model(words, steps):
         ("ppo", "--warmup_ratio 0.1"),
         ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 100"),  # its default, as a resolved configuration has it
         ("sft", "--warmup_ratio 0 --num_warmup_steps 5"),
-        ("ppo", "--lr_scheduler_type constant --critic_lr_scheduler_type cosine --min_lr_ratio 0.1 --warmup_ratio 0.1"),
-        ("ppo", "--critic_num_warmup_steps 0 --critic_max_grad_norm 0"),
         ("sft", "--lr_scheduler_type polynomial --learning_rate 1e-7 --min_lr_ratio 0.1"),
         ("ppo", "--ref_model_name_or_path r --ref_sync_interval 2 --ref_sync_mixup 0.6"),
         ("ppo", f"{GRPO} --min_lr_ratio 0.1"),
@@ -65,24 +47,6 @@ def test_flags_without_effect_have_a_note(step):
     assert noted("--lr_scheduler_type constant") == noted("--lr_scheduler_type constant --num_warmup_steps 0") == []
 
 
-def test_the_warm_up_of_the_actor_has_no_note_if_the_critic_uses_it():
-    words = "--lr_scheduler_type constant --num_warmup_steps 7 --critic_lr_scheduler_type linear"
-    assert notes("ppo", parse("ppo", [*NEEDED["ppo"], *words.split()])) == []
-
-
 def test_the_reference_has_the_actors_folder_or_its_own():
     for words, folder in (("", "a"), ("--ref_model_name_or_path r", "r"), (NO_KL, None)):
         assert parse("ppo", [*NEEDED["ppo"], *words.split()]).reference_folder == folder
-
-
-def test_the_schedule_of_the_critic_is_its_own_or_that_of_the_actor():
-    def found(words: str) -> list[tuple]:
-        config = parse("ppo", [*NEEDED["ppo"], *words.split()])
-        schedules = ppo_schedules(config.ppo, config.ppo_schedule, config.algorithm.has_critic)
-        return [(model.kind, model.peak, model.warmup) for model in schedules]
-
-    rates = "--actor_learning_rate 0.25 --critic_learning_rate 0.5"
-    assert found(rates) == [("cosine", 0.25, None), ("cosine", 0.5, None)]
-    own = f"{rates} --critic_lr_scheduler_type linear --critic_num_warmup_steps 0"
-    assert found(own) == [("cosine", 0.25, None), ("linear", 0.5, 0)]
-    assert len(found(GRPO)) == 1
