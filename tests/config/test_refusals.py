@@ -12,7 +12,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     # schedule and reference
     ("sft", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
     ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
-    ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--warmup_ratio 0.1: --lr_scheduler_type constant has no warm-up"),
+    ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant has no warm-up"),
     ("sft", "--min_lr_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant does not decay"),
     ("ppo", "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup", "constant_with_warmup does not decay"),
     ("ppo", "--kl_coef 0 --ref_model_name_or_path r", "--ref_model_name_or_path: there is no reference"),
