@@ -22,6 +22,8 @@ from dschat_ppo.html_report.run_folder import Answer, Points, Run, number_or_non
 
 REPORT = "report.html"
 ASSETS = Path(__file__).parent / "assets"
+JINJA = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+JINJA.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 MOST_POINTS = 400  # of one metric of one run; fewer where several runs are compared
 MOST_ANSWER_CHARACTERS = 2000  # of one prompt or answer
 MOST_PROMPTS, MOST_STEPS = 40, 20  # of each run: held-out prompts, and steps whose training samples are shown
@@ -71,9 +73,7 @@ def page(runs: Sequence[Run], now: float) -> str:
     files = ["uPlot.LICENSE", "uPlot.iife.min.js", "report.js"]
     licence, library, script = ((ASSETS / name).read_text(encoding="utf-8") for name in files)
     script = f"/*\n{licence}*/\n{library}\n{script}"
-    jinja = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    jinja.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    return jinja.get_template("report.html").render(
+    return JINJA.get_template("report.html").render(
         title="Training report: " + ", ".join(run.name for run in runs),
         made_at=datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         style="".join((ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")),

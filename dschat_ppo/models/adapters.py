@@ -239,7 +239,8 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
         torch.manual_seed(seed)
         with reading(f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"):
-            inject_adapter_in_model(injected, model, adapter_name=name)
+            without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
+            inject_adapter_in_model(injected, model, adapter_name=name, low_cpu_mem_usage=without)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
     for layer in adapter_layers(model).values():

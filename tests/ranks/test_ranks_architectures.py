@@ -42,9 +42,7 @@ PPO = (
 )
 
 
-# tokenizers without one of these tokens, beside a Llama 2
-WITHOUT = {"without PAD": "pad_token", "without EOS": "eos_token"}
-RUNS = (*ARCHITECTURES, *WITHOUT)
+WITHOUT = {"Llama 3": "pad_token", "Mistral": "eos_token"}  # what their tokenizers lack
 DOCS = ROOT / "docs/models.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 
@@ -90,9 +88,9 @@ def out(tmp_path_factory):
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     runs, experts = {}, {}
-    for name in RUNS:
+    for name in ARCHITECTURES:
         home, router = folder / stem(name), f"--router_loss_coef {COEF}" if name in ROUTED else ""
-        save_model_of("Llama 2" if name in WITHOUT else name, tokenizer, home / "base")
+        save_model_of(name, tokenizer, home / "base")
         if name in WITHOUT:
             file = home / "base/tokenizer_config.json"
             kept = {key: value for key, value in json.loads(file.read_text()).items() if key != WITHOUT[name]}
@@ -121,7 +119,7 @@ def logs(out):
     return json.loads((out / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_losses_are_finite_and_the_weights_move(out, name):
     for step in ("sft", "reward", "ppo"):
         numbers = {key: value for line in metrics_of(out / stem(name) / step) for key, value in line.items()}
@@ -130,7 +128,7 @@ def test_all_losses_are_finite_and_the_weights_move(out, name):
         assert any("grad_norm" in key and value > 0 for key, value in numbers.items())
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_generation_and_scoring_agree(out, name):
     lines = [line for line in metrics_of(out / stem(name) / "ppo") if "rollout/logprob_diff_max" in line]
     assert lines and all(line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
@@ -154,7 +152,7 @@ def test_ranks_that_share_rows_have_the_same_router_loss_and_updates(out):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("part", ["sft", "ppo/actor"])
 def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, name, part):
     folder = out / stem(name) / part
@@ -168,7 +166,7 @@ def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("part", ["reward", "ppo/critic"])
 def test_plain_transformers_computes_the_values_that_the_run_ended_with(out, name, part):
     folder = out / stem(name) / part
@@ -209,7 +207,7 @@ def test_ranks_whose_tokens_use_other_experts_make_the_update_of_one_process(out
 
 @pytest.mark.parametrize("part", ["sft", "reward", "ppo/actor", "ppo/critic"])
 def test_a_model_is_saved_with_the_eos_that_its_tokenizer_lacked_and_without_pad(out, part):
-    for name, pad, eos in (("without PAD", None, 1), ("without EOS", 0, 1)):
+    for name, pad, eos in (("Llama 3", None, 1), ("Mistral", 0, 1)):
         folder = out / stem(name) / part
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (pad, eos)
@@ -219,7 +217,7 @@ def test_a_model_is_saved_with_the_eos_that_its_tokenizer_lacked_and_without_pad
 
 def test_the_log_says_which_eos_is_taken(logs):
     said = "the tokenizer has no EOS token; answers end with <|end|>, the one of generation_config.json"
-    assert said in logs["without EOS: sft"] and "no EOS token" not in logs["without EOS: reward"]
+    assert said in logs["Mistral: sft"] and "no EOS token" not in logs["Mistral: reward"]
 
 
 def row_of(name: str, logs: dict[str, str], folder) -> str:

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from launch import environment, run, succeed
+from launch import forked, run, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
@@ -82,11 +82,15 @@ def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, s
 def test_the_printed_command_of_each_step_runs(assets, tmp_path, step, flags):
     places = {name: assets / name for name in ("lm", "reward")} | {"pairs": assets / "pairs.jsonl"}
     words = [*flags.format(**places).split(), "--max_steps", "1", "--dtype", "fp32", "--output_dir", tmp_path / "out"]
-    done = succeed(run([sys.executable, "-m", "dschat_ppo", step, *map(str, words)]))
+    done = succeed(forked(1, "tests/workers/run_module.py", "dschat_ppo", step, *words))
     [command] = re.findall(r"^ *next +(.*)$", done.stdout, re.MULTILINE)
-    result = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), input="Hello\n", text=True,
-                            capture_output=True, timeout=300, check=False)  # fmt: skip
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    if step == "reward":
+        succeed(run(["bash", "-c", command]))
+    else:
+        (tmp_path / "input").write_text("Hello\n")
+        start, module, *flags = shlex.split(command.replace("python -m", "python_m"))
+        assert start == "python_m"
+        succeed(forked(1, "tests/workers/run_module.py", module, *flags, stdin=tmp_path / "input"))
     assert (tmp_path / "ppo/result.json").is_file() is (step == "reward")
 
 

@@ -89,12 +89,11 @@ def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
 
 
 @pytest.mark.parametrize(("script", "words", "ranks"), [
-    ("single_gpu/train.sh", ["sft", "OUT"], 1), ("single_node/train.sh", ["reward", "OUT"], 8),
     ("multi_node/train.sh", ["dpo", "OUT"], 8), ("slurm/train.sbatch", ["ppo", "OUT"], 16),
     ("toy/run_step1_sft.sh", ["TOY", "OUT"], 2), ("examples/gsm8k/run_grpo.sh", ["OUT"], 2),
 ])  # fmt: skip
-def test_a_dry_run_of_each_kind_of_script(folder, tmp_path, script, words, ranks):
-    """With the real python; the tests above and below put a function in its place."""
+def test_a_dry_run_of_each_kind_of_script(folder, tmp_path, capsys, monkeypatch, script, words, ranks):
+    """The first with the real python, as e2e below; the other tests put a function in its place."""
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     (tmp_path / "toy/data").mkdir(parents=True)
     model = folder / LARGEST["small"]
@@ -103,10 +102,18 @@ def test_a_dry_run_of_each_kind_of_script(folder, tmp_path, script, words, ranks
         shutil.copy(folder / "pairs.jsonl", tmp_path / f"toy/data/{name}.jsonl")
     data = folder / ("problems.jsonl" if "gsm8k" in script else "pairs.jsonl")
     given = [{"TOY": tmp_path / "toy", "OUT": tmp_path / "out"}.get(word, word) for word in words]
-    result = bash(script, *given, "--dry_run", program="", HOSTFILE=tmp_path / "hosts", MODEL=model,
-                  REWARD_MODEL=model, DATA=data)  # fmt: skip
+    is_real = script.startswith("multi_node")
+    result = bash(script, *given, "--dry_run", program="" if is_real else "python", HOSTFILE=tmp_path / "hosts",
+                  MODEL=model, REWARD_MODEL=model, DATA=data)  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"dry run for {ranks} rank" in result.stdout
+    printed = result.stdout
+    if not is_real:
+        _, main, *flags = printed.split("\0")[:-1]
+        monkeypatch.chdir(folder)
+        assert run_training(MAINS[Path(main).parent.name], flags) == 0
+        stop_requests.restore()
+        printed = capsys.readouterr().out
+    assert f"dry run for {ranks} rank" in printed
     assert not (tmp_path / "out").exists()
 
 
