@@ -240,7 +240,8 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
         torch.manual_seed(seed)
         with reading(f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"):
             without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
-            inject_adapter_in_model(injected, model, adapter_name=name, low_cpu_mem_usage=without)
+            with torch.device("meta") if without else nullcontext():
+                inject_adapter_in_model(injected, model, adapter_name=name)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
     for layer in adapter_layers(model).values():
