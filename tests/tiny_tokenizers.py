@@ -7,9 +7,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
-from dschat_ppo.errors import UserError
 
 TEXTS = [
     "Where is the lamp? It is in the hall. Human: Assistant: System: user assistant system",
@@ -79,10 +78,7 @@ def _pieces(first_only: bool) -> Tokenizer:
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt, answer, tools=None) -> list[int]:
     """Token ids of an answer to a text or chat messages."""
-    (found,) = encode_examples(tokenizer, [Example(prompt, [answer], tools=tools)], False)
-    if isinstance(found, UserError):
-        raise found
-    return found.answers[0]
+    return encode_example(tokenizer, Example(prompt, [answer], tools=tools)).answers[0]
 
 
 KINDS = ("bytes", "bytes without markers", "bytes with BOS", "pieces", "pieces, space everywhere", "letters")

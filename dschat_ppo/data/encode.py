@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
@@ -31,8 +31,6 @@ from dschat_ppo.data.turns import Span, turn_spans
 from dschat_ppo.errors import UserError, reading
 
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
-_KEPT = 8  # texts whose ids are kept for the next ones: prompts and answers of several pairs, openings of answers
-Encode = Callable[..., tuple[list[int], list[Span]]]  # `_encode` of one tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,25 +43,9 @@ class EncodedExample:
     prompt_spans: list[Span]
 
 
-def encode_examples(
-    tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example], all_turns: bool
-) -> Iterator[EncodedExample | UserError]:
-    """For each example its ids, or the reason why it cannot be encoded (without the row's name). With `all_turns` the
-    earlier answers in prompts of chat messages are found too; otherwise `prompt_spans` is empty. Lists may be shared.
-    """
-    encode: Encode = lru_cache(_KEPT)(partial(_encode, tokenizer))
-    for example in examples:
-        found: EncodedExample | UserError
-        try:
-            found = _encode_example(tokenizer, encode, example, all_turns)
-        except UserError as problem:
-            found = problem
-        yield found
-
-
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Token ids of one prompt; `UserError`, without the name of the row, if it cannot be encoded."""
-    return _encode_example(tokenizer, partial(_encode, tokenizer), Example(prompt, [], tools=tools), False).prompt
+    return encode_example(tokenizer, Example(prompt, [], tools=tools)).prompt
 
 
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -78,9 +60,9 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [*ids, end]
 
 
-def _encode_example(
-    tokenizer: PreTrainedTokenizerBase, encode: Encode, example: Example, all_turns: bool
-) -> EncodedExample:
+def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool = False) -> EncodedExample:
+    """The ids of one example, in lists that others may share; `UserError`, without the row's name, if it cannot be
+    encoded. With `all_turns` the earlier answers in a prompt of chat messages are found too."""
     prompt, spans = example.prompt, list[Span]()  # spans: characters of the prompt
     # Texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these are removed:
     # some tokenizers put a space before every text.
@@ -102,24 +84,26 @@ def _encode_example(
         special = _special_tokens(tokenizer, len(tokenizer))
         before = (text[max((place.start() for place in special.finditer(text)), default=0) if special else 0 :], "")
         answers = [render_answer(tokenizer, prompt, text, answer, example.tools) for answer in example.answers]
-    ids, token_spans = encode(text, tuple(spans), add_special_tokens=not is_bare)
+    ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
     if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
     encoded = []
     for answer, final in answers:
         for start in before:
-            first, whole = encode(start)[0] if start else [], encode(start + answer)[0]
+            first = _encode(tokenizer, start)[0] if start else []
+            whole = _encode(tokenizer, start + answer)[0]
             if whole[: len(first)] == first:
                 break
         whole = whole[len(first) :]
         if ids == [tokenizer.bos_token_id] == whole[:1]:  # plain text, which may bring its own BOS
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
-    return EncodedExample(ids, encoded, token_spans)
+    return EncodedExample(ids, encoded, prompt_spans)
 
 
+@lru_cache(maxsize=8)  # prompts and answers of several pairs, openings of answers
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span] = (), add_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: tuple[Span, ...] = (), add_special_tokens: bool = False
 ) -> tuple[list[int], list[Span]]:
     """(ids of a text; ranges of tokens for `spans`, ranges of its characters in order and disjoint). A token on a
     boundary belongs to the range. `UserError` if the tokenizer rejects the text."""

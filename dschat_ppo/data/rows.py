@@ -160,10 +160,12 @@ def splits_named(found: OpenSet, names: Sequence[str], cache_dir: str | None, ba
 
 
 def regrouped(
-    rows: Rows, identity: str, regroup: Callable[[Rows], Iterator[tuple[Row, int]]], root: str | None
+    rows: Rows, identity: str, regroup: Callable[[Rows], Iterator[tuple[Row, int]]] | None, root: str | None
 ) -> Rows:
-    """The rows and their origins that `regroup(rows)` gives, at least one, from the cache. `identity` differs between
-    functions that give others."""
+    """The rows and their origins that `regroup(rows)` gives, at least one, from the cache; the rows if it is None.
+    `identity` differs between functions that give others."""
+    if regroup is None:
+        return rows
     key = rows_key(rows.table._fingerprint, identity, rows.columns)
     pairs = regroup(rows)
     parts = iter(lambda: list(islice(pairs, _GROUPED_ROWS)), [])

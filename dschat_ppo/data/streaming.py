@@ -35,7 +35,7 @@ from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.locate import OpenSet, open_set
 from dschat_ppo.data.parts import Part, Row, read_part
 from dschat_ppo.data.sources import DataSource
-from dschat_ppo.data.tokenise import DOING, FITTED_NAMES, Fitted, TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.processes import signal_when_parent_ends
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -425,6 +425,11 @@ def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
 def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
     """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
     source, share, flags = found.opened.source, None, settings.flags
+    if settings.form.regroup is not None:
+        raise UserError(
+            f"{source.spec}: {settings.form.name} rows are joined by their prompts, which needs all rows; use it "
+            "without --streaming"
+        )
     if source.flag == "--data_path":
         share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
         if share.bounds[0] == share.bounds[1]:
@@ -442,7 +447,7 @@ def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -
     content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
     features = Features({**token_features(use), "source": Value("int32")})
     rows = StreamedRows(sources, flags.streaming_rows or 0, features, content)
-    if set(FITTED_NAMES.values()).intersection(rows.counts) == {FITTED_NAMES[Fitted.ANSWER_CUT]}:
+    if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
         raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
     return rows
 
@@ -452,13 +457,10 @@ def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings
     found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
     made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]
     messages = [row["problem"].partition("\n")[0] for row in bad]
-    for row, message in zip(bad, messages, strict=True):
-        if row["fitted"] == Fitted.TOO_LONG:
-            raise UserError(message)
-        if settings.flags.bad_rows == "error":
-            raise UserError(f"{message}; {WAY_OUT}")
+    if messages and settings.flags.bad_rows == "error":
+        raise UserError(f"{messages[0]}; {WAY_OUT}")
     names = list(token_features(settings.use))
     rows = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
-    counts = Counter(FITTED_NAMES[Fitted(row["fitted"])] for row in made)
+    counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(bad)})
     return rows, counts, messages[0] if bad else ""

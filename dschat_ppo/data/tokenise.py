@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.encode import EncodedExample, encode_examples, joined_steps, labelled_ends
+from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
@@ -37,31 +37,25 @@ _BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then
 class Fitted(IntEnum):
     """What the length limit did to a row; stored in one byte per row."""
 
-    WHOLE = 0
+    KEPT_WHOLE = 0
     PROMPT_CUT = 1
     ANSWER_CUT = 2
     DROPPED = 3
     UNUSABLE = 4  # a bad row, which has no tokens
-    BLOCK = 5  # of a plain text over the limit
-    TOO_LONG = 6  # refused by `--truncation error`; without tokens too
+    BLOCKS = 5  # of a plain text over the limit
 
-
-FITTED_NAMES = {
-    Fitted.WHOLE: "kept whole",
-    Fitted.PROMPT_CUT: "prompt cut",
-    Fitted.ANSWER_CUT: "answer cut",
-    Fitted.DROPPED: "dropped",
-    Fitted.BLOCK: "blocks of longer texts",
-}
+    @property
+    def words(self) -> str:
+        """For the log."""
+        return self.name.lower().replace("_", " ")
 
 
 NOTES = {  # further columns of a `TokenTable`
     "number": Value("int64"),  # of the raw row
-    "fitted": Value("int8"),  # see `Fitted`; UNUSABLE and TOO_LONG rows have no tokens but a `problem`
+    "fitted": Value("int8"),  # see `Fitted`
     "tokens": Value("int32"),  # of prompt and longest answer before the length limit
-    "problem": Value("string"),
+    "problem": Value("string"),  # of an UNUSABLE row
 }
-_NOTHING: dict[str, Any] = {"prompt_ids": [], "answers": [], "tokens": 0}  # of a bad row; the other columns are null
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class TokeniseSettings:
     tokenizer: PreTrainedTokenizerBase
     flags: DataFlags
     limit: int  # most tokens of a row
-    all_turns: bool = False  # see `encode_examples`
+    all_turns: bool = False  # see `encode_example`
     step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
 
     def identity(self) -> list[object]:
@@ -109,55 +103,44 @@ def tokenise_batch(
 
     Returns:
         Token rows in the order of the raw rows, with the columns of `token_features` and `NOTES`; `number` counts the
-        raw rows given here. A raw row gives none, one or several. A bad one gives a single row without tokens: its
-        `problem` is "MESSAGE\\nREASON", where the message names the row and quotes it, and `fitted` is UNUSABLE or
-        TOO_LONG. Rows that the limit drops are included as DROPPED.
+        raw rows given here. A raw row gives none, one or several. A bad one gives a single row without tokens, which is
+        UNUSABLE: its `problem` is "MESSAGE\\nREASON", where the message names the row and quotes it. Rows that the
+        limit drops are included as DROPPED.
     """
-    made: list[list[dict[str, Any]]] = [[] for _ in raw_rows]
-    bad: dict[int, dict[str, Any]] = {}  # the first problem of each raw row
-    examples: list[tuple[int, Example]] = []
-
-    def refuse(number: int, problem: UserError, suffix: str = "", hint: str = "") -> None:
-        where = f"{origins[number]}{suffix}"
-        reason = str(problem).removeprefix(f"{where}: ").removeprefix(f"{origins[number]}: ")
-        text = json.dumps(raw_rows[number], default=str, ensure_ascii=False)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        told = f"{where}: {reason}; the row: {shown}{hint}\n{reason}"
-        code = int(Fitted.TOO_LONG if hint else Fitted.UNUSABLE)
-        bad.setdefault(number, _NOTHING | {"number": number, "fitted": code, "problem": told})
-
-    for number, row in enumerate(raw_rows):
+    made: list[dict[str, Any]] = []
+    for number, (row, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
+        found, suffix = list[dict[str, Any]](), ""
         try:
-            read = settings.form.read(row, settings.use, origins[number])
-            if settings.use == "steps":
-                read = [joined_steps(example, settings.step_separator) for example in read]
-            examples += [(number, example) for example in read]
-        except UserError as problem:
-            refuse(number, problem)
-    encoded = encode_examples(settings.tokenizer, (example for _, example in examples), settings.all_turns)
-    for (number, example), ids in zip(examples, encoded, strict=True):
-        try:
-            if isinstance(ids, UserError):
-                raise ids
-            found = _token_rows(raw_rows[number], example, ids, settings)
-        except UserError as problem:
-            refuse(number, problem, example.suffix)
-            continue
-        if found[0]["fitted"] == Fitted.DROPPED and settings.flags.truncation == "error":
-            too_long = UserError(f"longer than the limit of {settings.limit} tokens (--truncation error)")
-            refuse(number, too_long, example.suffix, "; --truncation left cuts such rows, drop leaves them out")
-        made[number] += [{"number": number, "problem": None, **values} for values in found]
-    # a ranked list with a bad answer gives no pair at all
-    return [row for number, rows in enumerate(made) for row in ([bad[number]] if number in bad else rows)]
+            for example in settings.form.read(row, settings.use, origin):
+                suffix = example.suffix
+                found += _token_rows(row, example, settings)
+        except UserError as problem:  # a ranked list with a bad answer gives no pair at all
+            reason = str(problem).removeprefix(f"{origin}: ")
+            told = f"{origin}{suffix}: {reason}; the row: {_shown(row)}\n{reason}"
+            found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE), "problem": told}]
+        if settings.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
+            raise UserError(
+                f"{origin}: longer than the limit of {settings.limit} tokens (--truncation error); the row: "
+                f"{_shown(row)}; --truncation left cuts such rows, drop leaves them out"
+            )
+        made += [{"number": number, "problem": None, **values} for values in found]
+    return made
 
 
-def _token_rows(
-    row: dict[str, Any], example: Example, ids: EncodedExample, settings: TokeniseSettings
-) -> list[dict[str, Any]]:
+def _shown(row: dict[str, Any]) -> str:
+    """The first characters of a row in a message."""
+    text = json.dumps(row, default=str, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text. `UserError` for an
     empty prompt or answer, and for steps that cannot be found."""
     use = settings.use
+    if use == "steps":
+        example = joined_steps(example, settings.step_separator)
+    ids = encode_example(settings.tokenizer, example, settings.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
@@ -177,7 +160,7 @@ def _token_rows(
             more["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
         if use == "prompt":
             more["row"] = row_text(row, example, settings)
-        whole = fitted if outcome == Fitted.BLOCK else ids
+        whole = fitted if outcome == Fitted.BLOCKS else ids
         content = map(str, [example.margin, *([labels] if labels else ()), *more.values()])
         rows.append({
             "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin, "fitted": int(outcome),
@@ -203,13 +186,13 @@ def fit(
         if len(text) > limit and policy not in ("drop", "error"):
             starts = range(0, len(text) - 1, limit - 1)
             blocks = [replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]]) for at in starts]
-            return [(block, Fitted.BLOCK) for block in blocks]
+            return [(block, Fitted.BLOCKS) for block in blocks]
         if not ids.prompt:  # nothing before its first token predicts it
             ids = replace(ids, prompt=text[:1], answers=[text[1:]])
     longest = max((len(answer) for answer in ids.answers), default=0)
     count = len(ids.prompt)
     if count + longest <= limit:
-        return [(ids, Fitted.WHOLE)]
+        return [(ids, Fitted.KEPT_WHOLE)]
     if policy in ("drop", "error"):
         return [(ids, Fitted.DROPPED)]
     kept = min(count, max(1, limit // (2 if longest > limit else 8), limit - longest))
@@ -276,27 +259,16 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
 class TokenTable:
     """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays."""
 
-    raw: Rows
-    origins: Origins
     rows: Dataset  # the columns of `token_features`
     number: np.ndarray  # int64, of the raw row; rising
     fitted: np.ndarray  # int8, see `Fitted`
     tokens: np.ndarray  # int32, of prompt and longest answer before the length limit
     problems: pyarrow.ChunkedArray
 
-    @property
-    def usable(self) -> np.ndarray:
-        """(N,) bool, True on rows with tokens within the length limit."""
-        return ~np.isin(self.fitted, (Fitted.DROPPED, Fitted.UNUSABLE, Fitted.TOO_LONG))
-
     def problem(self, index: int) -> tuple[str, str]:
         """(message, reason) of an unusable row."""
         message, _, reason = str(self.problems[index].as_py()).partition("\n")
         return message, reason
-
-    def place(self, index: int) -> str:
-        """ "FILE, row N" of the raw row of a token row."""
-        return self.origins.describe(self.raw.origin(int(self.number[index])))
 
     def rows_of(self, numbers: np.ndarray) -> np.ndarray:
         """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
@@ -334,7 +306,7 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: To
         for name in ("number", "fitted", "tokens")
     )
     kept, problems = rows.select_columns(list(columns)), rows.data.column("problem")
-    return TokenTable(raw, origins, kept, number, fitted, tokens, problems)
+    return TokenTable(kept, number, fitted, tokens, problems)
 
 
 def mapped(

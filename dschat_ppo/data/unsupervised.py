@@ -14,7 +14,7 @@ from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import report_unreadable
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, load_splits
@@ -61,16 +61,14 @@ def _cut_into_blocks(
 ) -> dict[str, list[Any]]:
     raise_if_stop_requested(_DOING)  # tokenising may take hours
     joined: list[int] = []
-    texts = [json.loads(text).get("text") or "" for text in batch[ROW]]
-    for text, origin in zip(texts, batch[ORIGIN], strict=True):
-        if not isinstance(text, str):
-            held = json.dumps(text)[:40]
-            raise UserError(f"{FLAG}: {origins.describe(origin)}: 'text' holds {held}; it needs a text column 'text'")
-    encoded = encode_examples(tokenizer, (Example("", [text]) for text in texts), False)
-    for found, origin in zip(encoded, batch[ORIGIN], strict=True):
-        if isinstance(found, UserError):
-            raise UserError(f"{FLAG}: {origins.describe(origin)}: {found}")
-        ids = found.answers[0]
+    for row, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
+        text = json.loads(row).get("text") or ""
+        try:
+            if not isinstance(text, str):
+                raise UserError(f"'text' holds {json.dumps(text)[:40]}; it needs a text column 'text'")
+            (ids,) = encode_example(tokenizer, Example("", [text])).answers
+        except UserError as problem:
+            raise UserError(f"{FLAG}: {origins.describe(origin)}: {problem}") from None
         joined += ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
     blocks = [joined[start : start + length] for start in range(0, len(joined), length)]
     blocks = [block for block in blocks if len(block) > 1]

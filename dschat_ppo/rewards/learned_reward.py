@@ -16,7 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.batches import right_padded
-from dschat_ppo.data.encode import encode_examples, step_ends
+from dschat_ppo.data.encode import encode_example, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
@@ -116,10 +116,11 @@ class RetokenizedModelReward:
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
-        found = encode_examples(self.tokenizer, (self._example(*row) for row in rows), all_turns=False)
-        for encoded, prompt, ended in zip(found, request.prompts, rollout.ended.tolist(), strict=True):
-            if isinstance(encoded, UserError):
-                problem = f"--reward_model_name_or_path: {encoded} (prompt: {prompt[:60]!r})"
+        for (prompt, response, row), ended in zip(rows, rollout.ended.tolist(), strict=True):
+            try:
+                encoded = encode_example(self.tokenizer, self._example(prompt, response, row))
+            except UserError as reason:
+                problem = f"--reward_model_name_or_path: {reason} (prompt: {prompt[:60]!r})"
                 break
             (answer,) = encoded.answers
             answers.append(answer if ended else answer[:-1])

@@ -87,7 +87,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     # after the flags are checked: it takes seconds
     from datasets import Dataset
 
-    from dschat_ppo.data.prepare import Preparation
+    from dschat_ppo.data.prepare import prepare
     from dschat_ppo.data.sample_text import log_samples
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_files import settings_only
@@ -100,10 +100,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    whole = Preparation(tokenizer=tokenizer, flags=config.data, most_rows=words.rows, **settings_of(config))
-    for source in whole.sources():
-        whole.add(source)
-    rows = whole.mixed()
+    rows = prepare(tokenizer=tokenizer, flags=config.data, most_rows=words.rows, **settings_of(config))
     log_samples(tokenizer, rows.train, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
@@ -113,7 +110,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
 
 
 def settings_of(config: StepConfig) -> dict[str, Any]:
-    """The arguments of `Preparation` that differ between the steps."""
+    """The arguments of `prepare` that differ between the steps."""
     if isinstance(config, PPOConfig):
         limit, paths = config.ppo.max_prompt_seq_len, config.validation.eval_data_path
         return {"use": "prompt", "limit": limit, "eval_paths": paths}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.data import encode
-from dschat_ppo.data.encode import EncodedExample, encode_examples, encode_finished, encode_prompt
+from dschat_ppo.data.encode import encode_example, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import NAMED, named_template, render, turn_end
 from dschat_ppo.errors import UserError
@@ -101,7 +101,7 @@ def test_an_answer_whose_first_token_would_span_the_end_of_the_prompt_is_encoded
     backend = Tokenizer(models.BPE({"a": 0, "\n": 1, "\n\n": 2, ":": 3}, [("\n", "\n")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ':\\n' }}"
-    (found,) = encode_examples(tokenizer, [Example([{"role": "user", "content": "a"}], ["\na"])], False)
+    found = encode_example(tokenizer, Example([{"role": "user", "content": "a"}], ["\na"]))
     assert (found.prompt, found.answers) == ([0, 3, 1], [[1, 0, tokenizer.eos_token_id]])
 
 
@@ -133,19 +133,21 @@ def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     encode_prompt(tokenizer, "a prompt")
     counting = Counting(tokenizer, monkeypatch)
     chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
-    list(encode_examples(tokenizer, [Example(chat, ["lamp", "hall"]) for chat in chats], False))
+    for chat in chats:
+        encode_example(tokenizer, Example(chat, ["lamp", "hall"]))
     assert counting.renderings == 3 * 8
     assert counting.characters < 8 * (1000 + 150)
     counting.characters = 0
     pairs = [(" one", " two"), (" one", " three"), (" two", " three")]  # of one ranked list
-    list(encode_examples(tokenizer, [Example("lamp " * 99, pair) for pair in pairs], False))
+    for pair in pairs:
+        encode_example(tokenizer, Example("lamp " * 99, pair))
     assert counting.characters == len("lamp " * 99 + " one two three")
 
 
 def test_a_row_of_200_000_characters_is_encoded():
     tokenizer = chat_tokenizer("bytes", "chatml")
     ask = [{"role": "user", "content": "one lamp " * 22_222}]
-    (found,) = encode_examples(tokenizer, [Example(ask, ["yes " * 50_000])], False)
+    found = encode_example(tokenizer, Example(ask, ["yes " * 50_000]))
     assert found.prompt == encode_prompt(tokenizer, ask) and len(found.prompt) > 50_000
     assert tokenizer.decode(found.answers[0]) == "yes " * 50_000 + "<|im_end|>"
 
@@ -154,7 +156,7 @@ def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
     tokenizer = addition.make_tokenizer()  # rejects line breaks and letters
     with pytest.raises(Exception, match="UNK"):
         tokenizer.encode("\n")
-    (example,) = encode_examples(tokenizer, [Example("93+21=", ["411"])], False)
+    example = encode_example(tokenizer, Example("93+21=", ["411"]))
     ids = tokenizer.convert_tokens_to_ids
     assert example.prompt == ids(list("93+21=")) and example.answers == [[*ids(list("411")), tokenizer.eos_token_id]]
     assert encode_answer(tokenizer, "93+21=", "411") == example.answers[0]
@@ -163,33 +165,29 @@ def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
 # What cannot be encoded
 
 
-def test_a_row_that_cannot_be_encoded_does_not_disturb_the_others():
-    tokenizer = chat_tokenizer("bytes", "chatml")
-    ask = [{"role": "user", "content": "Where?"}]
-    good = [Example(ask, ["lamp"]), Example("Where?", ["lamp"])]
-    bad = [
-        Example([{"role": "tool", "content": "4"}], []),
+@pytest.mark.parametrize(
+    "example",
+    [
         Example("half a pair: \ud83d", ["lamp"]),
         Example("Where?", ["\ud83d"]),
         Example([{"role": "user", "content": "\ud83d"}], ["lamp"]),
-    ]
-    found = list(encode_examples(tokenizer, [good[0], *bad, good[1]], False))
-    assert [type(each) for each in found] == [EncodedExample, *[UserError] * 4, EncodedExample]
-    assert found[:: len(found) - 1] == list(encode_examples(tokenizer, good, False))
-    assert "no form for the role 'tool'" in str(found[1])
-    assert all("the tokenizer rejects this text" in str(each) for each in found[2:5])
+    ],
+)
+def test_a_text_that_the_tokenizer_rejects(example):
+    with pytest.raises(UserError, match="^the tokenizer rejects this text"):
+        encode_example(chat_tokenizer("bytes", "chatml"), example)
 
 
-def test_nothing_to_encode():
-    assert list(encode_examples(chat_tokenizer("bytes", "chatml"), [], True)) == []
+def test_a_role_that_the_template_rejects():
+    with pytest.raises(UserError, match="no form for the role 'tool'"):
+        encode_example(chat_tokenizer("bytes", "chatml"), Example([{"role": "tool", "content": "4"}], []))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("answer", [" In the hall.", "In the hall.", "  two", "\nA line.", "\n\nHuman"])
 def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer):
     tokenizer = tokenizer_of(kind)
-    (found,) = encode_examples(tokenizer, [Example("Where is it? Answer:", [answer])], False)
-    assert isinstance(found, EncodedExample)
+    found = encode_example(tokenizer, Example("Where is it? Answer:", [answer]))
     assert found.answers[0] == encode_answer(tokenizer, "Where is it? Answer:", answer)
     text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
     whole = tokenizer.decode(tokenizer.encode("Where is it? Answer:" + answer), skip_special_tokens=True)

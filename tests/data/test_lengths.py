@@ -34,7 +34,7 @@ def fit_ids(prompt, answers, limit, policy):
 @pytest.mark.parametrize(
     ("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"),
     [
-        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.WHOLE),
+        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
         ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
         ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
         ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
@@ -47,7 +47,7 @@ def fit_ids(prompt, answers, limit, policy):
         # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
         ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
         ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
-        ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [], Fitted.WHOLE),
+        ([1, 2, 3, 4], [], 4, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [], Fitted.KEPT_WHOLE),
         ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
         ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
         ([1], [[7, 8, 9]], 2, [1], [1], [1], [[7]], A),
@@ -81,7 +81,7 @@ def test_prompt_and_answer_are_never_empty_and_keep_the_limit(prompt_length, len
 
 @pytest.mark.parametrize("policy", ["drop", "error"])
 def test_drop_and_error_policies_do_not_truncate(policy):
-    assert fit_ids([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], Fitted.WHOLE)
+    assert fit_ids([1, 2, 3], [[7, 8]], 5, policy) == ([1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE)
     assert fit_ids([1, 2, 3], [[7, 8]], 4, policy)[2] == Fitted.DROPPED
 
 

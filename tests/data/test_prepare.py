@@ -209,9 +209,9 @@ def test_evaluation_paths_replace_the_held_out_fraction(tmp_path):
 @pytest.mark.parametrize(
     ("use", "fraction", "with_paths", "logged"),
     [
-        ("prompt", None, False, "its 3 evaluation rows are not used; --eval_data_path FILE uses them"),
-        ("prompt", None, True, "its 3 evaluation rows are replaced by those of --eval_data_path"),
-        ("sft", 0.5, True, "its 3 evaluation rows are replaced by those of --eval_data_path"),
+        ("prompt", None, False, "its rows for evaluation are not used; name them with --eval_data_path"),
+        ("prompt", None, True, "its rows for evaluation are replaced by those of --eval_data_path"),
+        ("sft", 0.5, True, "its rows for evaluation are replaced by those of --eval_data_path"),
         ("sft", 0.5, False, None),
     ],
 )
@@ -223,7 +223,7 @@ def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fra
     paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else None
     flags = flags_for(tmp_path, str(folder), use=use)
     prepare(use, TOKENIZER, flags, 64, eval_paths=paths, eval_fraction=fraction)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "evaluation rows" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "rows for evaluation" in line]
     if logged is None:
         assert not lines
     else:

@@ -6,7 +6,7 @@ from test_turn_end import SHAPES, tokenizer_of
 from tiny_tokenizers import KINDS, encode_answer
 from tiny_tokenizers import tokenizer_of as any_tokenizer
 
-from dschat_ppo.data.encode import encode_examples, encode_finished, encode_prompt
+from dschat_ppo.data.encode import encode_example, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import answer_ends
@@ -89,7 +89,7 @@ TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN, {"role": "
 )  # fmt: skip
 def test_each_trained_turn_ends_with_its_end_token(template, earlier, last, ends):
     tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
-    (found,) = encode_examples(tokenizer, [Example(TALK, ["lamp"])], True)
+    found = encode_example(tokenizer, Example(TALK, ["lamp"]), True)
     trained = [tokenizer.decode(found.prompt[start:stop]) for start, stop in found.prompt_spans]
     assert trained == [earlier.format("In the hall."), earlier.format("red.")]
     assert [tokenizer.decode(answer) for answer in found.answers] == [last.format("lamp")]
@@ -115,7 +115,7 @@ def test_four_times_the_turns_are_four_times_the_rendered_characters(template, m
             *[part for number in range(turns) for part in (user(f"q{number:3}"), thinking("x", f"a{number:3}"))],
             ASK,
         ]
-        (found,) = encode_examples(tokenizer, [Example(talk, ["lamp"])], True)
+        found = encode_example(tokenizer, Example(talk, ["lamp"]), True)
         assert len(found.prompt_spans) == turns
         counts.append(sum(map(len, rendered)))
     assert counts[1] < 4.2 * counts[0]
@@ -125,7 +125,7 @@ def test_four_times_the_turns_are_four_times_the_rendered_characters(template, m
 def test_a_text_that_brings_its_own_bos_has_one(kind):
     tokenizer = any_tokenizer(kind)
     with_bos, without = (
-        next(encode_examples(tokenizer, [Example("", [text])], True)) for text in ("<s>In the hall.", "In the hall.")
+        encode_example(tokenizer, Example("", [text]), True) for text in ("<s>In the hall.", "In the hall.")
     )
     ids = [*with_bos.prompt, *with_bos.answers[0]]
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
@@ -138,7 +138,7 @@ def test_a_text_that_brings_its_own_bos_has_one(kind):
 @pytest.mark.parametrize("prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"])
 def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
     tokenizer = tokenizer_of(CHATML, "<|endoftext|>", MARKERS)
-    (found,) = encode_examples(tokenizer, [Example(prompt, [f"In the hall.{end}{after}"])], True)
+    found = encode_example(tokenizer, Example(prompt, [f"In the hall.{end}{after}"]), True)
     assert tokenizer.decode(found.answers[0]) == f"In the hall.{end}"
     assert found.answers == [encode_answer(tokenizer, prompt, f"In the hall.{end}{after}")]
     scored = encode_finished(tokenizer, f"{prompt}In the hall.{end}{after}")

@@ -5,7 +5,7 @@ from datasets import Dataset
 from test_encode import chat_tokenizer
 from tiny_tokenizers import KINDS
 
-from dschat_ppo.data.encode import encode_examples
+from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.sample_text import (
     MOST_CHARACTERS,
@@ -29,7 +29,7 @@ def row_of(encoded) -> dict:
 
 def sample(kind: str, answers: list[str], prompt=TALK) -> str:
     tokenizer = chat_tokenizer(kind, "zephyr")
-    (encoded,) = encode_examples(tokenizer, [Example(prompt, answers)], True)
+    encoded = encode_example(tokenizer, Example(prompt, answers), True)
     return row_sample(tokenizer, row_of(encoded))
 
 
@@ -44,7 +44,7 @@ def test_trained_parts_are_marked(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_marks_are_the_only_change(kind):
     tokenizer = chat_tokenizer(kind, "zephyr")
-    (encoded,) = encode_examples(tokenizer, [Example("Where is it?", [" In the hall."])], True)
+    encoded = encode_example(tokenizer, Example("Where is it?", [" In the hall."]), True)
     text = row_sample(tokenizer, row_of(encoded))
     assert text.replace("⟦", "").replace("⟧", "") == tokenizer.decode(encoded.prompt + encoded.answers[0])
     assert text.startswith(tokenizer.decode(encoded.prompt) + "⟦")
@@ -62,7 +62,7 @@ def test_adjacent_ranges_are_one_part_and_a_boundary_may_split_a_character():
 
 def test_a_long_row_is_shown_by_its_start_and_end():
     tokenizer = chat_tokenizer("letters", "zephyr")
-    (encoded,) = encode_examples(tokenizer, [Example("a" * 3000 + "b", ["c"])], True)
+    encoded = encode_example(tokenizer, Example("a" * 3000 + "b", ["c"]), True)
     row = {"prompt_ids": encoded.prompt, "answers": encoded.answers}
     text = row_sample(tokenizer, row)
     assert text.startswith("aaa") and text.endswith("ab⟦c</s>⟧") and " [...] " in text
@@ -73,7 +73,7 @@ def test_a_long_row_is_shown_by_its_start_and_end():
 
 def test_the_first_row_of_each_data_set_is_logged(said):
     tokenizer = chat_tokenizer("letters", "zephyr")
-    encoded = list(encode_examples(tokenizer, [Example(letter, ["x"]) for letter in "abcd"], True))
+    encoded = [encode_example(tokenizer, Example(letter, ["x"])) for letter in "abcd"]
     rows = Dataset.from_dict(
         {"prompt_ids": [e.prompt for e in encoded], "answers": [e.answers for e in encoded], "source": [1, 1, 0, 0]}
     )
@@ -94,7 +94,7 @@ def test_the_first_row_of_each_data_set_is_logged(said):
 def test_a_chat_prompt_is_shown_with_roles_and_without_special_tokens(template):
     """Zephyr's role marks are text, ChatML's roles stand after a special token, those of Llama 3 between two."""
     tokenizer = chat_tokenizer("bytes", template)
-    (encoded,) = encode_examples(tokenizer, [Example(TALK, [])], True)
+    encoded = encode_example(tokenizer, Example(TALK, []), True)
     assert readable_text(tokenizer, encoded.prompt) == "user: Where is it?\nassistant: In the hall.\nuser: And now?"
 
 
@@ -109,7 +109,7 @@ def test_roles_may_be_special_tokens_and_contents_may_look_like_roles():
 def test_a_text_prompt_is_shown_as_it_is(kind):
     tokenizer = chat_tokenizer(kind, "zephyr")
     for text in ("Where is it?", "user\nWhere is it?\n\nuser: it?"):
-        (encoded,) = encode_examples(tokenizer, [Example(text, [])], True)
+        encoded = encode_example(tokenizer, Example(text, []), True)
         shown = str(tokenizer.decode(encoded.prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         assert readable_text(tokenizer, encoded.prompt) == shown
 
@@ -117,7 +117,7 @@ def test_a_text_prompt_is_shown_as_it_is(kind):
 def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):
     tokenizer = chat_tokenizer("bytes", "zephyr")
     evil = "a\x1b[2Jb\x9b1mc\r\u202ed\te"
-    (encoded,) = encode_examples(tokenizer, [Example([{"role": "user", "content": evil}], [evil])], True)
+    encoded = encode_example(tokenizer, Example([{"role": "user", "content": evil}], [evil]), True)
     rows = {"prompt_ids": [encoded.prompt], "answers": [encoded.answers], "prompt_spans": [[]], "source": [0]}
     log_samples(tokenizer, Dataset.from_dict(rows), ["d"])
     for shown in (capsys.readouterr().out, str(UserError(f"row 1: {evil}"))):

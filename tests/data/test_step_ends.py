@@ -7,7 +7,7 @@ from tiny_tokenizers import KINDS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dschat_ppo.data.encode import encode_examples, joined_steps, labelled_ends, step_ends
+from dschat_ppo.data.encode import encode_example, joined_steps, labelled_ends, step_ends
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
 
@@ -84,7 +84,7 @@ def test_every_step_of_an_encoded_answer_ends_where_its_text_ends(kind, separato
     tokenizer = tokenizer_of(kind)
     steps = ["Where is the lamp.", " In the hall Café 😀" if kind.startswith("bytes") else " In the hall", "Human"]
     example = joined_steps(Example("Q:", steps, labels=(1.0, 0.0, 1.0)), separator)
-    [encoded] = encode_examples(tokenizer, [example], all_turns=False)
+    encoded = encode_example(tokenizer, example)
     answer = encoded.answers[0]
     ends = step_ends(tokenizer, answer, separator)
     assert len(ends) == 3 and ends[-1] == len(answer) - 1

@@ -98,7 +98,7 @@ def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(
     assert len(prepare("sft", TOKENIZER, use, 64, eval_fraction=0.1).eval) == 7
     assert len(prepare("sft", TOKENIZER, use, 64, eval_paths=[write(tmp_path / "e.jsonl", ROWS[:3])]).eval) == 3
     assert prepare("sft", TOKENIZER, use, 64).eval is None
-    assert "(validation) are not used; name them with --eval_data_path" in capsys.readouterr().out
+    assert "its rows for evaluation are not used; name them with --eval_data_path" in capsys.readouterr().out
     alone = prepare("sft", TOKENIZER, flags(tmp_path, str(folder / "train.jsonl")), 64, eval_fraction=0.1)
     assert alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
     assert "--eval_fraction holds no rows out of a stream" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def batch(rows, **changes) -> list[dict]:
     return tokenise_batch(rows, [f"f, row {n + 1}" for n in range(len(rows))], settings(**changes))
 
 
-def numbers(rows: list[dict], code: Fitted = Fitted.WHOLE) -> list[int]:
+def numbers(rows: list[dict], code: Fitted = Fitted.KEPT_WHOLE) -> list[int]:
     return [row["number"] for row in rows if row["fitted"] == code]
 
 
@@ -63,34 +63,40 @@ def test_a_row_gives_none_one_or_several_token_rows():
 def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     rows = [
         {"prompt": "p", "answers": ["a"]}, {"prompt": "", "answers": ["b"]}, {"prompt": "q", "answers": None},
-        {"prompt": "r" * 500, "answers": ["c" * 100, "d"]}, {"prompt": "s", "answers": ["e", "<|end|>"]},
+        {"prompt": "r" * 500, "answers": ["c" * 100, ""]}, {"prompt": "s", "answers": ["e", "<|end|>"]},
         {"prompt": "p", "answers": ["a"]},
     ]  # fmt: skip
     found = batch(rows, truncation="error")
     assert [row["number"] for row in found] == [0, 1, 2, 3, 4, 5], "a row with one bad answer gives no token row"
-    assert (numbers(found), numbers(found, Fitted.TOO_LONG)) == ([0, 5], [3])
-    assert numbers(found, Fitted.UNUSABLE) == [1, 2, 4]
+    assert (numbers(found), numbers(found, Fitted.UNUSABLE)) == ([0, 5], [1, 2, 3, 4])
     problems = [row["problem"] for row in found[1:5]]
     assert problems[0].startswith('f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}\n')
     assert problems[1] == (
         'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}\n\'answers\' is null'
     )
     message, _, reason = problems[2].partition("\n")
-    assert message.endswith(json.dumps(rows[3])[:200] + "...; --truncation left cuts such rows, drop leaves them out")
-    assert reason == "longer than the limit of 64 tokens (--truncation error)"
+    assert message.endswith(json.dumps(rows[3])[:200] + "...") and reason.startswith("the answer is empty")
     assert problems[3].startswith("f, row 5, answer 2: the answer is empty: it has only the final token; the row: ")
+
+
+def test_a_row_over_the_limit_ends_the_reading_where_the_flag_says_so():
+    rows = [{"prompt": "p", "answers": ["a"]}, {"prompt": "r" * 500, "answers": ["c"]}]
+    with pytest.raises(UserError) as raised:
+        batch(rows, truncation="error")
+    assert str(raised.value).startswith("f, row 2: longer than the limit of 64 tokens (--truncation error); the row: {")
+    assert str(raised.value).endswith("rrr...; --truncation left cuts such rows, drop leaves them out")
 
 
 def test_tokens_are_counted_before_the_limit_and_those_of_blocks_after_it():
     assert [row["tokens"] for row in batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)] == [30 + 4]
     form = replace(FORM, kind=Kind("text", {}, {"sft": ""}, lambda cells, use: ("", [Answer(cells.row["text"])])))
     blocks = batch([{"text": "a" * 6}], form=form, limit=4)  # 7 tokens
-    assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCK)] * 2
+    assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
 
 
 def test_rows_that_the_limit_drops_are_marked():
     found = batch([{"prompt": "p", "answers": ["a" * 50, "b"]}], limit=20, truncation="drop")
-    assert [row["fitted"] for row in found] == [Fitted.DROPPED, Fitted.WHOLE]
+    assert [row["fitted"] for row in found] == [Fitted.DROPPED, Fitted.KEPT_WHOLE]
 
 
 def test_the_first_token_of_plain_text_is_its_prompt():

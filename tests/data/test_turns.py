@@ -6,7 +6,7 @@ import pytest
 from test_encode import CASES, TEMPLATES, chat_tokenizer
 from tiny_tokenizers import KINDS, tokenizer_of
 
-from dschat_ppo.data.encode import encode_examples, encode_prompt, token_spans
+from dschat_ppo.data.encode import encode_example, encode_prompt, token_spans
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import NAMED, turn_end
 from dschat_ppo.errors import UserError
@@ -31,9 +31,7 @@ OPENS_THINKING = DROPS_THINKING.replace("assistant\n{% endif", "assistant\n<thin
 
 def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
     """The text of each earlier answer; checks that the ids are those of the prompt."""
-    (found,) = encode_examples(tokenizer, [Example(prompt, ["lamp"], tools=tools)], True)
-    if isinstance(found, UserError):
-        raise found
+    found = encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools), True)
     assert found.prompt == encode_prompt(tokenizer, prompt, tools)
     ids, texts = found.prompt, []
     for start, stop in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
@@ -92,7 +90,7 @@ def test_thinking_that_the_template_drops_is_not_trained(kind, template):
 def test_an_answer_that_repeats_its_question():
     same = [{"role": role, "content": "the hall"} for role in ("user", "assistant", "user")]
     tokenizer = templated("bytes", DROPS_THINKING)
-    (found,) = encode_examples(tokenizer, [Example(same, ["lamp"])], True)
+    found = encode_example(tokenizer, Example(same, ["lamp"]), True)
     header = len(tokenizer.encode("<|im_start|>user\nthe hall<|im_end|>\n<|im_start|>assistant\n"))
     length = len(tokenizer.encode("the hall<|im_end|>"))
     assert found.prompt_spans == [(header, header + length)]
@@ -185,7 +183,7 @@ def test_an_answer_that_cannot_be_found_is_refused(template):
 
 def test_without_all_turns_there_are_no_spans():
     tokenizer = chat_tokenizer("bytes", "chatml")
-    both = [next(encode_examples(tokenizer, [Example(TALK, ["lamp"])], all_turns)) for all_turns in (False, True)]
+    both = [encode_example(tokenizer, Example(TALK, ["lamp"]), all_turns) for all_turns in (False, True)]
     assert both[0].prompt_spans == []
     assert (both[0].prompt, both[0].answers) == (both[1].prompt, both[1].answers)
 
