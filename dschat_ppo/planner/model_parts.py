@@ -202,27 +202,20 @@ def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, boo
     """Bytes that a forward pass over `tokens` tokens saves: each piece of memory once, by the layer in which it is
     saved first (-1: outside the layers), and whether inside a tiled MLP."""
     config, before = backbone.config, backbone.config._attn_implementation
-    layer, in_mlp, sizes = -1, False, dict[tuple[int, bool], int]()
+    place, sizes = {"layer": -1, "in_mlp": False}, dict[tuple[int, bool], int]()  # where the forward pass is
     known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in backbone.parameters()}
 
     def save(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         if memory._cdata not in known:
             known[memory._cdata] = memory  # kept, so that its number is not used again
-            sizes[layer, in_mlp] = sizes.get((layer, in_mlp), 0) + memory.nbytes()
+            here = (place["layer"], bool(place["in_mlp"]))
+            sizes[here] = sizes.get(here, 0) + memory.nbytes()
         return tensor
 
-    def note_layer(number: int) -> None:
-        nonlocal layer
-        layer = number
-
-    def note_mlp(inside: bool) -> None:
-        nonlocal in_mlp
-        in_mlp = inside
-
-    def around(module: nn.Module, note: Callable[[Any], None], inside: object, outside: object) -> None:
-        stack.callback(module.register_forward_pre_hook(lambda *_: note(inside)).remove)
-        stack.callback(module.register_forward_hook(lambda *_: note(outside)).remove)
+    def around(module: nn.Module, inside: dict[str, int], outside: dict[str, int]) -> None:
+        stack.callback(module.register_forward_pre_hook(lambda *_: place.update(inside)).remove)
+        stack.callback(module.register_forward_hook(lambda *_: place.update(outside)).remove)
 
     backbone.train()
     with ExitStack() as stack:
@@ -232,9 +225,9 @@ def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, boo
         backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
         stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
         for number, module in enumerate(decoder_layers(backbone)):
-            around(module, note_layer, number, -1)
+            around(module, {"layer": number}, {"layer": -1})
         for module in mlps_of(backbone)[0] if tiled else []:
-            around(module, note_mlp, True, False)
+            around(module, {"in_mlp": True}, {"in_mlp": False})
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))

@@ -55,52 +55,43 @@ class Plan:
         return Memory(device, ranks * (total.host + HOST_PROCESS) + phase.once)
 
     @property
-    def device_peak(self) -> Phase:
-        """The phase that needs most of the device (on a CPU, of the host)."""
-        return max(self.phases, key=lambda phase: self.needs(phase).device) if self.device_memory else self.host_peak
-
-    @property
-    def host_peak(self) -> Phase:
-        """The phase that needs most of the host."""
-        return max(self.phases, key=lambda phase: self.needs(phase).host)
+    def peaks(self) -> list[tuple[Phase, int, int]]:
+        """(phase, bytes that it needs, bytes that there are): of the phase that needs most of a device, which is left
+        out on a CPU, and of the one that needs most of a host."""
+        found = []
+        for kind, memory in (("device", self.device_memory), ("host", self.host_memory)):
+            needs = [getattr(self.needs(phase), kind) for phase in self.phases]
+            found.append((self.phases[needs.index(max(needs))], max(needs), memory))
+        return found if self.device_memory else found[1:]
 
     @property
     def missing(self) -> int:
         """Bytes of a device and of a host that a plan which fits would need less."""
-        device = self.needs(self.device_peak).device - usable(self.device_memory) if self.device_memory else 0
-        return max(0, device) + max(0, self.needs(self.host_peak).host - usable(self.host_memory))
+        return sum(max(0, needs - usable(memory)) for _, needs, memory in self.peaks)
 
     @property
     def fits(self) -> bool:
         """Whether each phase fits into device and host memory, and leaves `MARGIN` of both free."""
-        return not self.shortages()
+        return self.missing == 0
 
     def shortages(self) -> list[str]:
         """One line for each kind of memory that is too small; empty if the run fits."""
-        device, host, found = self.device_peak, self.host_peak, []
-        if self.device_memory and self.needs(device).device > usable(self.device_memory):
-            found.append(
-                f"the phase '{device.name}' needs about {_gib(self.needs(device).device)} of a device, and "
-                f"{_gib(usable(self.device_memory))} of its {_gib(self.device_memory)} are to be used"
-            )
-        if self.needs(host).host > usable(self.host_memory):
-            found.append(
-                f"the phase '{host.name}' needs about {_gib(self.needs(host).host)} of host memory for "
-                f"{counted(self.ranks_per_node, 'rank')}, and {_gib(usable(self.host_memory))} of "
-                f"{_gib(self.host_memory)} are to be used"
-            )
-        return found
+        of_host = f"of host memory for {counted(self.ranks_per_node, 'rank')}"
+        return [
+            f"the phase '{phase.name}' needs about {_gib(needs)} {what}, and {_gib(usable(memory))} of {_gib(memory)} "
+            "are to be used"
+            for (phase, needs, memory), what in zip(reversed(self.peaks), (of_host, "of a device"), strict=False)
+            if needs > usable(memory)
+        ][::-1]
 
     def peak_text(self) -> str:
         """The peaks, and the memory that there is."""
-        host = f"{_gib(self.needs(self.host_peak).host)} of {_gib(self.host_memory)} of host memory"
-        if not self.device_memory:
-            return host
-        return f"{_gib(self.needs(self.device_peak).device)} of {_gib(self.device_memory)} per device, {host}"
+        *device, host = (f"{_gib(needs)} of {_gib(memory)}" for _, needs, memory in self.peaks)
+        return ", ".join([*(f"{each} per device" for each in device), f"{host} of host memory"])
 
     def short_lines(self) -> list[str]:
         """One or two lines for the start of a run: the peak, and what is too small."""
-        where = f"phase '{self.device_peak.name}'; python -m dschat_ppo.tools.plan shows the parts"
+        where = f"phase '{self.peaks[0][0].name}'; python -m dschat_ppo.tools.plan shows the parts"
         lines = [f"expected peak: {self.peak_text()} ({where})"]
         if shortages := self.shortages():
             lines.append(f"may run out of memory: {'; '.join(shortages)}")

@@ -9,6 +9,7 @@ from typing import Any
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
+from dschat_ppo.models.micro_batches import COPIED
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.role_memory import FP32, Memory, Role
 from dschat_ppo.rollout.memory import LOGITS_BYTES
@@ -100,26 +101,22 @@ def ppo_phases(
     """The phases of step 3, and the number of sequences that are decoded at a time. `device_memory`: bytes that this
     rank's tensors may take; `sleeps`: whether tensors sleep in the rollout."""
     ppo, ema = config.ppo, config.ppo.enable_ema
-    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    # answers that share their prompt (`models/micro_batches.py`): where an update has all answers to its prompts
+    answers = plan.samples if plan.rollout_rows == plan.global_batch else 1
+    prompt, group = ppo.max_prompt_seq_len, ppo.max_prompt_seq_len + answers * ppo.max_answer_seq_len
     # tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it
-    budget = max(longest, plan.micro_batch_tokens // longest * longest)
-    tokens = -(-min(budget, plan.rows_per_rank * plan.shared * longest) // plan.shared)
-    scored = -(-tokens * ppo.max_answer_seq_len // longest)  # of answers
-    micro_batches = -(-plan.rows_per_rank * longest * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
-    # the rows of a PPO step, which every rank holds: 9 bytes (id, mask) for each token of the prompt, and 41 for each
-    # of the answer (id, two masks, and six or seven fp32 numbers, such as log-probs, values and advantages)
-    experience = Memory.of(
-        plan.rollout_rows * (9 * ppo.max_prompt_seq_len + 41 * ppo.max_answer_seq_len),
-        config.ppo_memory.experience_on_host and roles[0].on_gpu,
-    )
+    groups = plan.micro_batch_tokens // (group + (answers - 1) * (prompt // COPIED))
+    budget = max(prompt + ppo.max_answer_seq_len, groups * group or plan.micro_batch_tokens)
+    all_tokens = plan.rows_per_rank * group // answers
+    tokens = -(-min(budget, all_tokens * plan.shared) // plan.shared)
+    scored = -(-tokens * answers * ppo.max_answer_seq_len // group)  # of answers
+    micro_batches = -(-all_tokens * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
     rollout, rows = _rollout_phase(config, plan, roles, actor_config, device_memory, sleeps)
     phases = [rollout, _score_phase(roles, tokens, scored, ema)]
     phases += [
         update_phase(f"{role.name} update", role, roles, tokens, scored, micro_batches, config, ema)
         for role in roles if role.trained
     ]  # fmt: skip
-    for phase in phases[1:]:
-        phase.add("experience", "buffers", experience)
     phases.append(checkpoint_phase(roles, ema))
     if sleeps:
         for phase in phases[1:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)
