@@ -15,7 +15,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import ChatModel, conversation
 from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings
-from dschat_ppo.tools.web_server import OWN_NAMES, RefusedError, check_origin, serve_until_stopped
+from dschat_ppo.tools.web_server import refuse_other_hosts, serve_until_stopped
 
 # gradio's scripts and styles are inline in part; "self" keeps the page from everything that is not this server
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'; form-action 'none'"
@@ -32,7 +32,6 @@ def page(models: Sequence[ChatModel], settings: SamplingSettings, system: str) -
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import
     import gradio as gr
     from fastapi import FastAPI
-    from fastapi.responses import PlainTextResponse
 
     def shown(message: Any, number: int, turns: Turns, remark: str = "") -> tuple[Any, ...]:
         """The values of `outputs`."""
@@ -112,12 +111,10 @@ def page(models: Sequence[ChatModel], settings: SamplingSettings, system: str) -
         theme=gr.themes.Default(font=_FONTS),
     )  # fmt: skip
 
+    refuse_other_hosts(app)
+
     @app.middleware("http")
-    async def checked(request: Any, call_next: Any) -> Any:
-        try:
-            check_origin(request.headers, OWN_NAMES)
-        except RefusedError as problem:
-            return PlainTextResponse(str(problem), problem.status)
+    async def with_policy(request: Any, call_next: Any) -> Any:
         reply = await call_next(request)
         reply.headers["content-security-policy"] = _POLICY
         return reply

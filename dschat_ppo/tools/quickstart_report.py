@@ -32,8 +32,6 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.errors import escaped
-from dschat_ppo.html_report.page import REPORT
-from dschat_ppo.html_report.write_report import write_report
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
@@ -178,8 +176,6 @@ def main() -> None:
     quiet_libraries()
     summary, samples, to_ask = measure(args.out, args.seed)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    for step in ("sft", "reward", "ppo"):  # again, with links to the steps that came after it
-        write_report([args.out / step], args.out / step / REPORT)
     show(summary, samples, to_ask, args.out)
 
 

@@ -3,10 +3,9 @@
     python -m dschat_ppo.tools.serve_reward --model M [--host 127.0.0.1] [--port 5000]
 
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
-request may also hold "prompts" and "labels" of the same length; they have no effect. Each text is scored at its final
-token: the chat template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies
-`{"status": "ok"}`. Errors are `{"error": reason}` with status 400 (invalid request), 403 (another host, or a web site
-sends it), 404 (another path) or 500 (the model failed).
+request may also hold "prompts" and "labels"; they have no effect. Each text is scored at its final token: the chat
+template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies `{"status": "ok"}`. Errors are
+FastAPI's: status 422 (invalid request), 400 (another host), 404 (another path) or 500 (the model failed).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.
@@ -25,61 +24,34 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.exit_codes import exit_code_of
-from dschat_ppo.tools.web_server import OWN_NAMES, RefusedError, check_origin, listen, serve_until_stopped
+from dschat_ppo.tools.web_server import OWN_NAMES, listen, refuse_other_hosts, serve_until_stopped
 
 
-def reward_app(score: Callable[[Sequence[str]], list[float]], names: tuple[str, ...] | None = OWN_NAMES) -> Any:
-    """The ASGI application of the server; `names` are the hosts that a request may name, None for any. `score` is
-    called in one thread at a time."""
-    from fastapi import Body, FastAPI
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
-    from starlette.exceptions import HTTPException
+def reward_app(score: Callable[[Sequence[str]], list[float]], is_open: bool = False) -> Any:
+    """The ASGI application of the server, which only answers this machine unless it `is_open`. `score` is called in one
+    thread at a time. If it raises, the reply is status 500, and the log has the traceback."""
+    from fastapi import Body, FastAPI, HTTPException
 
     app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
-    turn, texts, no_prompts, no_labels = asyncio.Lock(), Body(), Body(None), Body(None)
-
-    @app.middleware("http")
-    async def checked(request: Any, call_next: Any) -> Any:
-        try:
-            check_origin(request.headers, names)
-            return await call_next(request)
-        except RefusedError as problem:
-            return JSONResponse({"error": str(problem)}, problem.status)
+    turn, texts = asyncio.Lock(), Body(embed=True)
+    if not is_open:
+        refuse_other_hosts(app)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.post("/get_reward")
-    async def get_reward(
-        query: list[str] = texts, prompts: list[Any] | None = no_prompts, labels: list[Any] | None = no_labels
-    ) -> dict[str, list[float]]:
-        for name, column in (("prompts", prompts), ("labels", labels)):
-            if column is not None and len(column) != len(query):
-                raise RefusedError(400, f'"{name}" must be a list of the same length as "query" ({len(query)})')
+    async def get_reward(query: list[str] = texts) -> dict[str, list[float]]:
         try:
             "".join(query).encode()
         except UnicodeEncodeError:  # JSON can hold half a surrogate pair
-            raise RefusedError(400, '"query" holds half a surrogate pair, which is not valid text') from None
-        try:
-            async with turn:
-                scores = await asyncio.to_thread(score, query) if query else []
-        except (RuntimeError, ValueError, IndexError) as problem:  # torch raises RuntimeError when out of memory
-            print_line(f"a batch failed: {type(problem).__name__}: {problem}")
-            raise RefusedError(500, f"the model failed: {type(problem).__name__}") from None
+            raise HTTPException(422, "a text holds half a surrogate pair") from None
+        async with turn:
+            scores = await asyncio.to_thread(score, query) if query else []
         if not all(map(math.isfinite, scores)):
-            raise RefusedError(500, "a score is not finite")
+            raise HTTPException(500, "a score is not finite")
         return {"rewards": scores}
-
-    @app.exception_handler(HTTPException)
-    async def refused(_: Any, problem: HTTPException) -> Any:
-        return JSONResponse({"error": problem.detail}, problem.status_code)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Any, problem: RequestValidationError) -> Any:
-        first = problem.errors()[0]  # its place is "body", then the field or the position in the text
-        return JSONResponse({"error": f'"{".".join(map(str, first["loc"][1:]))}": {first["msg"]}'}, 400)
 
     return app
 
@@ -114,9 +86,9 @@ def serve(argv: Sequence[str]) -> None:
 
     quiet_libraries()
     scorer = TextScorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
-    names = OWN_NAMES if host in OWN_NAMES else None  # of another address, clients choose the name
     print_line(f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
-    serve_until_stopped(reward_app(scorer, names), listening)
+    # clients of another address choose its name
+    serve_until_stopped(reward_app(scorer, is_open=host not in OWN_NAMES), listening)
     print_line("all requests answered; stopped")
 
 

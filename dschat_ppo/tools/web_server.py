@@ -1,24 +1,14 @@
-"""What the HTTP servers of this package share: a socket, a clean end, and the refusal of requests."""
+"""What the HTTP servers of this package share: a socket, a clean end, and the refusal of web sites."""
 
 from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from dschat_ppo.errors import UserError
 
-OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
-
-
-class RefusedError(Exception):
-    """A request that gets an error reply with `status` and a reason."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(reason)
-        self.status = status
+OWN_NAMES = ["127.0.0.1", "localhost"]  # of this machine, also through an SSH tunnel from another port
 
 
 def listen(host: str, port: int, flags: str) -> socket.socket:
@@ -52,17 +42,9 @@ def server_options(app: Any, **options: Any) -> Any:
     return uvicorn.Config(app, **(given | options))
 
 
-def check_origin(headers: Mapping[str, str], names: tuple[str, ...] | None) -> None:
-    """Refuse (`RefusedError`) a request that a page of a web site sends, also from a name that was rebound to this
-    machine. `headers` are in lower case. `names` are the hosts that a request may name; None: any. A request without a
-    host is of no browser."""
-    host, origin = headers.get("host"), headers.get("origin")
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:  # it is malformed
-        name = None
-    if names is not None and host is not None and name not in names:
-        raise RefusedError(403, f"the host {host!r} is not this machine; use http://{OWN_NAMES[0]}:PORT/")
-    site = headers.get("sec-fetch-site", "none")
-    if origin not in (None, f"http://{host}") or site not in ("none", "same-origin"):
-        raise RefusedError(403, "requests from other sites are refused")
+def refuse_other_hosts(app: Any) -> None:
+    """Let an application that listens on this machine answer requests for `OWN_NAMES` only: a web site can give a name
+    of its own the address of this machine, and would then be allowed to read the replies."""
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=OWN_NAMES)
