@@ -21,7 +21,6 @@ from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
 from dschat_ppo.html_report.write_report import report_run
-from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
@@ -35,14 +34,8 @@ from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
 from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.rewards.learned_reward import (
-    SEPARATOR,
-    STATISTICS,
-    StandardisedReward,
-    model_reward,
-    saved_statistics,
-)
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
+from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.output_folder import remove_checkpoints
 from dschat_ppo.session.start_and_end import changes_of, show_end, show_models, tool_command, write_validation
@@ -148,7 +141,7 @@ def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool)
 
 def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
-) -> RewardSource | None:
+) -> ModelReward | None:
     """The reward model as a reward source, or None if there is none."""
     if engines.reward is None or config.reward_folder is None:
         return None
@@ -156,13 +149,10 @@ def learned_reward(
     own = reward_tokenizer(config, folder, tokenizer)
     if own is not None:
         logger().info("the reward model has its own tokenizer: answers are tokenised again for it")
-    source: RewardSource = model_reward(
-        engines.reward, folder, tokenizer, own, config.rewards.process_reward, batch_tokens
+    standardise = config.algorithm.normalize_rewards == "model"
+    return model_reward(
+        engines.reward, folder, tokenizer, own, config.rewards.process_reward, batch_tokens, standardise
     )
-    if config.algorithm.normalize_rewards == "model":
-        statistics = saved_statistics(load_config(folder, config.reward_flag), config.reward_folder)
-        source = StandardisedReward(source, *statistics)
-    return source
 
 
 def evaluation_of(

@@ -23,7 +23,7 @@ from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.shared_prompts import common_beginnings
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.rewards.reward_source import RewardRequest, RewardSource, raise_on_any_rank
+from dschat_ppo.rewards.reward_source import RewardRequest, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
@@ -55,26 +55,47 @@ class StepScoring:
 
 
 class ModelReward:
-    """Scores a rollout with a reward model that has the actor's vocabulary.
+    """Scores with a reward model.
 
-    `engine`: around a `ScalarModel`, or the model itself. `batch_tokens`: most tokens of a forward pass when called as
-    a reward source. `steps` aggregates the scores of an answer's steps; None takes the score at the last token.
+    Attributes:
+        engine: around a `ScalarModel`, or the model itself.
+        batch_tokens: most tokens of a forward pass when called as a reward source.
+        steps: aggregates the scores of an answer's steps; None takes the score at the last token.
+        own: the tokenizer of a reward model with another vocabulary than the actor's, which encodes texts again.
+        max_length: with `own`, longer sequences lose their start.
+        moments: mean and standard deviation by which scores are standardised; None: they are not.
     """
 
     name = "model"
 
-    def __init__(self, engine: Model, batch_tokens: int = BATCH_TOKENS, steps: StepScoring | None = None):
+    def __init__(
+        self, engine: Model, batch_tokens: int = BATCH_TOKENS, steps: StepScoring | None = None,
+        own: PreTrainedTokenizerBase | None = None, max_length: int = sys.maxsize,
+        moments: tuple[float, float] | None = None,
+    ):  # fmt: skip
         self.engine = engine
         self.batch_tokens = batch_tokens
         self.steps = steps
+        self.own = own
+        self.max_length = max_length
+        self.moments = moments
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, `scores` or those of `steps`, in several passes. Collective: all ranks run equally many passes."""
-        answers = []
-        if self.steps is not None:
-            rows = zip(rollout.response_ids, rollout.response_mask, strict=True)
-            answers = [ids[mask].tolist() for ids, mask in rows]
-        return scores_in_batches(self.engine, *full_sequences(rollout), self.batch_tokens, self.steps, answers)
+        """(B,) fp32, `scores` or those of `steps`, in several passes. Collective: all ranks run equally many passes. If
+        the tokenizer or the template of the reward model rejects a row of some rank, every rank raises
+        `RewardServiceError`."""
+        if self.own is None:
+            (input_ids, lengths), answers = full_sequences(rollout), list[list[int]]()
+            if self.steps is not None:
+                rows = zip(rollout.response_ids, rollout.response_mask, strict=True)
+                answers = [ids[mask].tolist() for ids, mask in rows]
+        else:
+            sequences, answers = self._encoded_again(self.own, request, rollout)
+            input_ids, lengths = right_padded(sequences, filler_id(self.own))
+            device = rollout.response_ids.device
+            input_ids, lengths = input_ids.to(device), lengths.to(device)
+        scores = scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
+        return scores if self.moments is None else (scores - self.moments[0]) / self.moments[1]
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
@@ -82,43 +103,21 @@ class ModelReward:
         response is scored at the last token of its prompt."""
         return self.engine(*full_sequences(rollout), last_only=True)
 
+    def _encoded_again(
+        self, own: PreTrainedTokenizerBase, request: RewardRequest, rollout: Rollout
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """The token ids of each prompt with its response, and of the response alone.
 
-class RetokenizedModelReward:
-    """Scores text with a reward model whose tokenizer differs from the actor's. Sequences longer than `max_length`
-    tokens lose their start. Other arguments as for `ModelReward`; `tokenizer` and `steps` are the reward model's."""
-
-    name = "model"
-
-    def __init__(
-        self,
-        engine: Model,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        device: torch.device,
-        batch_tokens: int = BATCH_TOKENS,
-        steps: StepScoring | None = None,
-    ):
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.device = device
-        self.batch_tokens = batch_tokens
-        self.steps = steps
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """Score at the final token of prompt + response, or that of `steps`, (B,) fp32. Collective, as `ModelReward`.
-
-        A response that the length limit cut has no final token, as with `ModelReward`. If the row holds chat messages
+        A response that the length limit cut has no final token, as in the rollout. If the row holds chat messages
         (`_messages`, which data preparation adds to rows of every chat form) and the reward model's tokenizer has a
         chat template, the template renders them with the response as the assistant's answer; otherwise the prompt's
-        text is used. If the template or the tokenizer rejects a row of some rank, every rank
-        raises a `RewardServiceError`.
+        text is used.
         """
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
         for (prompt, response, row), ended in zip(rows, rollout.ended.tolist(), strict=True):
             try:
-                encoded = encode_example(self.tokenizer, self._example(prompt, response, row))
+                encoded = encode_example(own, _example(own, prompt, response, row))
             except UserError as reason:
                 problem = f"--reward_model_name_or_path: {reason} (prompt: {prompt[:60]!r})"
                 break
@@ -133,31 +132,30 @@ class RetokenizedModelReward:
                 f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the reward model's "
                 f"{self.max_length} tokens (its max_position_embeddings); their start was cut off"
             )
-        input_ids, lengths = right_padded(sequences, filler_id(self.tokenizer))
-        input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
-        return scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
+        return sequences, answers
 
-    def _example(self, prompt: str, response: str, row: dict[str, Any]) -> Example:
-        """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
-        messages = row.get(MESSAGES)
-        if messages is None or self.tokenizer.chat_template is None:
-            return Example(prompt, [response])
-        # The space that some templates write before an answer is not a part of it; thinking that they open is.
-        opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
-        return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
+
+def _example(own: PreTrainedTokenizerBase, prompt: str, response: str, row: dict[str, Any]) -> Example:
+    """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
+    messages = row.get(MESSAGES)
+    if messages is None or own.chat_template is None:
+        return Example(prompt, [response])
+    # The space that some templates write before an answer is not a part of it; thinking that they open is.
+    opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
+    return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
 
 
 def model_reward(
     engine: Model, folder: str, tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase | None,
-    how: StepAggregation | None, batch_tokens: int,
-) -> ModelReward | RetokenizedModelReward:  # fmt: skip
+    how: StepAggregation | None, batch_tokens: int, standardise: bool = False,
+) -> ModelReward:  # fmt: skip
     """The reward model in `folder` as a reward source. `tokenizer` is the actor's; `own` is the reward model's if its
-    vocabulary differs. `how`: of a process reward model."""
+    vocabulary differs. `how`: of a process reward model. `standardise`: by the moments of its scores on the evaluation
+    data of step 2."""
     config = load_config(folder, "--reward_model_name_or_path")
     steps = None if how is None else StepScoring(own or tokenizer, saved_separator(config, folder), how)
-    if own is None:
-        return ModelReward(engine, batch_tokens, steps)
-    return RetokenizedModelReward(engine, own, most_tokens(config), dist.device(), batch_tokens, steps)
+    moments = saved_statistics(config, folder) if standardise else None
+    return ModelReward(engine, batch_tokens, steps, own, most_tokens(config), moments)
 
 
 @torch.no_grad()
@@ -192,24 +190,6 @@ def scores_in_batches(
             values = engine(input_ids[part, :width], lengths[part])  # (b, width)
             scores[part] = aggregate_steps(values, step_mask[part, :width], steps.how)
     return scores.chunk(dist.sequence_ranks())[dist.sequence_rank()]
-
-
-class StandardisedReward:
-    """`(score - mean) / std` of another reward source, by the moments of its scores on the evaluation data."""
-
-    def __init__(self, source: RewardSource, mean: float, std: float):
-        self.source = source
-        self.mean = mean
-        self.std = std
-
-    @property
-    def name(self) -> str:
-        """The name of the other source."""
-        return self.source.name
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32."""
-        return (self.source(request, rollout) - self.mean) / self.std
 
 
 def most_tokens(config: PretrainedConfig) -> int:

@@ -15,7 +15,6 @@ from dschat_ppo.rewards import learned_reward as rewards_model
 from dschat_ppo.rewards import reward_source
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
-    RetokenizedModelReward,
     StepScoring,
     saved_separator,
     scores_in_batches,
@@ -117,12 +116,14 @@ def test_a_model_with_the_actors_vocabulary(engine):
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert counting.shapes == [(2, 4), (1, 2)]
     assert ModelReward(engine).scores(rollout).tolist() == pytest.approx(expected, abs=1e-5)
+    standardised = ModelReward(engine, moments=(2.0, 4.0))(request(*[("", "", {})] * 3), rollout)
+    assert standardised.tolist() == pytest.approx([(score - 2) / 4 for score in expected], abs=1e-5)
 
 
 def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
     reasons = torch.zeros(len(rows), dtype=torch.int8) if ended is None else torch.where(torch.tensor(ended), 0, 2)
     rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
-    return RetokenizedModelReward(engine, tokenizer, max_length, torch.device("cpu"), **others)(request(*rows), rollout)
+    return ModelReward(engine, own=tokenizer, max_length=max_length, **others)(request(*rows), rollout)
 
 
 def test_text_is_retokenised_and_ends_with_eos(engine, tokenizer):

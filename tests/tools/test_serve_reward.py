@@ -157,7 +157,8 @@ def test_other_paths_are_rejected(address, path, body):
 
 BAD = {
     b"": "query", b"hello": "JSON decode error", b"[]": "query", b"{}": "query", b'{"query": "a"}': "query",
-    b'{"query": ["\\ud800"]}': "surrogate", b"[" * 9000: "parsing the body", b'{"query": [1]}': "query", b'{"query": ["a", null]}': "query", b'{"query": {"a": 1}}': "query",
+    b'{"query": ["\\ud800"]}': "surrogate", b"[" * 9000: "parsing the body", b'{"query": [1]}': "query",
+    b'{"query": ["a", null]}': "query", b'{"query": {"a": 1}}': "query",
 }  # fmt: skip
 
 
