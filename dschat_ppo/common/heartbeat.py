@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,6 @@ class _State:
     last: float
     pauses: int = 0
     stopped: float = 0.0
-    listener: Callable[[float], None] | None = None
 
 
 _STATE = _State(time.monotonic())
@@ -53,8 +52,6 @@ def note_stop(seconds: float) -> None:
 def heartbeat() -> None:
     """Report progress: call it in every loop whose iterations take less than the watchdog's limit. Cheap."""
     _STATE.last = running_clock()
-    if _STATE.listener is not None:
-        _STATE.listener(_STATE.last)
 
 
 @contextmanager
@@ -77,8 +74,3 @@ def idle_seconds() -> float:
 def watchdog_is_paused() -> bool:
     """Whether a block of `watchdog_paused` is open."""
     return _STATE.pauses > 0
-
-
-def on_heartbeat(listener: Callable[[float], None] | None) -> None:
-    """Call `listener` with the time of each heartbeat, in place of the listener before; None removes it."""
-    _STATE.listener = listener

@@ -25,7 +25,7 @@ from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.heartbeat import heartbeat, on_heartbeat
+from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
@@ -238,7 +238,6 @@ def _serve(pipe: Connection, other_end: Connection, chunks_from: Callable[[int, 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # DeepSpeed's launcher sends them to all descendants
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL)
-    on_heartbeat(None)  # its timer belongs to the rank
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
     made: Iterator[Any] = iter(())
     answer: Any

@@ -54,11 +54,11 @@ def command_line(pid: int) -> list[str]:
     return text.split("\0")[:-1]
 
 
-def ancestor(word: str) -> tuple[int, Process] | None:
-    """The nearest process above this one that has `word` in its command line, and its number."""
+def ancestor(word: str) -> int | None:
+    """The number of the nearest process above this one that has `word` in its command line."""
     pid = os.getpid()
     while (process := find_process(pid)) is not None:
         if word in command_line(pid):
-            return pid, process
+            return pid
         pid = process.parent
     return None

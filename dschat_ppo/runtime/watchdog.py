@@ -9,7 +9,6 @@ needs no GIL, writes the stacks and ends the process a little later with exit co
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import sys
 import tempfile
@@ -31,7 +30,6 @@ POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 2.0  # this thread has not run for so long: the process was stopped
 _STACKS_SECONDS = 5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
 _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
-_REARM_SECONDS = 1.0
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
 
@@ -44,39 +42,21 @@ class _Watchdog:
         self.limit: float | None = None
         self._stop_is_known = False  # all ranks of this machine know of the stop request
         self._ended = threading.Event()
-        self._arming = threading.Lock()
-        self._armed_at = -math.inf
         self._since: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def set_limit(self, seconds: float) -> None:
         """Measure the time without progress from now on."""
-        self.limit = seconds
-        heartbeat.on_heartbeat(self._arm)
         heartbeat.heartbeat()
+        self.limit = seconds
+        self._arm_faulthandler()
 
     def end(self) -> None:
         """End the thread and disarm faulthandler."""
         self._ended.set()
-        heartbeat.on_heartbeat(None)
-        with self._arming:
-            faulthandler.cancel_dump_traceback_later()
         self._thread.join()
-
-    def _arm(self, now: float) -> None:
-        """Restart faulthandler's timer, at most once a second; cancel it inside `watchdog_paused`."""
-        if self.limit is None or not self._arming.acquire(blocking=False):
-            return
-        try:
-            if heartbeat.watchdog_is_paused():
-                faulthandler.cancel_dump_traceback_later()
-                self._armed_at = -math.inf
-            elif now - self._armed_at >= _REARM_SECONDS:
-                faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
-                self._armed_at = now
-        finally:
-            self._arming.release()
+        faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
         polled = time.monotonic()
@@ -85,6 +65,7 @@ class _Watchdog:
             if now - polled > _STOPPED_SECONDS:
                 heartbeat.note_stop(now - polled)
             polled = now
+            self._arm_faulthandler()
             leave_dead_terminal()
             self._pass_on_stop_request()
             # for two polls: after a suspension the other ranks need one to report their progress
@@ -97,11 +78,23 @@ class _Watchdog:
                 if self._has_lasted("lost", bool(self.record.lost_ranks()), LOST_SECONDS):
                     self._end_without_lost_rank()
             elif first.hung or (hangs and is_stopping):
-                self._end_with_stacks(is_stopping or first.rank == ranks.rank())
+                idle, logs = f"{heartbeat.idle_seconds():.0f}", log_path()
+                text = f"rank {ranks.rank()} has made no progress for {idle} s: {where()}\n{_stacks()}"
+                hint = f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""
+                prints = is_stopping or first.rank == ranks.rank()
+                self._end(RANK_LOST, text, text + hint if prints else "", waits=True)
             elif first.code and first.rank != ranks.rank() and self._has_lasted("failed", True, FAILED_SECONDS):
                 # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
-                write_to_log(f"ends because rank {first.rank} failed\n{_stacks()}")
-                self._leave(first.code)
+                self._end(first.code, f"ends because rank {first.rank} failed\n{_stacks()}")
+
+    def _arm_faulthandler(self) -> None:
+        """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the GIL."""
+        if self.limit is None:
+            return
+        if heartbeat.watchdog_is_paused():
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
 
     def _pass_on_stop_request(self) -> None:
         """Needed because the launcher sends its signal to one rank and waits for its end before it signals the next."""
@@ -122,11 +115,7 @@ class _Watchdog:
             return False
         if heartbeat.idle_seconds() < 2 * POLL_SECONDS:
             self.record.mark_progress()
-        if min(heartbeat.idle_seconds(), self.record.seconds_since_progress()) > self.limit:
-            return True
-        if self.record.seconds_since_progress() < 2 * POLL_SECONDS:
-            self._arm(heartbeat.running_clock())
-        return False
+        return min(heartbeat.idle_seconds(), self.record.seconds_since_progress()) > self.limit
 
     def _has_lasted(self, name: str, is_true: bool, seconds: float) -> bool:
         """Whether the named condition has been true for this long."""
@@ -140,29 +129,27 @@ class _Watchdog:
         lost = ", ".join(map(str, self.record.lost_ranks()))
         first = self.record.record(RANK_LOST)
         text = f"rank {ranks.rank()}: another rank is gone (rank {lost}; {where()}): the run ends; {HOW_TO_RESUME}\n"
-        if first.rank == ranks.rank():
-            _write_to_stderr(text)
-        write_to_log(text + _stacks())
-        self._leave(first.code)
+        self._end(first.code, text + _stacks(), text if first.rank == ranks.rank() else "")
+
+    def _end(self, code: int, text: str, prints: str = "", waits: bool = False) -> NoReturn:
+        """Write `text` to this rank's log and `prints` to stderr, and end the process; if it `waits`, not before the
+        other ranks have had time for the same."""
+        # before anything is written: the disk that holds the log may be the one that hangs
+        timer = threading.Timer(_STACKS_SECONDS, self._leave, [code])
+        timer.daemon = True
+        timer.start()
+        with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
+            sys.stderr.flush()
+            os.write(2, prints.encode(errors="backslashreplace"))  # in one call: no line of another rank comes between
+        write_to_log(text)
+        faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
+        if waits:
+            timer.join()
+        self._leave(code)
 
     def _leave(self, code: int) -> NoReturn:
         self.record.leave()
         os._exit(code)
-
-    def _end_with_stacks(self, prints: bool) -> NoReturn:
-        """Write the stacks of this rank to its log, and also to stderr if it `prints` them, and end."""
-        text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}\n{_stacks()}"
-        # before anything is written: the disk that holds the log may be the one that hangs
-        timer = threading.Timer(_STACKS_SECONDS, self._leave, [RANK_LOST])
-        timer.daemon = True
-        timer.start()
-        if prints:
-            logs = log_path()
-            _write_to_stderr(text + (f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""))
-        write_to_log(text)
-        faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
-        timer.join()
-        self._leave(RANK_LOST)
 
 
 _WATCHDOGS: list[_Watchdog] = []  # one at most
@@ -196,10 +183,3 @@ def _stacks() -> str:
         file.seek(0)
         threads = file.read().decode(errors="replace").rstrip().split("\n\n")
     return "\n\n".join(thread for thread in threads if not thread.startswith("Current thread")) + "\n"
-
-
-def _write_to_stderr(text: str) -> None:
-    """Write in one call, so that lines of other ranks do not come between."""
-    with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
-        sys.stderr.flush()
-        os.write(2, text.encode(errors="backslashreplace"))

@@ -30,7 +30,7 @@ def test_a_process_is_found_by_number(tmp_path):
 
 def test_ancestors_are_found():
     child = "import os; from dschat_ppo.runtime.processes import ancestor; "
-    child += "print(ancestor('word-of-the-parent')[0] == os.getppid(), ancestor('no command line has this word'))"
+    child += "print(ancestor('word-of-the-parent') == os.getppid(), ancestor('no command line has this word'))"
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     command = [sys.executable, "-c", parent, child, "word-of-the-parent"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True None\n"

@@ -1,6 +1,5 @@
 """The watchdog ends a run that hangs; each case is a separate process."""
 
-import math
 import os
 import re
 import signal
@@ -193,23 +192,19 @@ def test_the_end_of_the_launcher_sets_the_flag(watched, monkeypatch):
     assert stop_requests.reason() == "the launcher has ended" and soon(watched.stop_requested)
 
 
-def test_faulthandler_is_rearmed_at_most_once_a_second(monkeypatch):
+def test_faulthandler_is_armed_unless_the_watchdog_is_paused(monkeypatch):
     armed, taken = [], []
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
     monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1))
-    watch = watchdog._Watchdog(FirstFailureRecord(None))
-    watch.set_limit(100.0)
-    assert armed == [110.0]
-    now = time.monotonic()
-    watch._arm(now + 0.5)
-    assert len(armed) == 1
-    watch._arm(now + 1.1)
-    assert len(armed) == 2
-    with heartbeat.watchdog_paused():
-        assert taken == [1]
-    assert len(armed) == 3  # again, at any time
-    watch.end()
-    assert len(taken) == 2
-    watch._armed_at = -math.inf
-    heartbeat.heartbeat()
-    assert len(armed) == 3
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
+    watchdog.start(100.0)
+    try:
+        assert soon(lambda: armed) and set(armed) == {110.0} and not taken
+        with heartbeat.watchdog_paused():
+            assert soon(lambda: taken)
+            count = len(armed)
+            time.sleep(0.1)
+            assert len(armed) == count
+    finally:
+        watchdog.stop()
+    assert len(taken) >= 2

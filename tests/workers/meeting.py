@@ -31,7 +31,7 @@ def train(config: SFTConfig) -> None:
     members = dist.gather_objects((dist.rank(), os.getppid()))
     (folder / f"met_{os.getpid()}").write_text(json.dumps(members))
     torch_dist.barrier()
-    time.sleep(3)  # the other launch ends meanwhile
+    time.sleep(20)  # the other launch ends meanwhile
     torch_dist.new_group()
     torch_dist.barrier()
 
