@@ -7,14 +7,23 @@ import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
-from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, PICTURES, SYSTEM_COLUMNS, Form, Rendering, rows_made
+from dschat_ppo.data.forms import (
+    ALWAYS_CONTENT,
+    CONTENT,
+    NAME_COLUMNS,
+    PICTURES,
+    SYSTEM_COLUMNS,
+    Form,
+    Rendering,
+    rows_made,
+)
 from dschat_ppo.data.messages import THOUGHTS, without_pictures
 from dschat_ppo.errors import UserError
 
@@ -65,54 +74,44 @@ def detect_form(
     kind, by_role = chosen.form.kind, chosen.form.columns
     rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
     by_name = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    system = by_flag.get("system", by_name if flags.system_column is None else None)
+    is_named = flags.system_column is not None or kind.is_known_set
+    system = by_flag.get("system", None if is_named else by_name)
+    tools = "tools" if "tools" in columns and not kind.is_known_set else None
     truth, pattern = _truth(chosen.form, rows, flags, by_flag, is_only)
-    form = replace(
-        chosen.form,
-        rendering=rendering,
-        wrap=rendering == "chat" and not chosen.is_chat,
-        input_template=None if kind.inside or chosen.is_chat else flags.input_template,
-        system=None if kind.is_known_set else system,
-        tools="tools" if "tools" in columns and not kind.is_known_set else None,
-        truth=truth,
-        truth_pattern=pattern,
-        system_message=flags.system_message if rendering == "chat" else None,
-        pictures=pictures,
-    )
-    used = {path.split(".")[0] for path in (*by_role.values(), form.system, form.tools, truth) if path}
+    applying: dict[str, Any] = {
+        "input_template": None if kind.inside or chosen.is_chat else flags.input_template,
+        "system_message": flags.system_message if rendering == "chat" else None,
+    }
+    used = {path.split(".")[0] for path in (*by_role.values(), system, tools, truth) if path}
     used |= {"margin"} if "rejected" in by_role else set()
     used |= set(SYSTEM_COLUMNS) if flags.system_column is not None else set()
-    left = used | set(flags.ignore_columns) | (_OF_REWARDS if form.uses == ("prompt",) else set())
+    left = used | set(flags.ignore_columns) | (_OF_REWARDS if chosen.form.uses == ("prompt",) else set())
     left |= {"label", "labels"} if kind.name == "text" else set()  # classes of texts
     known = ALWAYS_CONTENT if by_choice or flags.data_format != "auto" else CONTENT
-    watched = () if kind.is_known_set else tuple(sorted(known - left))
 
     # What was understood of the data set, for the log
     parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})", about_prompts]
-    parts += [f"system messages from '{form.system}'"] if form.system else []
-    parts += [f"tools from '{form.tools}'"] if form.tools else []
+    parts += [f"system messages from '{system}'"] if system else []
+    parts += [f"tools from '{tools}'"] if tools else []
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     if unused and not kind.is_known_set:
         parts.append(f"columns that training does not use: {_listed(unused)}")
     if truth:
         parts.append(f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else ""))
-    for flag in ("input_template", "system_message"):
-        if getattr(flags, flag) and getattr(form, flag) is None:
-            parts.append(f"--{flag} does not apply")
+    parts += [f"--{name} does not apply" for name, value in applying.items() if getattr(flags, name) and value is None]
     if {"response", "chosen"} <= set(by_role):
         parts.append(f"SFT learns '{by_role['response']}', not '{by_role['chosen']}'")
     if not chosen.fits:
         warning = f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name other columns"
     form = replace(
-        form,
-        watched=watched,
+        chosen.form, **applying, rendering=rendering, wrap=rendering == "chat" and not chosen.is_chat,
+        system=system, tools=tools, truth=truth, truth_pattern=pattern, pictures=pictures,
+        watched=() if kind.is_known_set else tuple(sorted(known - left)),
         about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
-        description="; ".join(filter(None, [*parts, note])),
-        warning=warning,
-        uses_flags=bool(by_flag),
-        ignored=ignored,
-    )
-    grouped = [path for path in (*by_role.values(), form.system) if path and path not in columns]
+        description="; ".join(filter(None, [*parts, note])), warning=warning,
+        uses_flags=bool(by_flag), ignored=ignored,
+    )  # fmt: skip
+    grouped = [path for path in (*by_role.values(), system) if path and path not in columns]
     if form.regroup and grouped:
         raise UserError(f"{name}: rows are grouped by prompt, so '{grouped[0]}' must be a column, not inside one")
     try:
@@ -201,30 +200,19 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
     """The form of a data set: by a flag or its name, or else the first one of the table that reads the rows, messages
     first. `by_flag` are the columns of content that flags name. `UserError` if no form has the columns."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
-    if known or flags.data_format != "auto":
-        kind = FORMS[known or flags.data_format]
+    wanted = known or (flags.data_format if flags.data_format != "auto" else "")
+    found = []
+    for kind in [FORMS[wanted]] if wanted else KINDS.values():
         located = _located(kind, columns, rows, by_flag)
-        if unknown := [role for role in by_flag if role not in kind.roles]:
-            raise UserError(f"{name}: --{unknown[0]}_column does not apply to the form {kind.name}")
-        if not kind.uses(located):
-            names = ", ".join(names.replace(" ", "/") for names in kind.roles.values())
-            hint = f"; --data_format FORM reads it in another way than DeepSpeed-Chat reads {known}" if known else ""
-            raise UserError(
-                f"{name}: has the columns {_listed(columns)}; the form {kind.name} needs some of {names}{hint}"
-            )
-        return _try(kind, located, rows, flags)
-    found, filled = [], {column for column in columns if any(row.get(column) is not None for row in rows)}
-    for kind in KINDS.values():
-        located = _located(kind, columns, rows, by_flag)
-        is_named = set(by_flag) <= set(kind.by_flag.split()) & set(located)
-        if is_named and kind.uses(located) and not set(kind.not_with.split()) & filled - {*by_flag.values()}:
+        if kind.uses(located) and set(by_flag) <= set(located) and (wanted or kind.by_flag or not by_flag):
             found.append(_try(kind, located, rows, flags))
     if not found:
-        raise UserError(
-            f"{name}: has the columns {_listed(columns)}, which fit no known form; name them with --prompt_column, "
-            "--response_column, --chosen_column, --rejected_column or --messages_column"
-        )
-    fitting = [one for one in found if one.fits] or found[-1:]  # whose reader says what is wrong with each row
+        names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
+        what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
+        hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
+        raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
+    closest = max(reversed(found), key=lambda one: len(one.form.columns))  # its reader says what is wrong with each row
+    fitting = [one for one in found if one.fits] or [closest]
     talks = [one for one in fitting if one.form.kind.rendering == "chat"]
     chosen = talks[0] if talks and not fitting[0].is_chat else fitting[0]
     pairs = chosen.first("preference") if chosen.form.name == "preference" else []
@@ -233,7 +221,7 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         for pair in pairs
         if isinstance(pair.prompt, str) and all(str(a).startswith(pair.prompt) for a in pair.answers)
     ]
-    if 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
+    if not wanted and 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
         raise UserError(
             f"{name}: its rows can be read in two ways, because chosen and rejected repeat the prompt "
             f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
@@ -266,11 +254,9 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
     `UserError` if a flag does not fit the form, chat messages lack a template, or text prompts and answers are glued
     together while there is a chat template."""
     kind, wanted = chosen.form.kind, flags.apply_chat_template
-    if wanted and (kind.is_known_set or kind.name == "text"):
-        reason = "has the text prompts of DeepSpeed-Chat" if kind.is_known_set else "is plain text without prompts"
-        raise UserError(f"{name}: {reason}, so --apply_chat_template True does not apply; --data_format chooses a form")
-    if kind.is_known_set and flags.columns.get("system"):
-        raise UserError(f"{name}: has the text prompts of DeepSpeed-Chat, so --system_column does not apply")
+    if wanted and kind.rendering == "text":
+        way = "so --apply_chat_template True does not apply; --data_format chooses another form"
+        raise UserError(f"{name}: the form {kind.name} is text, {way}")
     is_question = chosen.form.columns.get("prompt") in _QUESTIONS and flags.prompt_column is None
     asks = kind.rendering == "content" or (
         is_question and kind.name in ("preference", "better_of_two", "prompt_response")
@@ -284,7 +270,7 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
         what = "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
         return "chat", f"prompts are {what} the chat template", ""
     if flags.system_message and kind.name != "text":  # plain text has no prompts; other data sets may have some
-        way = "omit it" if kind.is_known_set else "--apply_chat_template True makes chat messages of both"
+        way = "omit it, or make chat messages of both with --apply_chat_template True"
         raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
     if kind.inside or flags.input_template is not None or kind.name == "alpaca":
         return "text", "prompts are text, without the chat template", ""
@@ -318,12 +304,12 @@ def _truth(
     form: Form, rows: list[Row], flags: DataFlags, by_flag: dict[str, str], is_only: bool
 ) -> tuple[str | None, str | None]:
     """(column of the correct answer, pattern that finds it there)."""
-    answer = form.columns.get("response") or form.columns.get("chosen") or ""
-    texts = [
-        value for row in rows if answer and isinstance(value := has_value(row, answer) and value_at(row, answer), str)
-    ]
     if "answer" in by_flag:
         return by_flag["answer"], flags.answer_pattern
+    answer = form.columns.get("response") or form.columns.get("chosen") or ""
+    texts = [
+        text for row in rows if answer and has_value(row, answer) and isinstance(text := value_at(row, answer), str)
+    ]
     if flags.answer_pattern is not None and "answer" not in flags.columns:
         if texts:
             return answer, flags.answer_pattern
@@ -332,4 +318,4 @@ def _truth(
     has_mark = any("####" in text for text in texts)
     if form.name == "question_answer" and (answer == "answer" or has_mark):
         return answer, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
-    return (form.columns["truth"], None) if form.name == "verl" else (None, None)
+    return form.columns.get("truth"), None

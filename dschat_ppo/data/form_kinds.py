@@ -37,10 +37,9 @@ class Kind:
     Attributes:
         roles: role -> names of columns that have it; the first one that exists counts.
         needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
-        by_flag: roles that a column flag may name while the form is detected; `--data_format` allows all of them.
-        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there
-            is a chat template).
-        not_with: columns that rule the form out.
+        by_flag: whether it can be found if column flags name columns; `--data_format` allows any form.
+        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
+            (chat if there is a chat template).
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
         labelled: whether each answer is good or bad by itself, so that SFT takes all good ones.
         alone: whether it also holds prompts alone.
@@ -51,9 +50,8 @@ class Kind:
     roles: dict[str, str]
     needs: dict[str, str]
     read: Callable[[Cells, Use], Found]
-    by_flag: str = ""
+    by_flag: bool = False
     rendering: str = "as given"
-    not_with: str = ""
     inside: bool = False
     labelled: bool = False
     alone: bool = False
@@ -72,20 +70,19 @@ class Kind:
         return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
 
 
-_ASKED = "prompt instruction conversations question query input"  # columns of a prompt of its own
 # The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
 _DETECTED = (
     Kind(
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
         {"preference": "prompt response label", "sft prompt unpaired": "prompt response label | messages label"},
-        read_kto, by_flag="prompt response", labelled=True,
+        read_kto, by_flag=True, labelled=True,
     ),
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
          "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        {"sft preference prompt": "prompt response"}, read_ranked, by_flag="prompt",
+        {"sft preference prompt": "prompt response"}, read_ranked, by_flag=True,
     ),
     Kind(
         "better_of_two",
@@ -93,57 +90,7 @@ _DETECTED = (
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
          "better": "better_response_id better_answer_id better preferred preference winner"},
-        {"sft preference prompt": "prompt first second better"}, read_better, by_flag="prompt better",
-    ),
-    Kind(
-        "preference",
-        {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
-        {"sft prompt": "prompt chosen", "preference": "prompt chosen rejected"},
-        read_columns, by_flag="prompt chosen rejected response",
-    ),
-    Kind(
-        "verl",
-        {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
-         "response": "extra_info.answer"},
-        {"prompt": "prompt source truth", "sft": "prompt source truth response"},
-        read_columns, by_flag="prompt", alone=True,
-    ),
-    Kind(
-        "stepwise",
-        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        {"steps prompt": "prompt response label"}, read_stepwise, by_flag="prompt",
-    ),
-    Kind(
-        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
-        read_prm800k,
-    ),
-    Kind(
-        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
-        read_math_shepherd, rendering="content", not_with="instruction",
-    ),
-    Kind(
-        "hh",
-        {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
-        {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
-        read_transcript, by_flag="chosen rejected messages", rendering="text", not_with=_ASKED,
-        inside=True,
-    ),
-    Kind(
-        "implicit_preference",
-        {"chosen": "chosen", "rejected": "rejected"}, {"sft preference prompt": "chosen rejected"},
-        read_implicit_preference, by_flag="chosen rejected", not_with=_ASKED, inside=True,
-    ),
-    Kind(
-        "sharegpt",
-        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
-        {"sft prompt": "messages", "preference": "messages chosen rejected"},
-        read_columns, rendering="chat", alone=True,
-    ),
-    Kind(
-        "messages",
-        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
-        {"sft prompt": "messages", "preference": "messages rejected"},
-        read_columns, by_flag="messages", rendering="chat", alone=True,
+        {"sft preference prompt": "prompt first second better"}, read_better, by_flag=True,
     ),
     Kind(
         "alpaca",
@@ -154,19 +101,68 @@ _DETECTED = (
         read_alpaca, rendering="content",
     ),
     Kind(
+        "preference",
+        {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
+        {"sft prompt": "prompt chosen", "preference": "prompt chosen rejected"},
+        read_columns, by_flag=True,
+    ),
+    Kind(
+        "verl",
+        {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
+         "response": "extra_info.answer"},
+        {"prompt": "prompt source truth", "sft": "prompt source truth response"},
+        read_columns, by_flag=True, alone=True,
+    ),
+    Kind(
+        "stepwise",
+        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
+        {"steps prompt": "prompt response label"}, read_stepwise, by_flag=True,
+    ),
+    Kind(
+        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
+        read_prm800k,
+    ),
+    Kind(
+        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
+        read_math_shepherd, rendering="content",
+    ),
+    Kind(
+        "sharegpt",
+        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
+        {"sft prompt": "messages", "preference": "messages chosen rejected"},
+        read_columns, rendering="chat", alone=True,
+    ),
+    Kind(
+        "hh",
+        {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
+        {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
+        read_transcript, by_flag=True, inside=True,
+    ),
+    Kind(
+        "implicit_preference",
+        {"chosen": "chosen", "rejected": "rejected"}, {"sft preference prompt": "chosen rejected"},
+        read_implicit_preference, by_flag=True, inside=True,
+    ),
+    Kind(
+        "messages",
+        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
+        {"sft prompt": "messages", "preference": "messages rejected"},
+        read_columns, by_flag=True, rendering="chat", alone=True,
+    ),
+    Kind(
         "question_answer", {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
-        read_columns, rendering="content", not_with="steps",
+        read_columns, rendering="content",
     ),
     Kind(
         "user_assistant",
         {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
-        read_columns, rendering="content", not_with="messages conversation conversations",
+        read_columns, rendering="content",
     ),
     Kind(
         "prompt_response",
         {"prompt": "prompt query", "response": "response completion", "history": "history"},
         {"sft": "prompt response", "prompt": "prompt"},
-        read_columns, by_flag="prompt response", not_with="chosen", alone=True,
+        read_columns, by_flag=True, alone=True,
     ),
     Kind("text", {"response": "text"}, {"sft": "response"}, read_text, rendering="text", inside=True),
 )  # fmt: skip

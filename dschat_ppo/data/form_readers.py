@@ -20,9 +20,9 @@ from dschat_ppo.data.messages import (
     Messages,
     checked,
     from_json,
+    json_value,
     kind_of,
     looks_like_messages,
-    parse_json,
     read_messages,
     without_context,
 )
@@ -90,9 +90,7 @@ class Cells:
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
-        value = value_at(self.row, self.columns[role])
-        if isinstance(value, str) and value.lstrip()[:1] == "[":
-            value = parse_json(value, f"'{self.columns[role]}'")
+        value = json_value(value_at(self.row, self.columns[role]))
         return list(checked(value, list, f"'{self.columns[role]}'", expected))
 
     def messages(self, role: str, value: Any) -> Messages:
@@ -386,28 +384,30 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
     for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
         where = f"step {number} of '{cells.columns['response']}'"
         checked(step, dict, where, "an object with 'completions'")
-        options, chosen, human = (
-            step.get(f"{key}") for key in ("completions", "chosen_completion", "human_completion")
-        )
-        options = options or []
-        for option in [*options, *([human] if human else [])]:
-            if not isinstance(option, dict) or not isinstance(option.get("text"), str):
-                raise UserError(f"{where} has a completion without 'text'")
-            if option.get("rating") not in tuple(_RATINGS):
-                raise UserError(f"{where} has the rating {option['rating']!r}; expected -1, 0 or 1")
+        options = [_rated(option, where) for option in step.get("completions") or []]
+        chosen, human = step.get("chosen_completion"), step.get("human_completion")
         if chosen is not None and chosen not in range(len(options)):
             raise UserError(f"{where} has {len(options)} completions, but 'chosen_completion' is {chosen!r}")
-        for place, option in enumerate(options):
-            if place != chosen and option.get("rating") is not None:
-                only_last = (*[math.nan] * len(path), _RATINGS[option["rating"]])
-                others.append(Answer([*path, option["text"]], only_last, f"step {number}, completion {place + 1}"))
-        taken = options[chosen] if chosen is not None else human and {**human, "rating": 1}
-        if not taken:
+        for place, (text, label) in enumerate(options):
+            if place != chosen and not math.isnan(label):
+                only_last = (*[math.nan] * len(path), label)
+                others.append(Answer([*path, text], only_last, f"step {number}, completion {place + 1}"))
+        if chosen is None and not human:
             break
-        path.append(taken["text"])
-        labels.append(_RATINGS[taken.get("rating")])
+        text, label = options[chosen] if chosen is not None else (_rated(human, where)[0], 1.0)
+        path.append(text)
+        labels.append(label)
     is_rated = any(not math.isnan(label) for label in labels)
     return prompt, [*([Answer(path, tuple(labels))] if is_rated else []), *others]
+
+
+def _rated(option: Any, where: str) -> tuple[str, float]:
+    """The text of a continuation and its label."""
+    if not isinstance(option, dict) or not isinstance(option.get("text"), str):
+        raise UserError(f"{where} has a completion without 'text'")
+    if option.get("rating") not in tuple(_RATINGS):
+        raise UserError(f"{where} has the rating {option['rating']!r}; expected -1, 0 or 1")
+    return option["text"], _RATINGS[option.get("rating")]
 
 
 def read_math_shepherd(cells: Cells, use: Use) -> Found:
@@ -423,13 +423,10 @@ def read_math_shepherd(cells: Cells, use: Use) -> Found:
     *steps, after = [step.strip() for step in (found + rest).split(_SHEPHERD_TAG)]
     if not steps or after:
         raise UserError(f"'{asked}' does not end each step with {_SHEPHERD_TAG!r}")
-    signs, marked = [], cells.text("label")
-    place = max(0, marked.find("Step 1:"))
+    signs, marked = [], found + cells.text("label").partition(found)[2]
     for number, step in enumerate(steps, start=1):
-        place = marked.find(step, place)
-        sign = marked[place + len(step) :].lstrip()[:1]
-        if place < 0 or sign not in ("+", "-"):
+        marked = marked.partition(step)[2].lstrip()
+        if marked[:1] not in ("+", "-"):
             raise UserError(f"'{cells.columns['label']}' has no + or - after step {number} of '{asked}'")
-        place += len(step)
-        signs.append(_STEP_LABELS[sign])
+        signs.append(_STEP_LABELS[marked[0]])
     return prompt, [Answer(steps, tuple(signs))]

@@ -46,15 +46,16 @@ CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
 _NO_COPIES = (*PICTURES, *_WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
-_NEEDED = {  # by a step, and the flags that name the columns if these have other names
-    "sft": "a prompt and an answer; name their columns with --prompt_column and --response_column, or "
-    "--messages_column",
-    "preference": "a prompt and two answers; name their columns with --prompt_column, --chosen_column and "
-    "--rejected_column",
-    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers; name their columns with "
-    "--prompt_column, --response_column, --chosen_column and --rejected_column",
+_AS_CHAT = "--apply_chat_template True makes chat messages of the prompts"
+NAME_COLUMNS = (
+    "name them with --prompt_column, --response_column, --chosen_column, --rejected_column or --messages_column"
+)
+_NEEDED = {
+    "sft": "a prompt and an answer",
+    "preference": "a prompt and two answers",
+    "unpaired": "answers with labels (prompt/completion/label), or pairs of answers",
     "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
-    "prompt": "a prompt; name its column with --prompt_column or --messages_column",
+    "prompt": "a prompt",
 }
 
 
@@ -123,7 +124,7 @@ class Form:
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
         if use not in self.uses:
-            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}")
+            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {NAME_COLUMNS}")
 
     def read(self, row: Row, use: Use, where: str) -> list[Example]:
         """The examples of one row, none or more. `UserError` for a bad row, which it calls `where`, and for a use that
@@ -178,18 +179,19 @@ class Form:
         else:  # of equal ones the first
             best, worst = (choose(answers, key=lambda one: one.worth) for choose in (max, min))
             taken = [[best]] if use == "sft" else [[best, worst]] if best.worth > worst.worth else []
+        examples = []
         for some in taken:
             _check(some)
-        if use == "preference":
-            return [
-                Example(prompt, [a.value, b.value], suffix=_suffix(a, b) if len(answers) > 2 else "") for a, b in taken
-            ]
-        is_single = use == "unpaired"
-        return [
-            Example(prompt, [one.value], suffix=_suffix(one) if is_single or self.kind.labelled else "",
-                    labels=((one.worth if self.kind.labelled else float(one is some[0])),) if is_single else ())
-            for some in taken for one in some
-        ]  # fmt: skip
+            if use == "unpaired":
+                labels = [one.worth for one in some] if self.kind.labelled else [1.0, 0.0]
+                examples += [
+                    Example(prompt, [one.value], suffix=_suffix(one), labels=(label,))
+                    for one, label in zip(some, labels, strict=True)
+                ]
+            else:
+                named = some if self.kind.labelled or (len(some) == 2 and len(answers) > 2) else []
+                examples.append(Example(prompt, [one.value for one in some], suffix=_suffix(*named)))
+        return examples
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
         """The prompt as text or messages, as the rendering says, with the system message before it."""
@@ -219,7 +221,7 @@ class Form:
         if self.rendering == "text":
             raise UserError(
                 f"'{self.system}' holds a system message, but the prompts are text, which has no place for it; "
-                f"{self._chat_way()}--system_column '' ignores the column"
+                f"{_AS_CHAT}, and --system_column '' ignores the column"
             )
         return str(checked(value, str, f"'{self.system}'", "text"))
 
@@ -230,16 +232,11 @@ class Form:
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
         for column, tools in found:
             if self.rendering == "text":
-                way = f"{self._chat_way()}--ignore_columns {column} leaves them out"
+                way = f"{_AS_CHAT}, and --ignore_columns {column} leaves them out"
                 raise UserError(f"'{column}' describes tools, which need the chat template; {way}")
             if tools != found[0][1]:
                 raise UserError(f"'{column}' describes other tools than the rest of the row")
         return found[0][1] if found else None
-
-    def _chat_way(self) -> str:
-        """The way to the chat template; plain text and the data sets of DeepSpeed-Chat have none."""
-        is_text = self.kind.is_known_set or self.name == "text"
-        return "" if is_text else "--apply_chat_template True makes chat messages of the prompts, and "
 
     def check_unused(self, row: Row) -> None:
         """Refuse a row with content in a column that the form does not use. It is no loss if its lines stand in the

@@ -55,17 +55,9 @@ def checked(value: Any, kind: type, name: str, expected: str) -> Any:
     return value
 
 
-def parse_json(text: Any, name: str) -> Any:
-    """The value of a JSON text."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        raise UserError(f"{name} is not JSON: {str(text)[:60]!r}") from None
-
-
-def _from_text(value: Any, first: str) -> Any:
-    """The value of a JSON text that starts with one of these characters; any other value as it is."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in tuple(first):
+def json_value(value: Any) -> Any:
+    """The list or object that a JSON text holds; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
         return json.loads(value)
@@ -76,7 +68,7 @@ def _from_text(value: Any, first: str) -> Any:
 def from_json(value: Any) -> Any:
     """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
     such as an answer that is JSON with a `role` of its own."""
-    found = _from_text(value, "[{")
+    found = json_value(value)
     if not isinstance(value, str) or found is value:
         return value
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
@@ -124,8 +116,7 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
     that its data set excludes from training has the key `CONTEXT`. Errors say which message cannot be used and why, and
     do not name the row. `role_names` maps further names of roles, in lower case, to `ROLES`.
     """
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        value = parse_json(value, f"'{column}'")
+    value = json_value(value)
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]
     value = [from_json(part) for part in value] if isinstance(value, list) else value
@@ -203,26 +194,25 @@ def without_context(messages: Messages) -> Messages:
 
 def read_tools(value: Any, column: str) -> list[Any] | None:
     """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
-    if isinstance(value, str):  # whose nulls are meant
-        value = parse_json(value, f"'{column}'") if value.strip() else None
-    else:
-        value = without_nulls(value)
+    value = (
+        json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
+    )  # JSON means its nulls
     found = checked([] if value is None else value, list, f"'{column}'", "a list of tool descriptions or its JSON")
-    return [parse_json(tool, f"'{column}'") if isinstance(tool, str) else tool for tool in found] or None
+    return [checked(json_value(tool), dict, f"a tool of '{column}'", "an object") for tool in found] or None
 
 
 def tools_beside(value: Any) -> Any:
     """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
-    value = _from_text(value, "{")
+    value = json_value(value)
     return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
 
 
 def _calls_of(text: Any, name: str) -> list[Any]:
     """The tool calls of a ShareGPT `function_call` message."""
-    found = parse_json(text, f"the function call of {name}")
+    found = json_value(text)
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise UserError(f"the function call of {name} has no 'name': {str(text)[:60]!r}")
+        raise UserError(f"the function call of {name} is no JSON object with 'name': {str(text)[:60]!r}")
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -232,7 +222,8 @@ def _with_parsed_arguments(call: Any, name: str) -> Any:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), str):
         return call
-    inner = {**inner, "arguments": parse_json(inner["arguments"] or "{}", f"the arguments of a tool call of {name}")}
+    arguments = json_value(inner["arguments"] or "{}")
+    inner = {**inner, "arguments": checked(arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object")}
     return {**call, "function": inner} if "function" in call else inner
 
 
@@ -243,11 +234,6 @@ def _functions(messages: Messages) -> Iterator[dict[str, Any]]:
             function = call.get("function", call) if isinstance(call, dict) else None
             if isinstance(function, dict):
                 yield function
-
-
-def has_calls(messages: Messages) -> bool:
-    """Whether a message has tool calls."""
-    return any(message.get("tool_calls") for message in messages)
 
 
 def with_arguments_as_text(messages: Messages) -> Messages:

@@ -29,7 +29,6 @@ from dschat_ppo.data.messages import (
     Message,
     Messages,
     check_rendered,
-    has_calls,
     shows_python,
     with_arguments_as_text,
 )  # fmt: skip
@@ -309,8 +308,6 @@ def render(
             "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, name "
             "a template with --chat_template, or save a `chat_template.jinja` in the folder of the tokenizer"
         )
-    if not has_calls(messages):
-        return _apply(tokenizer, messages, open_answer, tools)
     with suppress(UserError):
         text = _apply(tokenizer, messages, open_answer, tools)
         if not shows_python(text, messages):

@@ -126,7 +126,9 @@ def test_a_name_is_a_whole_part_of_a_path():
 
 
 def test_other_columns_than_those_of_the_hub_are_refused():
-    with pytest.raises(UserError, match="the form Dahoas/rm-static needs .*; --data_format FORM reads it in another"):
+    with pytest.raises(
+        UserError, match="do not fit the form Dahoas/rm-static .*; --data_format FORM reads it in another"
+    ):
         form_of([{"messages": [user("a")]}], name="Dahoas/rm-static")
     assert form_of([{"messages": [user("a")]}], name="Dahoas/rm-static", data_format="messages").name == "messages"
 
@@ -141,7 +143,7 @@ def test_other_columns_change_nothing():
 
 
 def test_the_chat_template_does_not_apply():
-    with pytest.raises(UserError, match="has the text prompts of DeepSpeed-Chat, so --apply_chat_template True"):
+    with pytest.raises(UserError, match="the form Dahoas/rm-static is text, so --apply_chat_template True"):
         form_of([PAIR], name="Dahoas/rm-static", apply_chat_template=True)
     assert (
         "--input_template does not apply" in form_of([PAIR], name="Dahoas/rm-static", input_template="{}").description

@@ -68,7 +68,7 @@ def test_a_use_that_the_form_does_not_serve_is_refused_with_the_columns(name):
 
 def test_a_column_that_is_missing_can_be_named_by_a_flag():
     rows = [{"prompt": "a", "chosen": "b", "worse": "c"}]
-    with pytest.raises(UserError, match="this step needs .*; name their columns with .* and --rejected_column$"):
+    with pytest.raises(UserError, match="this step needs .*; name them with .* --rejected_column "):
         read(rows, "preference", apply_chat_template=False)
     assert read(rows, "preference", apply_chat_template=False, rejected_column="worse")[0].answers == ["b", "c"]
 
@@ -134,6 +134,7 @@ def prm(step: Any) -> dict:
     return {**PRM800K, "label": {"steps": [PRM800K["label"]["steps"][0], step]}}
 
 
+PAIR = {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}
 RANKED = [ranked(TWO, [1, 2])]
 BAD = {
     "prompt is null": ({"prompt": None, "response": "a"}, "sft", "'prompt' is null"),
@@ -149,6 +150,7 @@ BAD = {
     "rejected is null": ({"prompt": "p:", "chosen": "c", "rejected": None}, "preference", "'rejected' is null"),
     "chosen is a list of texts": (
         {"prompt": "p:", "chosen": ["c"], "rejected": "r"}, "preference", "'chosen' is a list",
+        [{"prompt": "p:", "chosen": "c", "rejected": "r"}],
     ),
     "margin is text": (
         {"prompt": "p:", "chosen": "c", "rejected": "r", "margin": "big"}, "preference", "'margin' is str",
@@ -167,11 +169,11 @@ BAD = {
     ),
     "another prompt": (
         {"prompt": "What?", "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
-        "the prompt is not among the messages of 'chosen'",
+        "the prompt is not among the messages of 'chosen'", [PAIR],
     ),
     "other messages": (
         {"prompt": [user("What?")], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
-        "the messages of 'chosen' do not start with those of the prompt",
+        "the messages of 'chosen' do not start with those of the prompt", [PAIR],
     ),
     "implicit and different": (
         {"chosen": [ASK, HALL], "rejected": [user("What?"), ROOF]}, "preference",

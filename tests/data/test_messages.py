@@ -50,7 +50,7 @@ def test_arguments_of_tool_calls_become_objects():
     [
         (None, "'m' is null; expected a list"),
         ("text", "'m' is str"),
-        ("[1", "'m' is not JSON"),
+        ("[1", "'m' is str"),
         ([], "'m' is an empty list"),
         ([3], "message 1 of 'm' is int"),
         ([{"role": "user", "content": {"bytes": 9}}], "the content of message 1 of 'm' is 9 bytes"),
@@ -63,11 +63,17 @@ def test_arguments_of_tool_calls_become_objects():
             "message 1 of 'm' has a part of type 'image_url'; only text parts can be used",
         ),
         ([{"role": "user", "content": ["a"]}], "message 1 of 'm' has a part of type 'str'"),
-        ([{"from": "function_call", "value": "find()"}], "the function call of message 1 of 'm' is not JSON"),
-        ([{"from": "function_call", "value": "{}"}], "the function call of message 1 of 'm' has no 'name'"),
+        (
+            [{"from": "function_call", "value": "find()"}],
+            "the function call of message 1 of 'm' is no JSON object with 'name'",
+        ),
+        (
+            [{"from": "function_call", "value": "{}"}],
+            "the function call of message 1 of 'm' is no JSON object with 'name'",
+        ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "the arguments of a tool call of message 1 of 'm' is not JSON",
+            "'arguments' of a tool call of message 1 of 'm' is str",
         ),
     ],
 )
