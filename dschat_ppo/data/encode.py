@@ -20,14 +20,15 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.messages import check_rendered
 from dschat_ppo.data.templates import (
     Messages,
+    Span,
     Tools,
     render,
     render_answer,
     text_answer,
     turn_end,
+    turn_spans,
     without_final,
 )  # fmt: skip
-from dschat_ppo.data.turns import Span, turn_spans
 from dschat_ppo.errors import UserError, reading
 
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them

@@ -1,5 +1,5 @@
-"""Chat templates: that of a run (`--chat_template`, `--chat_template_kwargs`), and chat messages as its text, with the
-opening of the assistant's turn, answers, and the tokens at which an answer ends.
+"""Chat templates: that of a run (`--chat_template`, `--chat_template_kwargs`), chat messages as its text, and where
+answers begin and end in it: the one that follows a prompt, and for `--train_on all` those inside it.
 
 Both flags become part of the tokenizer's own template text. It is saved with the model, so later steps, generation, the
 reward server and plain transformers render the same text without these flags.
@@ -12,15 +12,16 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import meta
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
@@ -37,6 +38,8 @@ from dschat_ppo.errors import UserError, reading
 FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
 # Variables and functions that each rendering has.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # around the assistant's text in some templates
+_JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
 _BAKED = r"\{{%- set {} = [^\n]* %\}}\n"  # a line of `with_variables`
 
 # name -> (the token that ends a turn, None for the tokenizer's EOS; further tokens that the template writes)
@@ -48,25 +51,14 @@ NAMED: dict[str, tuple[str | None, tuple[str, ...]]] = {
 }
 _TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 Tools = list[Any]
+Span = tuple[int, int]
 _EXAMPLE = "An answer."
 _LONGEST_TAG = 64  # characters of the text with which a template opens an answer, such as `<think>`
 _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answer
+_PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # stand for the contents of answers; with the number of the message
 
 
 # The template of a run
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, by which templates mark the assistant's text; here it only has to parse."""
-
-    tags = {"generation"}  # noqa: RUF012  the name and type are Jinja's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
 
 
 def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
@@ -117,7 +109,7 @@ def template_of_file(name: str) -> str:
         text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     with reading(f"{FLAG} {name}: cannot be parsed"):  # Python's parser and Jinja's limit the nesting
         try:
-            _JINJA.from_string(text)  # also finds unknown filters, which parsing does not
+            _JINJA.from_string(_MARKS.sub("", text))  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:
             raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
     return text
@@ -135,7 +127,9 @@ def with_variables(templates: dict[str, str], variables: dict[str, Any]) -> dict
         for name in variables:
             text = re.sub(rf"\A((?:{_BAKED.format('[A-Za-z_0-9]+')})*?){_BAKED.format(re.escape(name))}", r"\1", text)
         with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
-            read = meta.find_undeclared_variables(_JINJA.parse(text)) - _GIVEN  # without those that it sets itself
+            read = (
+                meta.find_undeclared_variables(_JINJA.parse(_MARKS.sub("", text))) - _GIVEN
+            )  # without those that it sets itself
         readable |= read
         # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break after a block is
         # no output, and what follows starts a line, as before.
@@ -163,6 +157,8 @@ class TurnEnd:
     first added token: `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM. It is "" if that is `kept` too.
     `earlier_token` is the id of that token; None without one, or if answers hold the token themselves, as those of
     gpt-oss do after their thinking.
+
+    `lead` is what the template renders before the content of an earlier answer, such as a space or a channel's name.
     """
 
     kept: str
@@ -170,6 +166,7 @@ class TurnEnd:
     token: int
     earlier: str = ""
     earlier_token: int | None = None
+    lead: str = ""
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -182,7 +179,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
     """Cached: every answer needs it, and a tokenizer with thousands of added tokens takes 20 ms to list them.
     `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both."""
-    rendered, closing, between, thought = "", "", "", ""
+    rendered, closing, between, thought, lead = "", "", "", "", ""
     ask: Message = {"role": "user", "content": "A question."}
     answer: Message = {"role": "assistant", "content": _EXAMPLE}
     thinking = answer | dict.fromkeys(("reasoning_content", "thinking"), "A thought.")
@@ -190,7 +187,9 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
         rendered = render(tokenizer, [ask, answer], open_answer=False)
         closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
         talk = [ask, answer, {"role": "user", "content": "Another question."}]
-        between = render(tokenizer, talk, open_answer=True).partition(_EXAMPLE)[2]
+        before, _, between = render(tokenizer, talk, open_answer=True).partition(_EXAMPLE)
+        opening = render(tokenizer, [ask], open_answer=True)
+        lead = before[len(opening) :] if before.startswith(opening) else ""
         thought = render(tokenizer, [ask, thinking], open_answer=False).rpartition(_EXAMPLE)[0]
     added = _added_tokens(tokenizer)
     found = [
@@ -203,10 +202,10 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     kept = closing[:last]
     token, other = max(((token, n) for token, n, _ in added if between.lstrip().startswith(token)), default=("", None))
     if not token or (kept and between.startswith(kept)):
-        return TurnEnd(kept, closing[last:], number)
+        return TurnEnd(kept, closing[last:], number, lead=lead)
     is_inside = thought.count(token) > rendered.rpartition(_EXAMPLE)[0].count(token)
     earlier = between[: between.index(token) + len(token)]
-    return TurnEnd(kept, closing[last:], number, earlier, None if is_inside else other)
+    return TurnEnd(kept, closing[last:], number, earlier, None if is_inside else other, lead)
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
@@ -251,30 +250,29 @@ def render_answer(
     content = without_final(message.get("content") or "", final)
     message = {**message, "content": content} if message.get("content") is not None else message
     whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
-    is_text = not any(message.get(key) for key in _BESIDES_CONTENT)
-    unopened = _without_opening(content, opening)
-    if whole.startswith(opening):
-        rest = whole[len(opening) :]
-        if rest.endswith(end.kept + end.dropped):
-            turn = rest[: len(rest) - len(end.dropped)]
-            if not is_text:
-                check_rendered(turn, [message], None)
+    is_opened = whole.startswith(opening)
+    rest = whole[len(opening) :] if is_opened else ""
+    is_ended = is_opened and rest.endswith(end.kept + end.dropped)
+    turn = rest[: len(rest) - len(end.dropped)] if is_ended else rest
+    if not any(message.get(key) for key in _BESIDES_CONTENT):
+        unopened = _without_opening(content, opening)
+        for text in (content, unopened) if is_ended else ():
+            if text.strip() in turn or _letters(turn) >= _letters(text + end.kept):
                 return turn, end.token
-            if any(text.strip() in turn or _letters(turn) >= _letters(text + end.kept) for text in (content, unopened)):
-                return turn, end.token
-        elif not is_text:  # some templates end tool calls with another token
-            check_rendered(rest, [message], None)
-            found = [(rest.rfind(token) + len(token), number) for token, number, _ in _added_tokens(tokenizer)
-                     if token in rest]  # fmt: skip
-            last, token_id = max(found, default=(len(rest), end.token))
-            return rest[:last], token_id
-    if not is_text:
+        # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
+        return unopened + end.kept, end.token
+    if not is_opened:
         raise UserError(
             "the chat template renders the prompt differently before this answer, so its tool calls or reasoning "
             "cannot be told from the prompt; give the answer as text, or take another template (--chat_template)"
         )
-    # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
-    return unopened + end.kept, end.token
+    check_rendered(turn, [message], None)
+    if is_ended:
+        return turn, end.token
+    # some templates end tool calls with another token
+    found = [(rest.rfind(token) + len(token), n) for token, n, _ in _added_tokens(tokenizer) if token in rest]
+    last, token_id = max(found, default=(len(rest), end.token))
+    return rest[:last], token_id
 
 
 def _without_opening(content: str, opening: str) -> str:
@@ -322,3 +320,114 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: 
         return str(
             tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=open_answer)
         )
+
+
+# Earlier answers
+
+
+def turn_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None = None
+) -> list[Span]:
+    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each
+    with its end-of-turn token. `UserError` if one cannot be found for certain.
+
+    They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with
+    other texts in place of all answers: the ranges are what changes. If it refuses that, as some do for the answer of a
+    tool without its call, they are what each message adds to the rendering, which takes time quadratic in the turns.
+    """
+    turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
+    end = turn_end(tokenizer)
+    for find in (_marked, _probed, _added) if turns else ():
+        spans = list[Span]()
+        with suppress(UserError):
+            spans = [
+                (start, _to_end(opening, start, stop, end))
+                for start, stop in find(tokenizer, prompt, turns, opening, tools)
+            ]
+        if (
+            len(spans) == len(turns)
+            and all(first[1] <= second[0] for first, second in pairwise(spans))
+            and all(_holds(opening[slice(*span)], prompt[turn], end) for span, turn in zip(spans, turns, strict=True))
+        ):
+            return spans
+    if turns:
+        raise UserError(
+            "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
+            "--train_on last trains the last answer only"
+        )
+    return []
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
+) -> list[Span]:
+    """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
+    template = tokenizer.get_chat_template(None, tools)
+    if not _MARKS.search(template):
+        return []
+    plain = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    tokens: dict[str, Any] = tokenizer.special_tokens_map
+    with reading("the chat template rejects these messages"):
+        found: Any = render_jinja_template(
+            conversations=[plain], tools=tools or None, chat_template=template, return_assistant_tokens_mask=True,
+            add_generation_prompt=True, **tokens,
+        )  # fmt: skip
+    (text,), (marks,) = found
+    return [(start, stop) for start, stop in marks if start < stop and text == opening]
+
+
+def _probed(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
+) -> list[Span]:
+    """The ranges that differ when other texts take the place of the answers, whose tool calls belong to them; [] if one
+    is not certain."""
+    probed = [
+        {"role": "assistant", "content": f"PROBE7f3a{number}PROBE"} if number in turns else message
+        for number, message in enumerate(prompt)
+    ]
+    first, *parts = _PROBES.split(render(tokenizer, probed, open_answer=True, tools=tools))
+    if parts[::2] != list(map(str, turns)) or not opening.startswith(first):
+        return []
+    spans, begin, lead = list[Span](), len(first), turn_end(tokenizer).lead
+    for turn, after in zip(turns, parts[1::2], strict=True):
+        content = prompt[turn].get("content") or ""
+        exact = [begin + len(text) for text in (content, content.strip()) if opening.startswith(text + after, begin)]
+        other = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
+        stop = exact[0] if exact else other
+        if stop < begin or not opening.startswith(after, stop):
+            return []
+        check_rendered(opening[begin:stop], [prompt[turn]], None)
+        spans.append((begin - len(lead) if turn and opening.endswith(lead, 0, begin) else begin, stop))
+        begin = stop + len(after)
+    return spans if begin == len(opening) else []
+
+
+def _added(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
+) -> list[Span]:
+    """What each answer adds to the rendering of the messages before it; [] if they are rendered differently there."""
+    spans = list[Span]()
+    for turn in turns:
+        before = render(tokenizer, prompt[:turn], open_answer=True, tools=tools)
+        answer, _ = render_answer(tokenizer, prompt[:turn], before, prompt[turn], tools)
+        if not opening.startswith(before + answer):
+            return []
+        spans.append((len(before), len(before + answer)))
+    return spans
+
+
+def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
+    """Where an answer ends that begins at `start` and reaches about to `stop`: after its end-of-turn token."""
+    closings = ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier))
+    for kept, closing in ((kept, closing) for kept, closing in closings if kept):
+        for back in range(min(len(closing), stop - start), -1, -1):
+            if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
+                return stop - back + len(kept)
+    return stop
+
+
+def _holds(text: str, answer: Message, end: TurnEnd) -> bool:
+    """Whether `text` is this answer, or the rest of it that the template keeps."""
+    content = (answer.get("content") or "").strip()
+    rest = text.removesuffix(end.kept).removesuffix(end.earlier).strip()
+    return content in text or (bool(rest) and rest in content)
