@@ -235,17 +235,19 @@ def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) 
     earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
     active = next((layer.active_adapters for layer in layers.values()), [name])
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
+    without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
         torch.manual_seed(seed)
-        with reading(f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"):
-            without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
-            with torch.device("meta") if without else nullcontext():
-                inject_adapter_in_model(injected, model, adapter_name=name)
+        problem = f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"
+        with reading(problem), torch.device("meta") if without else nullcontext():
+            inject_adapter_in_model(injected, model, adapter_name=name)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {**earlier, name: injected}
     for layer in adapter_layers(model).values():
         layer.set_adapter(active)
+        if without:  # peft has not given them the type of the base
+            layer.to(layer.get_base_layer().weight.dtype)
 
 
 @contextmanager
