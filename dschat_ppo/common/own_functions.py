@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, printable_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,7 +41,7 @@ def own_function(flag: str, name: str) -> Any:
     try:
         return load(file_named(name), function)
     except NoSuchFunctionError as problem:
-        raise UserError(f"{flag} {name}: {one_line(str(problem))}") from None
+        raise UserError(f"{flag} {name}: {printable_line(str(problem))}") from None
     except Exception as problem:  # noqa: BLE001  the file may raise anything
         raise UserError(f"{flag} {name}: cannot be loaded: {cause_of(problem, file_named(name))}") from None
 
@@ -57,13 +57,8 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of a file `*.py` or of an importable module. Importing it may raise anything.
-
-    A file is loaded as if it were run: its folder comes first in the search path.
-
-    Raises:
-        NoSuchFunctionError: the module has nothing of that name.
-        TypeError: what has that name is no function.
+    """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it were run, or of an
+    importable module. Importing it may raise anything; `NoSuchFunctionError` or `TypeError` if the name is no function.
     """
     module = _module_of(where) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, name):
@@ -96,15 +91,10 @@ def cause_of(problem: BaseException, file: str | None) -> str:
     be a class of the user, whose `__str__` may raise anything."""
     kind, text, place = "an exception", "its text cannot be printed", ""
     try:
-        kind = one_line(type(problem).__name__)
+        kind = printable_line(type(problem).__name__)
         lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
-        place = f" ({one_line(str(file))}:{lines[-1]})" if lines else ""
-        text = one_line(str(problem)[:_LONGEST_TEXT])
+        place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
+        text = printable_line(str(problem)[:_LONGEST_TEXT])
     except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
         pass
     return (f"{kind}: {text}" if text else kind) + place
-
-
-def one_line(text: str) -> str:
-    """The text without line breaks and without characters that UTF-8 lacks."""
-    return " ".join(str.split(text)).encode(errors="backslashreplace").decode()

@@ -14,6 +14,7 @@ from dschat_ppo.config.schema import (
     refuse,
     require,
     share,
+    unit,
 )
 
 ESTIMATOR = Literal[
@@ -43,8 +44,8 @@ class AlgorithmFlags:
     advantage_estimator: ESTIMATOR | str = flag("gae",
         "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
         "--n_samples_per_prompt 2 or more. docs/extending.md says how to write one")
-    gamma: float = flag(1.0, "discount factor per token")
-    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation (gae)")
+    gamma: float = unit(1.0, "discount factor per token")
+    gae_lambda: float = unit(0.95, "lambda of generalised advantage estimation (gae)")
     whiten_advantages: bool = flag(True,
         "whiten advantages over the answer tokens of all ranks (gae, reinforce_plus_plus, "
         "reinforce_plus_plus_baseline)")
@@ -131,8 +132,6 @@ class AlgorithmFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "gae_lambda"):
-            require(0 <= vars(self)[name] <= 1, f"--{name} must lie between 0 and 1, got {vars(self)[name]}")
         defaults = {field.name: field.default for field in fields(self)}
         for applies, purpose, names in self._requirements():
             for name in names.split():

@@ -29,20 +29,20 @@ class PackedRows:
 class SupervisedPlan:
     """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
 
+    flags: SupervisedFlags
     rows: int  # training rows; with --packing, packed rows
     world_size: int  # ranks
-    per_device: int  # micro-batch size per device
-    accumulation: int  # micro-batches per optimizer step
-    epochs: float  # passes over the rows; a fraction ends inside a pass
     tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
     packing: PackedRows | None = None
     shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
-    max_steps: int = 0  # optimizer steps of the run, in place of `epochs`; 0: by `epochs`
+    max_steps: int = 0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
 
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.per_device * self.accumulation * self.world_size // self.shared
+        flags = self.flags
+        batch = flags.per_device_train_batch_size * flags.gradient_accumulation_steps
+        return batch * self.world_size // self.shared
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,7 +52,7 @@ class SupervisedPlan:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run, rounded up."""
-        return self.max_steps or times(self.steps_per_epoch, self.epochs)
+        return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
 
     def table(self) -> list[tuple[str, str]]:
         """The plan as (name, arithmetic) lines for the log."""
@@ -67,7 +67,7 @@ class SupervisedPlan:
             lines.append(("tokens per optimizer step", average))
         return [
             *lines,
-            ("global batch", _global_batch(self, self.per_device, row)),
+            ("global batch", _global_batch(self, self.flags.per_device_train_batch_size, row)),
             ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
             ("optimizer steps in all", f"{self.total_steps}, {self.total_steps / steps:.3g} epochs"),
         ]
@@ -76,19 +76,8 @@ class SupervisedPlan:
 def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, row: str) -> str:
     """Such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a row is called."""
     apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
-    batches = counted(plan.accumulation, "micro-batch", "micro-batches")
+    batches = counted(plan.flags.gradient_accumulation_steps, "micro-batch", "micro-batches")
     return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
-
-
-def plan_supervised(
-    flags: SupervisedFlags, rows: int, world_size: int, tokens: int | None = None, packing: PackedRows | None = None,
-    shared: int = 1,
-    max_steps: int = 0,
-) -> SupervisedPlan:  # fmt: skip
-    """The batch plan of steps 1 and 2 for `rows` training rows (see `SupervisedPlan`)."""
-    per_device, accumulation = flags.per_device_train_batch_size, flags.gradient_accumulation_steps
-    epochs = flags.num_train_epochs
-    return SupervisedPlan(rows, world_size, per_device, accumulation, epochs, tokens, packing, shared, max_steps)
 
 
 @dataclass(frozen=True)
@@ -108,20 +97,10 @@ class PPOPlan:
         return self.flags.n_samples_per_prompt
 
     @property
-    def micro_batch(self) -> int:
-        """Rows per micro-batch and device, at the maximum length."""
-        return self.flags.per_device_training_batch_size
-
-    @property
     def micro_batch_tokens(self) -> int:
         """Maximum tokens per micro-batch, padding included."""
         longest = self.flags.max_prompt_seq_len + self.flags.max_answer_seq_len
-        return self.flags.micro_batch_tokens or self.micro_batch * longest
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per optimizer step, at the maximum length."""
-        return self.flags.gradient_accumulation_steps
+        return self.flags.micro_batch_tokens or self.flags.per_device_training_batch_size * longest
 
     @property
     def prompts_per_rank(self) -> int:
@@ -146,7 +125,8 @@ class PPOPlan:
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        return self.micro_batch * self.accumulation * self.world_size // self.shared
+        batch = self.flags.per_device_training_batch_size * self.flags.gradient_accumulation_steps
+        return batch * self.world_size // self.shared
 
     @property
     def updates_per_rollout(self) -> int:
@@ -180,7 +160,7 @@ class PPOPlan:
             ("rows per rank", f"{of_prompts} x {self.samples} answers = {rows}"),
             ("rows per PPO step", f"{rows} x {ranks} = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
-            ("global batch", _global_batch(self, self.micro_batch, "row")),
+            ("global batch", _global_batch(self, flags.per_device_training_batch_size, "row")),
             (
                 "updates per PPO step",
                 f"{self.rollout_rows} / {self.global_batch} x {passes} = {self.updates_per_rollout}",
@@ -203,20 +183,18 @@ def plan_ppo(
         f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps of this run, "
         "or the actor is never trained",
     )
-    collected = (
-        f"--per_device_generation_batch_size {flags.per_device_generation_batch_size} x --generation_batches "
-        f"{flags.generation_batches} x --n_samples_per_prompt {plan.samples}"
-    )
     # per device, or per group of ranks that share rows
-    rows, rows_per_update = plan.rows_per_rank * shared, plan.micro_batch * plan.accumulation
+    rows, rows_per_update = plan.rows_per_rank * shared, plan.global_batch * shared // world_size
     sharing, device = (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // flags.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
-        f"the rows of a PPO step are not a whole number of optimizer steps: {collected}{sharing} = {rows} rows per "
-        f"{device}, but an optimizer step takes --per_device_training_batch_size {plan.micro_batch} x "
-        f"--gradient_accumulation_steps {plan.accumulation} = {rows_per_update}; {rows} / {rows_per_update} leaves "
-        f"{rows % rows_per_update}. Set --generation_batches {-(-flags.generation_batches // multiple) * multiple}",
+        "the rows of a PPO step are not a whole number of optimizer steps: --per_device_generation_batch_size "
+        f"{flags.per_device_generation_batch_size} x --generation_batches {flags.generation_batches} x "
+        f"--n_samples_per_prompt {plan.samples}{sharing} = {rows} rows per {device}, but an optimizer step takes "
+        f"--per_device_training_batch_size {flags.per_device_training_batch_size} x --gradient_accumulation_steps "
+        f"{flags.gradient_accumulation_steps} = {rows_per_update}. Set --generation_batches "
+        f"{-(-flags.generation_batches // multiple) * multiple}",
     )
     return plan

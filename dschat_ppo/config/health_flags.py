@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import flag
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, reading
 
 Stop = Literal["off", "error", "warning"]
 Level = Literal["warning", "error"]
@@ -198,17 +198,11 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
         elif limit is None:
             raise UserError(f"--health {text}: {name} takes off")
         else:
-            try:
+            with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
-            except ValueError:
-                number = math.nan
-            if isinstance(limit, int):
-                fits, takes = number >= 1 and number.is_integer(), "a whole number of 1 or more"
-            elif limit > 1:
-                fits, takes = 1 < number < math.inf, "a factor above 1"
-            else:
-                fits, takes = 0 <= number / limit < math.inf, f"a number of 0 or {'above' if limit > 0 else 'below'}"
+            fits = 1 <= number < math.inf if limit > 1 else 0 <= number / limit < math.inf
             if not fits:
+                takes = "1 or above" if limit > 1 else "0 or above" if limit > 0 else "0 or below"
                 raise UserError(f"--health {text}: {name} takes {takes}, or off")
             limits[name] = number
             off.discard(name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require
+from dschat_ppo.config.schema import finite, flag, positive, refuse
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class RewardSourceFlags:
         "score with a learned reward; False: only with reward functions or a remote reward service")
     reward_model_name_or_path: str | None = flag(None,
         "reward model, if it is not the model that initialises the critic; its tokenizer may differ from the actor's")
-    reward_model_weight: float = flag(1.0, "weight of the learned reward; 0 = only log it")
+    reward_model_weight: float = finite(1.0, "weight of the learned reward; 0 = only log it")
     reward_model_sources: list[str] = flag([],
         "data sources whose rows the learned reward scores; not given: all rows", commas=True)
     process_reward: Literal["min", "mean", "last", "product"] | None = flag(None,
@@ -29,26 +28,20 @@ class RewardSourceFlags:
         "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)")
     reward_workers: int = positive(2, "number of worker processes on each rank, for each reward function")
     reward_timeout: float = positive(10.0, "timeout of a reward function call, in seconds")
-    reward_default: float = flag(0.0, "score of a row whose reward function call failed, or that no source scores")
+    reward_default: float = finite(0.0, "score of a row whose reward function call failed, or that no source scores")
     allow_weak_sandbox: bool = flag(False,
         "run code_tests also where bubblewrap does not work: programs of the model can then write and delete the files "
         "of this user")
     remote_reward_url: str | None = flag(None,
         "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is taken "
         "from DSCHAT_PPO_REMOTE_REWARD_URL", commas=True)
-    remote_reward_weight: float = flag(1.0, "weight of the remote reward; 0 = only log it")
+    remote_reward_weight: float = finite(1.0, "weight of the remote reward; 0 = only log it")
     remote_reward_sources: list[str] = flag([],
         "data sources whose rows are sent to the reward service; not given: all rows", commas=True)
     remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("reward_model_weight", self.reward_model_weight),
-            ("reward_default", self.reward_default),
-            ("remote_reward_weight", self.remote_reward_weight),
-        ):
-            require(math.isfinite(value), f"--{name} must be finite, got {value}")
         without, remote = not self.use_reward_model, self.remote_reward_url is not None
         idle = "has no effect with --use_reward_model False; omit one of them"
         unused = "has no effect without the source that it routes"
@@ -61,8 +54,6 @@ class RewardSourceFlags:
                 without and not self.reward_function and not remote,
             f"--reward_model_name_or_path {idle}": without and self.reward_model_name_or_path is not None,
             f"--process_reward {idle}": without and self.process_reward is not None,
-            "--reward_model_sources must not contain an empty string": not all(self.reward_model_sources),
-            "--remote_reward_sources must not contain an empty string": not all(self.remote_reward_sources),
             f"--reward_model_sources {unused}": without and bool(self.reward_model_sources),
             f"--remote_reward_sources {unused}": not remote and bool(self.remote_reward_sources),
         })  # fmt: skip

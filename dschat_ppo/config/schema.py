@@ -41,6 +41,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("finite and above 0", lambda value: 0 < value < math.inf),
     "not_negative": ("finite, 0 or above", lambda value: 0 <= value < math.inf),
     "fraction": ("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "finite": ("finite", math.isfinite),
+    "unit": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "share": ("above 0 and at most 1", lambda value: 0 < value <= 1),
 }
 
@@ -56,7 +58,7 @@ def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: st
     return field(default=default, metadata=metadata)
 
 
-positive, not_negative, fraction, share = (partial(flag, range=name) for name in RANGES)
+positive, not_negative, fraction, finite, unit, share = (partial(flag, range=name) for name in RANGES)
 
 
 def old_flag(name: str, default: Any, more: str = "") -> Any:

@@ -358,7 +358,7 @@ def plain_texts(
     blocks: Dataset = text_blocks(
         ppo.unsupervised_dataset_name, ppo.unsupervised_dataset_config_name, tokenizer, length, config.data
     )
-    micro_batch = max(1, min(plan.micro_batch, plan.micro_batch_tokens // length))
+    micro_batch = max(1, min(plan.flags.per_device_training_batch_size, plan.micro_batch_tokens // length))
     return TextBatches(blocks, plan.global_batch, micro_batch, config.run.seed, filler_id(tokenizer), device)
 
 

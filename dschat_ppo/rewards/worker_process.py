@@ -28,7 +28,8 @@ from types import CodeType
 from typing import Any, NoReturn
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
-from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load, one_line
+from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load
+from dschat_ppo.errors import printable_line
 from dschat_ppo.rewards.call_forms import LOGGERS, CallLog, Returned, Signature, describe, returned_rows
 
 _POLL_MILLISECONDS = 1000
@@ -53,7 +54,7 @@ def main(where: str, name: str, settings: str) -> None:
         function = load(where, name)
         signature, file = describe(function, json.loads(settings)), file_of(function)
     except NoSuchFunctionError as problem:
-        return reply("error", one_line(str(problem)))
+        return reply("error", printable_line(str(problem)))
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
         return reply("error", cause_of(problem, os.path.abspath(where)))
     reply("value", asdict(signature))

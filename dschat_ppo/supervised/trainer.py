@@ -23,7 +23,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_supervised
+from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan
 from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
@@ -117,9 +117,9 @@ def plan_batches(
     if packing is None:
         known = rows_at_hand(rows)
         tokens = int(sample_tokens(known).sum()) * len(rows) // len(known)
-        return plan_supervised(fit, len(rows), ranks, tokens, shared=shared, max_steps=max_steps)
+        return SupervisedPlan(fit, len(rows), ranks, tokens, shared=shared, max_steps=max_steps)
     held = PackedRows(len(rows), packing.capacity)
-    return plan_supervised(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
+    return SupervisedPlan(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
 
 
 def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedule: ScheduleFlags) -> None:
@@ -258,9 +258,8 @@ class SupervisedTrainer(Generic[Batch]):
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
-            steps = optimizer_steps(
-                order, self.plan.per_device, self.plan.accumulation, dist.data_ranks(), dist.data_rank()
-            )
+            micro, accumulation = self.fit.per_device_train_batch_size, self.fit.gradient_accumulation_steps
+            steps = optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank())
             for micro_batches in islice(steps, done, total - number * per_epoch):  # the last epoch may be cut
                 yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
             done = 0

@@ -74,7 +74,7 @@ CASES = {
         [
             "6 x --generation_batches 1 x --n_samples_per_prompt 1 = 6",
             "4 x --gradient_accumulation_steps 1 = 4",
-            "leaves 2",
+            "Set --generation_batches 2",
         ],
     ),
     "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),

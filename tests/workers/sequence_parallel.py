@@ -86,7 +86,7 @@ def supervised(task: str, assets: Path, stage: int, packed: bool, device, *more:
     assert trained.layout.packed  # chosen on a CPU
     trained.layout = replace(trained.layout, packed=packed)
     order = [index for epoch in range(3) for index in epoch_order(12, 7, epoch)]
-    taken = optimizer_steps(order, 2, fit.plan.accumulation, dist.data_ranks(), dist.data_rank())
+    taken = optimizer_steps(order, 2, fit.plan.flags.gradient_accumulation_steps, dist.data_ranks(), dist.data_rank())
     steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
     found = [[step[name] for name in ("loss", "grad_norm", "counted", "samples", "tokens")] for step in steps]
     described = list(objective.describe(fit.engine, fit.rows).values()) if objective.describe else []

@@ -57,7 +57,7 @@ def fit_trajectory(step: str, assets: Path, stage: int, micro: int, device, *mor
         trained, objective = ScalarModel(classifier), reward_objective(0, device, config)
     fit = SupervisedTrainer(trained, ds_config, TokenRows(rows, None), objective, TrainerFlags.of(config))
     order = [index for epoch in range(3) for index in epoch_order(len(rows), 7, epoch)]
-    taken = optimizer_steps(order, micro, fit.plan.accumulation, dist.world_size(), dist.rank())
+    taken = optimizer_steps(order, micro, fit.plan.flags.gradient_accumulation_steps, dist.world_size(), dist.rank())
     steps = [fit.train_step(indices) for indices, _ in zip(taken, range(STEPS), strict=False)]
     return [[step["loss"], step["grad_norm"]] for step in steps]
 
