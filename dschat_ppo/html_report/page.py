@@ -1,10 +1,12 @@
-"""The data of the page, which `assets/report.html` renders: jinja2 escapes every text of a run that enters it."""
+"""Write the report of some runs to a file. `assets/report.html` renders the data of the page: jinja2 escapes every text
+of a run that enters it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
@@ -14,13 +16,18 @@ from typing import Any, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.steps import STEPS, defaults_of
+from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.figures import HEADLINES, OTHER_METRICS, Figure, figures_of
-from dschat_ppo.html_report.run_folder import Answer, Points, Run, number_or_none
+from dschat_ppo.html_report.run_folder import Answer, Points, Run, number_or_none, read_runs
 
 REPORT = "report.html"
+MOST_RUNS = 6  # that colours and dashes still distinguish
 ASSETS = Path(__file__).parent / "assets"
 JINJA = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 JINJA.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
@@ -54,6 +61,35 @@ class Drawing:
     figure: Figure
     panels: list[dict[str, Any]]
     table: Table
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write one HTML file, whole or not at all, that compares the runs in 1 to `MOST_RUNS` `folders`, finished or not;
+    it needs no network, and no large library is imported."""
+    if not 1 <= len(folders) <= MOST_RUNS:
+        raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
+    text = page(read_runs(folders), time.time())
+    content = text.encode(errors="replace")  # JSON may hold half a surrogate pair, which UTF-8 cannot
+    try:
+        write_file(path, content)
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}); name another file by --out") from problem
+
+
+def report_run(folder: Path) -> None:
+    """Write `report.html` into the output folder of a run at its end; call it on rank 0.
+
+    Files that cannot be read or written are a warning, because the run itself is complete. Every other exception is a
+    bug of the report: it ends the process with its traceback in the rank log, after the run has written its models and
+    `result.json`.
+    """
+    path = folder / REPORT
+    try:
+        write_report([folder], path)
+    except UserError as problem:
+        logger().warning(f"no report: {problem}")
+    else:
+        logger().info(f"report: {shown_path(path)}")
 
 
 def page(runs: Sequence[Run], now: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +99,7 @@ def read_run(folder: Path, name: str) -> Run:
         inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"
         raise UserError(f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}")
-    damaged: dict[str, int] = {}
+    damaged = Counter[str]()
     lines = {line["step"]: line for line in _read_lines(folder / METRICS, damaged) if type(line.get("step")) is int}
     if not lines:
         raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
@@ -108,10 +109,10 @@ def read_run(folder: Path, name: str) -> Run:
             if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(key, []).append((step, number_or_none(value)))
     config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
-    held_out = []
+    answers = _answers(folder / SAMPLES, damaged, _sampled)
     for path in sorted(folder.glob("eval/step_*.jsonl")):
         if (digits := path.stem.removeprefix("step_")).isdecimal():
-            held_out += _answers(path, damaged, partial(_evaluated, int(digits)))
+            answers += _answers(path, damaged, partial(_evaluated, int(digits)))
     return Run(
         name=name,
         folder=folder,
@@ -122,8 +123,8 @@ def read_run(folder: Path, name: str) -> Run:
         result=_read_mapping(folder / RESULT, damaged) or None,
         health=_read_lines(folder / HEALTH, damaged) if (folder / HEALTH).is_file() else None,
         starts=_read_lines(folder / STARTS, damaged),
-        answers=held_out + _answers(folder / SAMPLES, damaged, _sampled),
-        damaged={file: count for file, count in damaged.items() if count},
+        answers=answers,
+        damaged=+damaged,  # without zeros
     )
 
 
@@ -144,7 +145,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
 
 
-def _read_lines(path: Path, damaged: dict[str, int]) -> list[dict[str, Any]]:
+def _read_lines(path: Path, damaged: Counter[str]) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. Other lines are counted in `damaged`, but for an incomplete last one."""
     found = []
     for line in _read_text(path).split("\n")[:-1]:
@@ -155,11 +156,11 @@ def _read_lines(path: Path, damaged: dict[str, int]) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             found.append(value)
         else:
-            damaged[path.name] = damaged.get(path.name, 0) + 1
+            damaged[path.name] += 1
     return found
 
 
-def _read_mapping(path: Path, damaged: dict[str, int]) -> dict[str, Any]:
+def _read_mapping(path: Path, damaged: Counter[str]) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
     text = _read_text(path)
     try:
@@ -168,18 +169,18 @@ def _read_mapping(path: Path, damaged: dict[str, int]) -> dict[str, Any]:
         found = None
     if isinstance(found, dict):
         return {str(name): value for name, value in found.items()}
-    damaged[path.name] = damaged.get(path.name, 0) + bool(text.strip())
+    damaged[path.name] += bool(text.strip())
     return {}
 
 
-def _answers(path: Path, damaged: dict[str, int], of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
+def _answers(path: Path, damaged: Counter[str], of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
     """The answers of a file of JSON lines; lines of another shape are counted in `damaged`."""
     found = []
     for line in _read_lines(path, damaged):
         try:
             found += of_line(line)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            damaged[path.name] = damaged.get(path.name, 0) + 1
+            damaged[path.name] += 1
     return found
 
 

@@ -55,16 +55,6 @@ class Tracking:
     run_name: str | None
     flags: Mapping[str, Any]
 
-    @property
-    def default_project(self) -> str:
-        """The name of the folder that holds the output folder."""
-        return self.folder.resolve().parent.name or "dschat_ppo"
-
-    @property
-    def default_run_name(self) -> str:
-        """The name of the output folder."""
-        return self.folder.resolve().name or "run"
-
 
 @dataclass(frozen=True)
 class Start:
@@ -123,8 +113,9 @@ class WandbTracker:
         self.name, given = library, os.environ
         self._library: Any = importlib.import_module(library)
         self.failures: tuple[type[Exception], ...] = (OSError,)  # Trackio turns the others into warnings itself
-        saved = saved_run_id(tracking.folder, library) if start.first_step is not None else None
-        project = tracking.project or given.get(f"{library.upper()}_PROJECT") or tracking.default_project
+        ids, folder = _run_ids(tracking.folder), tracking.folder.resolve()
+        saved = ids.get(library) if start.first_step is not None else None
+        project = tracking.project or given.get(f"{library.upper()}_PROJECT") or folder.parent.name or "dschat_ppo"
         named: dict[str, Any] = {"project": project, "config": dict(tracking.flags)}
         if library == "wandb":
             from wandb.sdk import mailbox
@@ -133,12 +124,14 @@ class WandbTracker:
             self.failures += (self._library.errors.Error, *ended)
             run_id = saved or given.get("WANDB_RUN_ID") or secrets.token_hex(4)
             named |= {"id": run_id, "resume": given.get("WANDB_RESUME", "allow"), "allow_val_change": True}
-            named["name"] = tracking.run_name or given.get("WANDB_NAME") or tracking.default_run_name
+            named["name"] = tracking.run_name or given.get("WANDB_NAME") or folder.name or "run"
             named["dir"] = given.get("WANDB_DIR", str(tracking.folder))
         else:
-            run_id = saved or f"{tracking.run_name or tracking.default_run_name}-{secrets.token_hex(3)}"
+            run_id = saved or f"{tracking.run_name or folder.name or 'run'}-{secrets.token_hex(3)}"
             named |= {"name": run_id, "resume": "allow", "embed": False}
-        save_run_id(tracking.folder, library, run_id)  # before: a run that crashes in `init` exists already
+        content = json.dumps(ids | {library: run_id}, indent=2) + "\n"
+        with storage_errors(tracking.folder / RUN_IDS):  # before: a run that crashes in `init` exists already
+            write_file(tracking.folder / RUN_IDS, content.encode())
         try:
             self._run: Any = self._library.init(**named)
         except self.failures as problem:
@@ -196,18 +189,8 @@ def _markdown(answer: Answer) -> str:
     return "\n\n".join(shown)
 
 
-def saved_run_id(folder: Path, library: str) -> str | None:
-    """The id of the library's run that an earlier start in this output folder began, or None."""
-    return _run_ids(folder).get(library)
-
-
-def save_run_id(folder: Path, library: str, run_id: str) -> None:
-    """Keep the id of the library's run in `trackers.json`, durably."""
-    with storage_errors(folder / RUN_IDS):
-        write_file(folder / RUN_IDS, (json.dumps(_run_ids(folder) | {library: run_id}, indent=2) + "\n").encode())
-
-
 def _run_ids(folder: Path) -> dict[str, str]:
+    """Library -> the id of its run that an earlier start in this output folder began."""
     try:
         saved = json.loads((folder / RUN_IDS).read_bytes())
     except (OSError, ValueError):  # absent or damaged: the run then begins a new run of the library

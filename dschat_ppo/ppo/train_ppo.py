@@ -20,7 +20,7 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
-from dschat_ppo.html_report.write_report import report_run
+from dschat_ppo.html_report.page import report_run
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch

@@ -31,8 +31,8 @@ from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.html_report.page import REPORT
 from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
-from dschat_ppo.html_report.write_report import REPORT
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES

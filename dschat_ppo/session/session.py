@@ -29,7 +29,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.run_flags import AUTO, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
-from dschat_ppo.html_report.write_report import report_run
+from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter, record_start

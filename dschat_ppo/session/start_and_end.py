@@ -21,7 +21,7 @@ from dschat_ppo.common.progress import duration
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.html_report.write_report import report_run
+from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
 from dschat_ppo.types import Engine
 

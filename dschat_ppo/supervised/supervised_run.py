@@ -30,7 +30,7 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
-from dschat_ppo.html_report.write_report import report_run
+from dschat_ppo.html_report.page import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
 from dschat_ppo.models.long_sequences import check_long_sequences

@@ -78,13 +78,13 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
         (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
     ]
     assert found == [
+        ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
         ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
         ("held-out", 10, "p", "b", None, None, 4, "length"),
         ("held-out", 11, "p", "a", 1, None, 3, "eos"),
-        ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
     ]
     assert [one.scores for one in run.answers] == [
-        {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {}, {"rule": 2.0},
+        {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
     ]  # fmt: skip
 
 

@@ -7,8 +7,8 @@ import pytest
 from report_runs import ppo_lines, write_run
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.html_report import write_report as write_report_module
-from dschat_ppo.html_report.write_report import report_run, write_report
+from dschat_ppo.html_report import page as report_page
+from dschat_ppo.html_report.page import report_run, write_report
 
 LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
 
@@ -29,7 +29,7 @@ def test_a_report_of_200_steps_takes_less_than_a_second_of_cpu_and_imports_no_la
     wide = [line | {f"other/{number}": 0.1 * number for number in range(70)} for line in ppo_lines(200)]
     folder = write_run(tmp_path, wide, {"actor_model_name_or_path": "m"})
     code = (
-        "import sys, time; from pathlib import Path; from dschat_ppo.html_report.write_report import write_report\n"
+        "import sys, time; from pathlib import Path; from dschat_ppo.html_report.page import write_report\n"
         f"start = time.process_time(); write_report([Path({str(folder)!r})], Path({str(folder / 'r.html')!r}))\n"
         f"print(time.process_time() - start, [name for name in {LARGE} if name in sys.modules])"
     )
@@ -59,7 +59,7 @@ def test_a_bug_of_the_report_is_raised(tmp_path, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(write_report_module, "page", fail)
+    monkeypatch.setattr(report_page, "page", fail)
     with pytest.raises(ZeroDivisionError):
         report_run(write_run(tmp_path, ppo_lines(1)))
 

@@ -1,6 +1,7 @@
 """Trackers are checked before anything is loaded; names and ids of their runs."""
 
 import errno
+import json
 import os
 from types import SimpleNamespace
 
@@ -10,40 +11,49 @@ from tracked_runs import tracking_in
 from dschat_ppo.common import extras
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.monitor import trackers
-from dschat_ppo.monitor.trackers import RUN_IDS, Start, TensorBoardTracker, save_run_id, saved_run_id
+from dschat_ppo.monitor.trackers import RUN_IDS, Start, TensorBoardTracker, WandbTracker
 
 INSTALLED = SimpleNamespace(origin="wandb/__init__.py")
 
 
-def test_ids_are_kept_for_each_library(tmp_path):
-    assert saved_run_id(tmp_path, "wandb") is None
-    save_run_id(tmp_path, "wandb", "a")
-    save_run_id(tmp_path, "trackio", "b")
-    save_run_id(tmp_path, "wandb", "c")
-    assert [saved_run_id(tmp_path, name) for name in ("wandb", "trackio", "other")] == ["c", "b", None]
-    assert [path.name for path in tmp_path.iterdir()] == [RUN_IDS]
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """A function that begins a run with a stand-in for a library; the ids of all runs in the file."""
+    library = SimpleNamespace(init=lambda **named: SimpleNamespace(**named), __name__="trackio")
+    monkeypatch.setattr(trackers.importlib, "import_module", lambda name: library)
+    tracking = tracking_in(tmp_path, "trackio")
+
+    def begin(start=Start()):  # noqa: B008
+        tracker = WandbTracker("trackio", tracking, start)
+        return tracker._run, json.loads((tracking.folder / RUN_IDS).read_text())
+
+    return begin, tracking.folder / RUN_IDS
+
+
+def test_the_id_of_a_run_is_kept_beside_those_of_other_libraries_and_names_follow_from_the_folder(begun):
+    begin, file = begun
+    file.write_text('{"wandb": "a"}')
+    run, ids = begin()
+    assert ids == {"wandb": "a", "trackio": run.name} and run.name.startswith("ppo-") and run.project == "addition"
+    assert begin(Start(2, 3))[0].name == run.name, "a resumed run continues it"
+    assert begin()[0].name != run.name
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_damaged_file_has_no_ids_and_is_replaced(tmp_path, content):
-    (tmp_path / RUN_IDS).write_text(content)
-    assert saved_run_id(tmp_path, "wandb") is None
-    save_run_id(tmp_path, "wandb", "a")
-    assert saved_run_id(tmp_path, "wandb") == "a"
+def test_a_damaged_file_has_no_ids_and_is_replaced(begun, content):
+    begin, file = begun
+    file.write_text(content)
+    run, ids = begin(Start(2, 3))
+    assert ids == {"trackio": run.name}
 
 
-def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path, monkeypatch):
+def test_ids_that_cannot_be_written_are_a_storage_error(begun, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(trackers, "write_file", refuse)
     with pytest.raises(StorageError, match=r"trackers\.json: cannot be written \(No space left on device\)"):
-        save_run_id(tmp_path, "wandb", "a")
-
-
-def test_names_follow_from_the_output_folder(tmp_path):
-    tracking = tracking_in(tmp_path, "wandb")
-    assert (tracking.default_project, tracking.default_run_name) == ("addition", "ppo")
+        begun[0]()
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])

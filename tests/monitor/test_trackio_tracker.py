@@ -1,11 +1,12 @@
 """Trackio runs in its local database, in a folder of the test, read back by Trackio."""
 
+import json
 import sys
 
 import pytest
 from tracked_runs import ANSWERS, tracking_in
 
-from dschat_ppo.monitor.trackers import Start, WandbTracker, saved_run_id
+from dschat_ppo.monitor.trackers import RUN_IDS, Start, WandbTracker
 
 pytest.importorskip("trackio")
 
@@ -23,10 +24,14 @@ def own_folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def id_in(tracking) -> str:
+    return json.loads((tracking.folder / RUN_IDS).read_text())["trackio"]
+
+
 def logs_of(project, tracking) -> list[dict]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    return SQLiteStorage.get_logs(project, saved_run_id(tracking.folder, "trackio"))
+    return SQLiteStorage.get_logs(project, id_in(tracking))
 
 
 def test_a_step_is_in_the_run(tmp_path):
@@ -40,7 +45,7 @@ def test_a_step_is_in_the_run(tmp_path):
     first, second = logs_of("addition", tracking)
     assert (first["step"], first["reward/score_mean"], second["step"]) == (1, 1.5, 2)
     assert first["samples/answers"]["_value"] == [{"prompt": "1 + 1 =", "answer": "2", "score": 0.25, "tokens": 3}]
-    name = saved_run_id(tracking.folder, "trackio")
+    name = id_in(tracking)
     assert name.startswith("ppo-") and len(name) == len("ppo-") + 6
     config = SQLiteStorage.get_run_config("addition", name)
     assert config["learning_rate"] == 0.5 and config["data_path"] == ["a", "b"]
@@ -65,4 +70,4 @@ def test_flags_come_before_variables(tmp_path, monkeypatch):
         tracker.write(1, {"a": 1.0}, ())
         tracker.close(succeeded=True)
         assert len(logs_of(project, tracking)) == 1
-        assert saved_run_id(tracking.folder, "trackio").startswith(changes.get("run_name", "ppo"))
+        assert id_in(tracking).startswith(changes.get("run_name", "ppo"))

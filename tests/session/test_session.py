@@ -13,7 +13,7 @@ from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.checkpoint.state_files import save_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
-from dschat_ppo.html_report import write_report
+from dschat_ppo.html_report import page as report_page
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.runtime import stop_requests
@@ -140,7 +140,7 @@ def test_a_run_that_ends_before_its_first_step_says_nothing_about_a_report(tmp_p
 
 
 def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(write_report, "page", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(report_page, "page", lambda *arguments: 1 / 0)
     trainer = Trainer()
     with monkeypatch.context() as patch:
         stop_from(patch, 2)

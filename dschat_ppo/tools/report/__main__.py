@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.html_report.write_report import REPORT, write_report
+from dschat_ppo.html_report.page import REPORT, write_report
 from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 
 
