@@ -186,9 +186,9 @@ class Hosts:
                 own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_SIZE": ranks}
                 own |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
                 if slurm:
-                    own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": number, "SLURM_JOB_ID": port}
-                    own |= {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": size, "SLURM_NTASKS": size}
-                    own |= {"SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{machines})", "SLURM_STEP_NODELIST": "alpha,beta"}
+                    own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_JOB_ID": port}
+                    own |= {"MASTER_ADDR": "alpha", "SLURM_STEP_NUM_TASKS": size, "SLURM_NTASKS": size}
+                    own |= {"SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{machines})"}
                 own |= {"TMPDIR": self.disk / "tmp", "GLOO_SOCKET_IFNAME": "eth0"}
                 environments.append({name: str(value) for name, value in own.items()})
             folder = self._files("out", "err")[0].parent

@@ -12,7 +12,6 @@ import base64
 import ctypes
 import json
 import os
-import re
 import runpy
 import signal
 import socket
@@ -68,14 +67,9 @@ def start(step: str, argv: Sequence[str]) -> int:
         config = parse(step, words)  # before any rank starts, so that each error is printed once
     except UserError:
         return run_training(step, words)  # prints it
-    if config.run.dry_run:
-        if config.run.dry_run_ranks is not None:
-            return _run_here(step, words)
-        slots = slots_of(HOSTFILE, count) or [ranks]
-        if len(slots) > 1:  # rank 0 alone, as in such a launch
-            world = {"RANK": "0", "WORLD_SIZE": str(sum(slots)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(max(slots))}
-            os.environ.update(world, MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
-        return _run_here(step, [*words, "--dry_run_ranks", str(sum(slots))])
+    is_chosen = config.run.dry_run_ranks is not None
+    if config.run.dry_run and (is_chosen or not HOSTFILE.exists()):  # else rank 0 of the launch checks the flags
+        return _run_here(step, words if is_chosen else [*words, "--dry_run_ranks", str(ranks)])
     if HOSTFILE.exists():
         number = [] if count is None else ["--num_accelerators", str(count)]
         command = [*_launcher("runner"), *number, "--module", "dschat_ppo", step, *words]
@@ -120,15 +114,6 @@ def run_launcher(argv: Sequence[str]) -> int:
     if signal.SIGINT in os.read(reader, 2**16):
         return INTERRUPTED
     return code if isinstance(code, int) else int(bool(code))
-
-
-def slots_of(hostfile: Path, most: int | None) -> list[int]:
-    """The ranks of each machine of a hostfile of DeepSpeed, whose lines are "NAME slots=N"; [] without one. `most` is
-    what `--num_accelerators` starts on each machine; None: all."""
-    if not hostfile.exists():
-        return []
-    found = re.findall(r"^\s*[^#\s]\S*\s+slots\s*=\s*(\d+)", hostfile.read_text(encoding="utf-8"), re.MULTILINE)
-    return [min(int(number), most or int(number)) for number in found]
 
 
 def number_of_ranks(count: int | None) -> int:

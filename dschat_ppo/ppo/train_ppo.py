@@ -92,7 +92,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    remove_checkpoints(output, saved_models(output), config.safety)
+        if not config.safety.keep_final_checkpoint:
+            remove_checkpoints(output)
     show_result(result, output, begun.folders.actor, session.is_resumed)
     return result
 

@@ -25,7 +25,7 @@ from dschat_ppo.runtime.rank_log import log_path, write_to_log
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # of deepspeed, of torchrun
 # Only srun sets all of these: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
 _RANK_0_HEAD_START_SECONDS = 20
 
@@ -161,44 +161,33 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank that `srun` started."""
+    """The variables of a rank that `srun` started, but for those that the user exports."""
     missing = [name for name in _SLURM if name not in environment]
     if missing:
         raise UserError(
             f"srun started this process, but {', '.join(missing)} is not set: is the environment passed on?"
         )
-    size, machine = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_NODEID")
     per_machine = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment["SLURM_STEP_TASKS_PER_NODE"])  # 8 or 8(x2)
     if per_machine is None:
         raise UserError(
             f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']}: each machine must have the same "
             "number of ranks; give srun --ntasks-per-node N"
         )
-    found = {
+    if environment["SLURM_STEP_NUM_TASKS"] != per_machine[1] and "MASTER_ADDR" not in environment:
+        raise UserError(
+            "MASTER_ADDR, the name of the first of several machines, is not set: export MASTER_ADDR=$(scontrol show "
+            'hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun'
+        )
+    job = environment.get("SLURM_JOB_ID", "")
+    return {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_WORLD_SIZE": per_machine[1],
-        "GROUP_RANK": str(machine),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
+        # two jobs on one machine use different ports
+        "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + (int(job) % _PORTS if job.isdigit() else 0))),
     }
-    if "MASTER_ADDR" not in environment:
-        machines = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-        if not machines:
-            raise UserError(
-                "SLURM_STEP_NODELIST is not set: export MASTER_ADDR=NAME with the name of the first machine"
-            )
-        found["MASTER_ADDR"] = first_machine(machines)
-    if "MASTER_PORT" not in environment:
-        job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-        number = int(job) * 16 + int(step) if job.isdigit() and step.isdigit() else 0
-        found["MASTER_PORT"] = str(_FIRST_PORT + number % _PORTS)  # so that two jobs on one machine use different ports
-    return found
-
-
-def first_machine(names: str) -> str:
-    """The first name of a list of Slurm, such as "gpu[07-09,12],login" -> "gpu07"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\]?)*", names)
-    return re.sub(r"\[([^],-]*)[^\]]*\]?", r"\1", first[0] if first else "")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

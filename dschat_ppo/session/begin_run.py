@@ -38,13 +38,9 @@ FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 
 
 def begin_run(
-    step: str,
-    config: StepConfig,
-    run: RunFlags,
-    models: list[str],
-    validate_only: bool = False,
+    step: str, config: StepConfig, models: list[str], validate_only: bool = False,
     check: Callable[[], None] = lambda: None,
-) -> tuple[torch.device, Path]:
+) -> tuple[torch.device, Path]:  # fmt: skip
     """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
     this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
 
@@ -57,21 +53,29 @@ def begin_run(
         check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
             mistake in a flag is not reported as a setting that has changed.
     """
+    run, memory = config.run, config.memory
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
     refuse_pipes(Path(run.folder))
     quiet_libraries()
+    check_sequence_parallel_size(memory, dist.world_size())
     if run.dry_run:
-        check_sequence_parallel_size(config.memory, dist.world_size())
         check()
-        _log_notes(step, config)
-        return dist.device(), folder
+    else:
+        _join(config, folder, validate_only, check)
+    for line in notes(step, config):
+        logger().info(f"note: {line}")
+    return dist.device(), folder
+
+
+def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable[[], None]) -> None:
+    """See `begin_run`. Collective."""
+    run, memory = config.run, config.memory
     set_deterministic(run.deterministic)  # before anything runs on a GPU
-    check_sequence_parallel_size(config.memory, dist.world_size())
     lock_folder(folder)
-    device = init_process_group(run.folder)
-    watchdog.start(config.safety.collective_timeout)  # from here on the machines know of each other's failures
-    dist.share_rows(config.memory.sequence_parallel_size)
+    init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)
+    dist.share_rows(memory.sequence_parallel_size)
     check_shared_folder(folder)
     open_log(folder)
     check()
@@ -83,16 +87,9 @@ def begin_run(
     seed_everything(run.seed)
     _check_dtype(run.dtype)
     offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
-    if config.memory.offload_optimizer or offloads:
+    if memory.offload_optimizer or offloads:
         announce("load operators")
         load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
-    _log_notes(step, config)
-    return device, folder
-
-
-def _log_notes(step: str, config: StepConfig) -> None:
-    for line in notes(step, config):
-        logger().info(f"note: {line}")
 
 
 def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
@@ -112,21 +109,18 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    usable = ["bf16"] * accelerator.is_bf16_supported() + ["fp16"] * accelerator.is_fp16_supported() + ["fp32"]
+    if dtype not in usable:
+        raise UserError(
+            f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {', '.join(usable)}"
+        )
     if dtype == "bf16" and not dist.on_gpu():
         kernels()  # compiled here, so that no rank waits for another in a forward pass
-    if dtype == "bf16" and dist.on_gpu() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger().warning(
             f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
             "use --dtype fp16"
         )
-    supported = {
-        "bf16": accelerator.is_bf16_supported(),
-        "fp16": accelerator.is_fp16_supported(),
-        "fp32": True,
-    }
-    if not supported[dtype]:
-        usable = ", ".join(name for name, usable in supported.items() if usable)
-        raise UserError(f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {usable}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
@@ -28,7 +28,7 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.html_report.page import REPORT
@@ -115,28 +115,21 @@ def check_shared_folder(folder: Path) -> None:
     Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
-    name = dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # a new name: no machine has looked for it before
-    is_written = False
+    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # no machine has looked for this name before
+
+    def write() -> None:
+        with _writing(folder):
+            path.touch()
+
+    dist.on_main(write)
+    hosts = dist.gather_objects(None if _appears(path) else os.uname().nodename)
     if dist.is_main():
-        with suppress(OSError):  # another machine then reports that it does not see the file
-            make_folder(folder)
-            (folder / name).touch()
-            is_written = True
-    if not dist.broadcast_object(is_written):
-        return
-    mine = None
-    if dist.local_rank() == 0 and not dist.is_main():
-        mine = (os.uname().nodename, _appears(folder / name))
-    others = [found for found in dist.gather_objects(mine) if found is not None]
-    if dist.is_main():
-        (folder / name).unlink(missing_ok=True)
-    first = dist.broadcast_object(os.uname().nodename)
-    for host, is_shared in others:
-        if not is_shared:
-            raise UserError(
-                f"--output_dir {folder}: machine {host} does not see what machine {first} writes there: name a folder "
-                "that all machines share"
-            )
+        path.unlink()
+    if unaware := sorted(set(filter(None, hosts))):
+        raise UserError(
+            f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine writes there: name a "
+            "folder that all machines share"
+        )
 
 
 def _appears(path: Path) -> bool:
@@ -247,7 +240,7 @@ def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
             "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate "
             "depends on the length; --overwrite_output_dir starts over"
         )
-    elif CheckpointFolder(folder).names() and not finish_removal(folder):
+    elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
         more = "but a saved model cannot be read: add --resume_force to save it again from the last checkpoint"
     return f"{folder / RESULT} is there: this run is done ({more})"
 
@@ -322,26 +315,22 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
             events.unlink()
 
 
-def remove_checkpoints(output: Path, models: Sequence[Path], flags: SafetyFlags) -> None:
-    """Remove the checkpoints of a run whose `result.json` is written. Collective.
-
-    They stay if a saved model cannot be read, or with `--keep_final_checkpoint`. If the run ends in between, the same
-    command removes the rest (`check_earlier_outputs`).
-    """
-    if flags.keep_final_checkpoint:
-        return
-    if dist.is_main() and all(map(_is_readable, models)):
-        discard_checkpoints(output)
-
-
-def finish_removal(output: Path) -> bool:
-    """Remove the checkpoints that a crash left of a finished run, on rank 0. They stay, and False is returned, if a
-    saved model cannot be read: only they can give that model again."""
+def remove_checkpoints(output: Path) -> bool:
+    """Remove the checkpoints of a run whose `result.json` is written, on rank 0. If the run ends in between, the same
+    command removes the rest (`check_earlier_outputs`). They stay, and False is returned, if a saved model cannot be
+    read: only they can give that model again."""
     roles = [role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
     models = [output / role for role in dict.fromkeys(["actor", *roles])] if roles else [output]  # of step 3: the actor
     if not all(map(_is_readable, models)):
         return False
-    discard_checkpoints(output)
+    try:
+        with watchdog_paused():
+            size = CheckpointFolder(output).remove_all()
+    except OSError as problem:
+        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
+    else:
+        kept_by = "--keep_final_checkpoint keeps them, to train longer"
+        logger().info(f"checkpoints: removed, {size / 2**20:.1f} MiB ({kept_by})")
     return True
 
 
@@ -355,14 +344,3 @@ def _is_readable(folder: Path) -> bool:
     if not found:
         logger().warning(f"checkpoints are kept, because {folder} holds no weights")
     return bool(found)
-
-
-def discard_checkpoints(output: Path) -> None:
-    """Remove all checkpoints in an output folder, and log their size. A failure is only a warning."""
-    try:
-        with watchdog_paused():
-            size = CheckpointFolder(output).remove_all()
-    except OSError as problem:
-        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
-        return
-    logger().info(f"checkpoints: removed, {size / 2**20:.1f} MiB (--keep_final_checkpoint keeps them, to train longer)")

@@ -94,7 +94,7 @@ def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedS
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
     complete. Collective."""
     fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
-    device, output = begin_run(step.kind, config, config.run, [fit.model_name_or_path], fit.validate_only)
+    device, output = begin_run(step.kind, config, [fit.model_name_or_path], fit.validate_only)
     logger().info(step.title)
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
@@ -198,7 +198,8 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-    remove_checkpoints(output, [output], session.safety)
+        if not session.safety.keep_final_checkpoint:
+            remove_checkpoints(output)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     show_end(run.name, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)

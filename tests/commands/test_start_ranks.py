@@ -16,7 +16,6 @@ from dschat_ppo.commands import start_ranks
 from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.launch import complete_environment
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
@@ -121,22 +120,6 @@ def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_a_dry_run_counts_the_machines_of_a_hostfile(machine, monkeypatch, tmp_path):
-    machine(4)
-    monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
-    start_ranks.HOSTFILE.write_text("# node0 slots=9\nnode1 slots=4\nnode2  slots = 4 # new\n")
-    assert start("sft", [*SFT, "--dry_run"]) == 0
-    assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("8", "8", "4")
-    complete_environment(os.environ)  # the run that follows checks it
-    del os.environ["RANK"]  # as in another process
-    assert start("sft", [*SFT, "--dry_run", "--num_gpus", "2"]) == 0
-    assert (start_ranks.ran[-1][1][-1], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("4", "4", "2")
-    del os.environ["RANK"]
-    start_ranks.HOSTFILE.write_text("")
-    assert start("sft", [*SFT, "--dry_run"]) == 0
-    assert start_ranks.ran[-1][1][-1] == "4"
-
-
 def test_wrong_flags_end_the_command_before_ranks_start(machine):
     machine(4)
     start("sft", [*SFT, "--no_such_flag"])
@@ -150,6 +133,9 @@ def test_a_hostfile_leaves_the_ranks_to_deepspeed(machine, monkeypatch, tmp_path
     with pytest.raises(Replaced) as replaced:
         start("ppo", ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", *SFT[2:], "--num_gpus=1"])
     assert replaced.value.args[0][4:8] == ["deepspeed.launcher.runner", "--num_accelerators", "1", "--module"]
+    with pytest.raises(Replaced):  # rank 0 of the launch checks the flags
+        start("sft", [*SFT, "--dry_run"])
+    assert start("sft", [*SFT, "--dry_run", "--dry_run_ranks", "16"]) == 0
 
 
 def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):

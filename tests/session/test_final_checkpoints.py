@@ -7,10 +7,7 @@ from checkpoints import save_checkpoint
 
 from dschat_ppo.checkpoint import store
 from dschat_ppo.checkpoint.store import CheckpointFolder
-from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.session.output_folder import discard_checkpoints, finish_removal, remove_checkpoints
-
-REMOVE = SafetyFlags()
+from dschat_ppo.session.output_folder import remove_checkpoints
 
 
 @pytest.fixture
@@ -27,21 +24,18 @@ def left(output) -> list[str]:
 
 
 def test_checkpoints_are_removed_and_those_set_aside_stay(output, assets, said):
-    remove_checkpoints(output, [assets / "lm", assets / "reward"], REMOVE)
+    (output / "actor").symlink_to(assets / "lm")
+    remove_checkpoints(output)
     assert left(output) == ["step_000001.set_aside"]
     assert [line for line in said if line.startswith("checkpoints: removed, 0.0 MiB (--keep_final_checkpoint keeps")]
 
 
 def test_the_folder_goes_with_the_last_checkpoint(tmp_path, assets):
+    (tmp_path / "model.safetensors").symlink_to(assets / "lm/model.safetensors")
     save_checkpoint(tmp_path, 1)
-    remove_checkpoints(tmp_path, [assets / "lm"], REMOVE)
+    remove_checkpoints(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
-    remove_checkpoints(tmp_path, [assets / "lm"], REMOVE)  # nothing is left to remove
-
-
-def test_the_flag_keeps_them(output, assets):
-    remove_checkpoints(output, [assets / "lm"], SafetyFlags(keep_final_checkpoint=True))
-    assert left(output) == ["latest", "step_000001.set_aside", "step_000002", "step_000003"]
+    remove_checkpoints(tmp_path)  # nothing is left to remove
 
 
 @pytest.mark.parametrize(
@@ -50,23 +44,25 @@ def test_the_flag_keeps_them(output, assets):
 def test_after_a_crash_they_go_only_if_the_actor_is_there(output, assets, roles, is_whole):
     for role in roles:
         (output / role).symlink_to(assets / ("lm" if role == "actor" else "reward"))
-    assert finish_removal(output) == is_whole
+    assert remove_checkpoints(output) == is_whole
     assert ("step_000003" in left(output)) == (not is_whole)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing"])
-def test_they_stay_if_a_saved_model_cannot_be_read(output, assets, tmp_path, said, fault):
-    model = tmp_path / "model"
+def test_they_stay_if_a_saved_model_cannot_be_read(output, assets, said, fault):
+    (output / "actor").symlink_to(assets / "lm")
+    model = output / "critic"
     model.mkdir()
     if fault == "truncated":
         content = (assets / "lm/model.safetensors").read_bytes()
         (model / "model.safetensors").write_bytes(content[:-1])
-    remove_checkpoints(output, [assets / "lm", model], REMOVE)
+    remove_checkpoints(output)
     assert "step_000003" in left(output)
     assert any("checkpoints are kept" in line and str(model) in line for line in said)
 
 
-def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(output, monkeypatch, said):
+def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(output, assets, monkeypatch, said):
+    (output / "actor").symlink_to(assets / "lm")
     remove, removed = store.remove_folder, []
 
     def fails_at_the_second(path):
@@ -76,12 +72,12 @@ def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(ou
         remove(path)
 
     monkeypatch.setattr(store, "remove_folder", fails_at_the_second)
-    discard_checkpoints(output)
+    remove_checkpoints(output)
     assert removed == ["step_000002.partial", "step_000003.partial"]
     assert any("cannot be removed (cut)" in line for line in said)
     monkeypatch.undo()
     CheckpointFolder(output).clear_partials()  # as every start does
-    discard_checkpoints(output)
+    remove_checkpoints(output)
     assert left(output) == ["step_000001.set_aside"]
 
 

@@ -341,7 +341,7 @@ def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monke
 def test_an_output_folder_with_an_input_model_is_rejected(tmp_path, model):
     config = config_of(tmp_path / "out", "--overwrite_output_dir")
     with pytest.raises(UserError, match="written over a model"):
-        begin_run("sft", config, config.run, [str(tmp_path / model)])
+        begin_run("sft", config, [str(tmp_path / model)])
 
 
 def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):

@@ -76,7 +76,7 @@ def test_a_second_run_is_refused_before_it_needs_a_port_and_other_ranks_lock_not
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(UserError, match="is being written by another run; wait for it"):
-            begin_run.begin_run("sft", config, config.run, [])
+            begin_run.begin_run("sft", config, [])
         assert os.listdir("/proc/self/fd") == before
         monkeypatch.setenv("RANK", "1")
         lock_folder(tmp_path)

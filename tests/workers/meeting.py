@@ -27,7 +27,7 @@ def train(config: SFTConfig) -> None:
     while len(list(folder.parent.glob("ready_*"))) < int(os.environ["RANKS"]):
         time.sleep(0.001)
     time.sleep(json.loads(os.environ["DELAYS"])[dist.rank()])
-    begin_run.begin_run("sft", config, config.run, [])
+    begin_run.begin_run("sft", config, [])
     members = dist.gather_objects((dist.rank(), os.getppid()))
     (folder / f"met_{os.getpid()}").write_text(json.dumps(members))
     torch_dist.barrier()
