@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -16,9 +15,9 @@ import numpy as np
 import torch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.engine_state import has_layout_of, load_engine, save_engine
+from dschat_ppo.checkpoint.engine_state import save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
-from dschat_ppo.checkpoint.reshard import load_engine_resharded
+from dschat_ppo.checkpoint.reshard import load_engine
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist
@@ -28,7 +27,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, counted
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
@@ -106,16 +105,14 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
+    if manifest.world_size != dist.world_size():
+        saved_by = counted(manifest.world_size, "rank")
+        logger().info(f"the checkpoint of {saved_by} is resharded for {counted(dist.world_size(), 'rank')}")
     for role, engine in trainer.engines_to_save.items():
         if not (folder / role).is_dir():
             logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
             continue
-        with _optimizer_flags_kept(engine):
-            if has_layout_of(engine, folder / role):
-                load_engine(engine, folder / role)
-            else:
-                logger().info(f"{role}: saved by {manifest.world_size} ranks, with another layout; resharded")
-                load_engine_resharded(engine, folder / role)
+        load_engine(engine, folder / role)
     own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
     saved_ranks = range(manifest.world_size)
     ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in saved_ranks))
@@ -130,21 +127,6 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
 def package_versions() -> dict[str, str]:
     """Package -> version, of the packages that affect the numbers of a run."""
     return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
-
-
-@contextmanager
-def _optimizer_flags_kept(engine: Engine) -> Iterator[None]:
-    """Keep rate, schedule, betas, epsilon and weight decay while the block loads others (`--resume_force`)."""
-    scheduler, names = engine.lr_scheduler, ("betas", "eps", "weight_decay")
-    rates = list(scheduler.base_lrs)
-    settings = [{name: group[name] for name in names} for group in engine.optimizer.param_groups]
-    yield
-    for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    scheduler.base_lrs = rates
-    for group, rate, factor in zip(engine.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
-        group["lr"] = rate * factor(scheduler.last_epoch)  # of a schedule that may be longer than the saved one
-    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
 
 
 class CheckpointManager:
@@ -262,26 +244,20 @@ class CheckpointManager:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        files: dict[str, FileEntry] = {}
-        for part, problem in dist.gather_objects(self._wait_for_files(name)):
-            if problem is not None:
-                raise StorageError(problem)
-            files |= part
-        self._on_main(lambda: self._publish(name, pending, files))
-        size = sum(entry["bytes"] for entry in files.values())
-        logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
-
-    def _wait_for_files(self, name: str) -> tuple[dict[str, FileEntry], str | None]:
-        """The files that this rank has written in the background, once they are on the disk, by path in the checkpoint;
-        and why they could not be written, or None."""
-        files: dict[str, FileEntry] = {}
+        own: dict[str, FileEntry] = {}
+        problem = None
         try:
             with self._folder.writing():
                 for path, (size, digest) in self._files.wait().items():
-                    files[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
-        except StorageError as problem:
-            return {}, str(problem)
-        return files, None
+                    own[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
+        except StorageError as failure:  # on the ranks where it occurs
+            problem = str(failure)
+        if (first := dist.first_problem(problem)) is not None:
+            raise StorageError(first)
+        files = {path: entry for part in dist.gather_objects(own) for path, entry in part.items()}
+        self._on_main(lambda: self._publish(name, pending, files))
+        size = sum(entry["bytes"] for entry in files.values())
+        logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
     def _publish(self, name: str, manifest: Manifest, files: dict[str, FileEntry]) -> None:
         folder = self._partial(name)
@@ -294,44 +270,33 @@ class CheckpointManager:
 
     def _on_main(self, write: Callable[[], None]) -> None:
         """Write on rank 0; all ranks raise its `StorageError`."""
-
-        def attempt() -> None:
-            with self._folder.writing():
-                write()
-
-        dist.on_main(attempt)
+        dist.on_main(self._folder.writing()(write))
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of the global streams of Python, numpy and torch (CPU and GPUs), in the form of `save_state`."""
+    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), in the form of
+    `save_state`."""
     version, words, python_normal = random.getstate()
-    legacy: dict[str, Any] = np.random.get_state(legacy=False)
+    kind, keys, position, has_normal, normal = np.random.get_state()
     return {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "normal": python_normal},
         "numpy": {
-            "kind": str(legacy["bit_generator"]),
-            "words": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-            "position": int(legacy["state"]["pos"]),
-            "has_normal": int(legacy["has_gauss"]),
-            "normal": float(legacy["gauss"]),
+            "kind": kind, "words": torch.from_numpy(np.asarray(keys, np.int64)), "position": position,
+            "has_normal": has_normal, "normal": normal,
         },
         "torch": torch.get_rng_state(),
-        "gpus": torch.cuda.get_rng_state_all() if on_gpu() else [],
-        "gpu": torch.cuda.current_device() if on_gpu() else 0,
-    }
+        "gpus": [torch.cuda.get_rng_state()] if on_gpu() else [],
+        "gpu": 0,  # of the list; earlier versions saved the streams of all GPUs
+    }  # fmt: skip
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global streams to the state of `capture_rng_state`. With another number of GPUs only this rank's own GPU
-    gets its stream back. If only the state or only the machine has GPUs, their streams stay."""
+    """Set the global streams to the state of `capture_rng_state`. If only the state or only the machine has GPUs, the
+    GPU's stream stays."""
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
     words = legacy["words"].numpy().astype(np.uint32)
     np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_normal"], legacy["normal"]))
     torch.set_rng_state(state["torch"])
-    if not state["gpus"] or not on_gpu():
-        return
-    if len(state["gpus"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["gpus"])
-    else:
+    if state["gpus"] and on_gpu():
         torch.cuda.set_rng_state(state["gpus"][state["gpu"]])

@@ -1,16 +1,10 @@
-"""Reshard the states of an engine: load them into an engine of any other world size, ZeRO stage or dtype.
+"""Load the states of an engine into an engine of any world size, ZeRO stage, dtype or optimizer.
 
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
 same order. A `Fragment` describes which elements of which parameter lie where. From the fragments of all ranks that
 saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
 second set of files, without more memory than this rank's part, and without unpickling more than `load_state` allows.
-
-DeepSpeed's universal checkpoints were tried (0.19.8; 2 ranks to 1) and are not sufficient: stage 3 cannot load a folder
-that stage 2 saved, nor the reverse; stage 3 takes the settings of the first parameter group for all groups, so biases
-and norms begin to decay, and the third loss differs by 1 %; stage 0 has no files that can be converted; everything is
-unpickled with `weights_only=False` and written twice more. `safe_set_full_optimizer_state` handles, at stages 1 and 2,
-only the moments of the first parameter group, and none before the first step. `ds_to_universal` can still convert the
-files of stages 1 to 3 for other uses; the tests compare with it.
+DeepSpeed's universal checkpoints are not sufficient (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -30,17 +24,18 @@ from deepspeed.checkpoint.constants import (
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from dschat_ppo.checkpoint.engine_state import (
     LAYOUT,
     PARAMETER_NAMES,
     TAG,
+    dtype_of,
     flat_masters,
-    layout,
     model_states,
-    replay_bias_correction,
     trained_shapes,
+    trained_state,
 )
 from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.common import dist
@@ -77,27 +72,72 @@ class Shard:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
-def load_engine_resharded(engine: Engine, folder: Path) -> None:
+def load_engine(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
 
-    Weights (the fp32 masters, if any), moments, step count, learning rate, schedule and counters are restored bit for
-    bit; further training differs by rounding. The loss scale is restored if the dtype is the same. Betas, epsilon and
-    weight decay remain those of the engine. Frozen parameters stay as built.
+    Weights (the fp32 masters, if any), moments, step count, place in the schedule and counters are restored bit for
+    bit; in another layout, further training differs by rounding. The loss scale is restored if the dtype is the same.
+    Rate, schedule, betas, epsilon and weight decay remain those of the engine (`--resume_force` may have changed them).
+    Frozen parameters stay as built.
     """
     common = model_states(folder)
+    _require_same_parameters(folder, common, engine)
     shards = read_shards(folder, common)
-    _require_same_parameters(folder, shards, engine)
     flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
-    same_dtype = common.get(LAYOUT, {}).get("dtype") == layout(engine)["dtype"]
+    same_dtype = common.get(LAYOUT, {}).get("dtype") == dtype_of(engine)
     with quiet_prints():
         _install(engine, flats, shards[0].steps, shards[0].loss_scale if same_dtype else {})
     engine.module.load_state_dict({name: common["module"][name] for name in common["buffer_names"]}, strict=False)
-    engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
-    for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
+    resume_schedule(engine, common["lr_scheduler"])
     for name in _COUNTERS:
         setattr(engine, name, common[name])
-    replay_bias_correction(engine)
+    _replay_bias_correction(engine)
+
+
+def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Go to the step of the saved schedule, on the engine's own schedule and rates."""
+    scheduler = engine.lr_scheduler
+    scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
+    for group, rate, factor in zip(
+        engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
+    """Require the states of exactly the parameters that train here, and of all buffers."""
+    if engine.zero_optimization():
+        own = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    else:
+        own = {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+    saved, held = trained_shapes(common), common["module"].keys()
+    differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
+    differing += sorted(trained_state(engine.module).keys() - held)
+    differing += sorted(held - engine.module.state_dict().keys())
+    if differing:
+        raise UserError(
+            f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
+            f"{differing[0]}); use the flags and the model of the saved run"
+        )
+
+
+def _replay_bias_correction(engine: Engine) -> None:
+    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states.
+
+    Its C++ code multiplies float32 powers from step to step, and no file contains them. A new optimizer would start
+    with `pow(beta, step)`, which rounds differently. So the steps are repeated here, on a single number. Other
+    optimizers have no such state.
+    """
+    adam = engine.basic_optimizer
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    group = adam.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    numbers = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, *settings, *numbers)
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
@@ -176,65 +216,53 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     return fragments
 
 
-def _require_same_parameters(folder: Path, shards: Sequence[Shard], engine: Engine) -> None:
-    saved: dict[str, int] = defaultdict(int)
-    for shard in shards:
-        for fragment in shard.fragments:
-            saved[fragment.name] += fragment.length
-    own = {
-        name: weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
-        for weight, name in engine.param_names.items()
-        if weight.requires_grad
-    }
-    differing = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
-    if differing:
-        first = differing[0]
-        raise UserError(
-            f"{folder}: holds the states of another model (parameters that differ: {len(differing)}; the first is "
-            f"{first} with {saved.get(first, 0)} elements there and {own.get(first, 0)} here)"
-        )
-
-
 def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """For each flat tensor a dict as in `Shard.flats`, fp32 on the host, with the elements of the `wanted` fragments.
 
     Copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0. Moments only
     after the first step.
     """
-    saved = defaultdict(list)
-    for shard in shards:
-        for fragment in shard.fragments:
-            saved[fragment.name].append((fragment, shard.flats[fragment.flat]))
+    saved = _pieces(shards)
     keys = (WEIGHTS, *MOMENTS) if any(shard.steps for shard in shards) else (WEIGHTS,)
     flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
     for target in wanted:
-        for source, states in saved[target.name]:
-            start = max(target.start, source.start)
-            length = min(target.start + target.length, source.start + source.length) - start
-            if length > 0:
-                for key, values in states.items():
-                    piece = values.narrow(0, source.offset + start - source.start, length)
-                    flats[target.flat][key].narrow(0, target.offset + start - target.start, length).copy_(piece)
-            heartbeat()  # the states of the other ranks are read from their files here
+        _copy(saved[target.name], target, flats[target.flat])
     return flats
 
 
 def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold. One at a
     time: the states themselves stay in their mapped files. `common` is `model_states(folder)`."""
-    pieces = defaultdict(list)
-    for shard in read_shards(folder, common):
-        for fragment in shard.fragments:
-            pieces[fragment.name].append((fragment, shard.flats[fragment.flat][WEIGHTS]))
+    saved = _pieces(read_shards(folder, common))
     for name, shape in trained_shapes(common).items():
-        whole = torch.empty(shape.numel())
-        found = sum(fragment.length for fragment, _ in pieces[name])
-        if found != shape.numel():
-            raise UserError(f"{folder}: holds {found} of the {shape.numel()} elements of {name}")
-        for fragment, flat in pieces[name]:
-            piece = flat.narrow(0, fragment.offset, fragment.length)
-            whole.narrow(0, fragment.start, fragment.length).copy_(piece)
-        yield name, whole.view(shape)
+        whole = {WEIGHTS: torch.empty(shape.numel())}
+        _copy(saved[name], Fragment(name, 0, shape.numel(), 0, 0), whole)
+        yield name, whole[WEIGHTS].view(shape)
+
+
+def _pieces(shards: Sequence[Shard]) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
+    """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies in."""
+    pieces = defaultdict(list)
+    for shard in shards:
+        for fragment in shard.fragments:
+            pieces[fragment.name].append((fragment, shard.flats[fragment.flat]))
+    return pieces
+
+
+def _copy(pieces: Sequence[tuple[Fragment, dict[str, Tensor]]], target: Fragment, flat: Mapping[str, Tensor]) -> None:
+    """Copy the elements of a fragment to its place in `flat`, each exactly once."""
+    copied = 0
+    for source, states in pieces:
+        start = max(target.start, source.start)
+        length = min(target.start + target.length, source.start + source.length) - start
+        if length > 0:
+            copied += length
+            for key, values in flat.items():
+                piece = states[key].narrow(0, source.offset + start - source.start, length)
+                values.narrow(0, target.offset + start - target.start, length).copy_(piece)
+        heartbeat()  # the states of the other ranks are read from their files here
+    if copied != target.length:
+        raise UserError(f"the states hold {copied} of the {target.length} elements of {target.name}")
 
 
 def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:

@@ -120,10 +120,8 @@ class BackgroundWriter(CheckpointEngine):
         self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """The state in `path`, on the host. Weights are mapped from the file; optimizer states are copied."""
-        with watchdog_paused():  # this waits only for the disk
-            state = load_state(path, mapped=True)
-            return {key: value if key == "module" else host_copy(value) for key, value in state.items()}
+        """Nothing loads by way of DeepSpeed: see `reshard.load_engine`."""
+        raise NotImplementedError
 
     def done(self) -> bool:
         """Whether everything is written, so that `wait` returns (or raises) at once."""

@@ -255,12 +255,12 @@ def test_a_write_error_of_one_rank_reaches_all_ranks(tmp_path, engines, monkeypa
     """Another rank has written its files, and waits in the collective for this one."""
     reported = []
 
-    def gather(mine):
-        reported.append(mine[1])
-        return [mine, ({}, None)]
+    def first_problem(mine):
+        reported.append(mine)
+        return mine
 
     monkeypatch.setattr(manager, "save_engine", lambda engine, folder, files: files.save({}, f"{folder}/no/file"))
-    monkeypatch.setattr(dist, "gather_objects", gather)
+    monkeypatch.setattr(dist, "first_problem", first_problem)
     run = Run(tmp_path, NEVER)
     with pytest.raises(StorageError) as problem:
         run.checkpoints.finish()
@@ -268,7 +268,7 @@ def test_a_write_error_of_one_rank_reaches_all_ranks(tmp_path, engines, monkeypa
 
 
 def test_a_write_error_of_another_rank_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, ({}, "rank 1: no space")])
+    monkeypatch.setattr(dist, "first_problem", lambda mine: "rank 1: no space")
     run = Run(tmp_path, NEVER)
     with pytest.raises(StorageError, match="rank 1: no space"):
         run.checkpoints.finish()
@@ -280,8 +280,9 @@ def test_the_files_of_all_ranks_are_in_the_manifest(tmp_path, engines, monkeypat
 
     def gather(mine):
         (run.folder.root / "step_000000.partial/rank_1.pt").write_bytes(b"four")
-        return [mine, ({"rank_1.pt": {"bytes": 4, "sha256": hashlib.sha256(b"four").hexdigest()}}, None)]
+        return [mine, {"rank_1.pt": {"bytes": 4, "sha256": hashlib.sha256(b"four").hexdigest()}}]
 
+    monkeypatch.setattr(dist, "first_problem", lambda mine: None)
     monkeypatch.setattr(dist, "gather_objects", gather)
     run.checkpoints.finish()
     assert {"rank_0.pt", "rank_1.pt", "shared.pt"} < set(run.manifest("step_000000").files)
@@ -362,30 +363,22 @@ def gpus(monkeypatch):
     def set_one(state):
         machine["streams"][machine["current"]] = state
 
-    def set_all(states):
-        machine["streams"] = list(states)
-
     monkeypatch.setattr(manager, "on_gpu", lambda: bool(machine["streams"]))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(machine["streams"]))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine["current"])
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(machine["streams"]))
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_all)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: machine["streams"][machine["current"]])
     monkeypatch.setattr(torch.cuda, "set_rng_state", set_one)
     return machine
 
 
 @pytest.mark.parametrize("there, current, expected", [
-    ([20, 21], 1, [10, 11]),
-    ([20], 0, [11]),  # the rank's own stream
-    ([20, 21, 22], 2, [20, 21, 11]),
-    ([], 0, []),
+    ([20, 21], 1, [20, 11]), ([20], 0, [11]), ([20, 21, 22], 2, [20, 21, 11]), ([], 0, []),
 ])  # fmt: skip
-def test_streams_of_gpus_are_restored_to_the_gpus_of_this_machine(gpus, there, current, expected):
+def test_the_stream_of_a_ranks_own_gpu_is_restored(gpus, there, current, expected):
     state = capture_rng_state()
-    assert state["gpu"] == 1
-    gpus["streams"], gpus["current"] = [torch.tensor([number]) for number in there], current
-    restore_rng_state(state)
-    assert [int(stream) for stream in gpus["streams"]] == expected
+    earlier_version = {**state, "gpus": [torch.tensor([10]), torch.tensor([11])], "gpu": 1}
+    for saved in (state, earlier_version):
+        gpus["streams"], gpus["current"] = [torch.tensor([number]) for number in there], current
+        restore_rng_state(saved)
+        assert [int(stream) for stream in gpus["streams"]] == expected
 
 
 def test_a_state_without_gpus_leaves_their_streams_unchanged(gpus):

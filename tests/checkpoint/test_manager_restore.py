@@ -15,26 +15,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 
 
-class Engine:
-    """Optimizer and schedule of an engine; `load` puts those of another one in, as DeepSpeed does."""
-
-    def __init__(self, rate=0.5, warmup=10, decay=0.25, **settings):
-        weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
-        decays = [{"params": [weights[0]], "weight_decay": decay}, {"params": [weights[1]], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(decays, lr=rate, **settings)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, step / warmup))
-
-    def load(self, saved):
-        self.optimizer.load_state_dict(saved.optimizer.state_dict())
-        self.lr_scheduler.load_state_dict(saved.lr_scheduler.state_dict())
-
-    def steps(self, count):
-        for _ in range(count):
-            self.optimizer.step()
-            self.lr_scheduler.step()
-        return self
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A checkpoint of two ranks at step 6; and one of one rank."""
@@ -55,23 +35,18 @@ def saved(tmp_path):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What was loaded into which engine: (whole or resharded, engine, folder's name)."""
+    """What was loaded into which engine: (engine, folder's name)."""
     done = []
-    monkeypatch.setattr(manager, "has_layout_of", lambda engine, folder: folder.name == "actor")
-    monkeypatch.setattr(manager, "load_engine", lambda engine, folder: done.append(("whole", engine, folder.name)))
-    monkeypatch.setattr(
-        manager, "load_engine_resharded", lambda engine, folder: done.append(("resharded", engine, folder.name))
-    )
+    monkeypatch.setattr(manager, "load_engine", lambda engine, folder: done.append((engine, folder.name)))
     return done
 
 
 def test_each_engine_loads_its_states_and_the_trainer_those_of_all_ranks(saved, loads):
     trainer = Trainer()
-    trainer.engines_to_save = {"actor": Engine(), "critic": Engine()}
+    trainer.engines_to_save = {"actor": "A", "critic": "C"}
     manifest = restore(saved[0], trainer, seed=100)
     assert (manifest.step, manifest.update, manifest.world_size) == (6, 1, 2)
-    actor, critic = trainer.engines_to_save.values()
-    assert loads == [("whole", actor, "actor"), ("resharded", critic, "critic")]
+    assert loads == [("A", "actor"), ("C", "critic")]
     shared, ranks = trainer.loaded
     assert shared == {"shared": 2} and [rank["rank"] for rank in ranks.read_all()] == [0, 1]
 
@@ -94,29 +69,6 @@ def test_random_streams_are_restored_on_as_many_ranks_and_seeded_on_others(saved
     expected = torch.rand(3)
     restore(saved[0], trainer, seed=100)
     assert torch.equal(torch.rand(3), expected) and seeds == [106]
-
-
-@pytest.mark.parametrize(("forced", "rate"), [
-    ({}, 0.5 * 0.4),
-    ({"rate": 0.25}, 0.25 * 0.4),
-    ({"warmup": 8}, 0.5 * 0.5),
-    ({"rate": 0.25, "warmup": 8}, 0.25 * 0.5),
-    ({"betas": (0.5, 0.75), "eps": 0.125, "decay": 0.75}, 0.5 * 0.4),
-])  # fmt: skip
-def test_the_optimizer_keeps_the_current_flags(saved, loads, monkeypatch, forced, rate):
-    engine, trainer = Engine(**forced), Trainer()
-    trainer.engines_to_save = {"actor": engine}
-    monkeypatch.setattr(manager, "load_engine", lambda engine, folder: engine.load(Engine().steps(4)))
-    restore(saved[1], trainer, seed=0)
-    groups = engine.optimizer.param_groups
-    assert [group["lr"] for group in groups] == engine.lr_scheduler.get_last_lr() == [pytest.approx(rate)] * 2
-    assert [group["weight_decay"] for group in groups] == [forced.get("decay", 0.25), 0.0]
-    assert {(group["betas"], group["eps"]) for group in groups} == {
-        (forced.get("betas", (0.9, 0.999)), forced.get("eps", 1e-8))
-    }
-    engine.steps(1)
-    per_step = forced.get("rate", 0.5) / forced.get("warmup", 10)
-    assert [group["lr"] for group in groups] == [pytest.approx(5 * per_step)] * 2
 
 
 class StateTrainer:

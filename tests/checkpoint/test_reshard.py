@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dschat_ppo.checkpoint import reshard
+from dschat_ppo.checkpoint.engine_state import PARAMETER_NAMES
 from dschat_ppo.checkpoint.reshard import (
     Fragment,
     Shard,
@@ -15,6 +16,7 @@ from dschat_ppo.checkpoint.reshard import (
     gather,
     partitioned_fragments,
     read_shards,
+    resume_schedule,
     whole_weights,
 )
 from dschat_ppo.errors import UserError
@@ -93,22 +95,28 @@ def test_any_layout_can_be_resharded_into_any_other(seed):
 
 
 def engine_with(**sizes):
-    """What the comparison of parameters looks at; `frozen` is not trained."""
-    weights = {torch.nn.Parameter(torch.zeros(size), requires_grad=name != "frozen"): name
-               for name, size in sizes.items()}  # fmt: skip
-    return SimpleNamespace(param_names=weights)
+    """An engine without ZeRO in which these parameters train."""
+    module = torch.nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
+    module.register_buffer("passes", torch.zeros(()))
+    return SimpleNamespace(
+        module=module, param_names={weight: name for name, weight in module.items()},
+        zero_optimization=lambda: False, optimizer=SimpleNamespace(param_groups=[{"params": [*module.values()]}]),
+    )  # fmt: skip
 
 
 def test_states_of_another_model_are_refused():
-    pieces = [Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2)], [Fragment("a", 2, 1, 0, 0)]
-    shards = [Shard(fragments, [], 1) for fragments in pieces]
-    _require_same_parameters(Path("actor"), shards, engine_with(a=3, b=1, frozen=9))
-    with pytest.raises(UserError, match=r"actor: .* differ: 1; the first is a with 3 elements there and 4 here"):
-        _require_same_parameters(Path("actor"), shards, engine_with(a=4, b=1))
-    with pytest.raises(UserError, match="the first is b with 1 elements there and 0 here"):
-        _require_same_parameters(Path("actor"), shards, engine_with(a=3))
-    with pytest.raises(UserError, match="differ: 2; the first is a with 2 elements there and 3 here"):
-        _require_same_parameters(Path("actor"), shards[:1], engine_with(a=3, b=1, c=1))
+    held = {"a": torch.zeros(3), "b": torch.zeros(1), "passes": torch.zeros(())}
+    common = {"module": held, "param_shapes": None, PARAMETER_NAMES: ["a", "b"]}
+    _require_same_parameters(Path("actor"), common, engine_with(b=1, a=3))
+    with pytest.raises(UserError, match=r"actor: .*\(differing: 1; the first is a\); use the flags and the model of"):
+        _require_same_parameters(Path("actor"), common, engine_with(a=4, b=1))
+    with pytest.raises(UserError, match="the first is b"):
+        _require_same_parameters(Path("actor"), common, engine_with(a=3))
+    with pytest.raises(UserError, match="the first is c"):
+        _require_same_parameters(Path("actor"), {**common, "module": held | {"c": held["b"]}}, engine_with(a=3, b=1))
+    with pytest.raises(UserError, match="the first is passes"):
+        _require_same_parameters(Path("actor"), {**common, "module": {"a": held["a"], "b": held["b"]}},
+                                 engine_with(a=3, b=1))  # fmt: skip
 
 
 def test_a_missing_file_of_a_rank_is_named(tmp_path):
@@ -135,5 +143,28 @@ def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
     found = {name: weight.tolist() for name, weight in whole_weights(Path("x"), {"param_shapes": SHAPES})}
     assert found == {"a": [[1, 2, 3], [4, 5, 6]], "b": [7], "c": [10, 11, 12, 13, 14]}
     shards.pop()
-    with pytest.raises(UserError, match="^x: holds 4 of the 6 elements of a$"):
+    with pytest.raises(UserError, match="hold 4 of the 6 elements of a$"):
         list(whole_weights(Path("x"), {"param_shapes": SHAPES}))
+
+
+def scheduled(rate=0.5, warmup=10, steps=0):
+    """Optimizer and schedule of an engine after some steps."""
+    weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warmup))
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    return SimpleNamespace(optimizer=optimizer, lr_scheduler=scheduler)
+
+
+@pytest.mark.parametrize("flags", [{}, {"rate": 0.25}, {"warmup": 8}, {"rate": 0.25, "warmup": 8}])
+def test_the_schedule_goes_on_where_it_was_with_the_rates_of_now(flags):
+    engine, whole = scheduled(**flags), scheduled(**flags, steps=4)
+    resume_schedule(engine, scheduled(steps=4).lr_scheduler.state_dict())
+    for _ in range(2):
+        assert [group["lr"] for group in engine.optimizer.param_groups] == whole.lr_scheduler.get_last_lr()
+        assert engine.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+        for one in (engine, whole):
+            one.optimizer.step()
+            one.lr_scheduler.step()

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from dschat_ppo.checkpoint import engine_state, state_files
+from dschat_ppo.checkpoint import state_files
 from dschat_ppo.checkpoint.identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
 from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
@@ -113,25 +113,7 @@ def test_the_watchdog_is_paused_while_states_are_read(tmp_path, monkeypatch):
     state_files.save_state(tmp_path / "state.pt", {"a": torch.ones(2)})
     monkeypatch.setattr(torch, "load", noting(paused, torch.load))
     state_files.load_state(tmp_path / "state.pt")
-    BackgroundWriter().load(str(tmp_path / "state.pt"))
-    assert paused == [True, True]
-
-
-def test_the_watchdog_is_paused_while_weights_are_copied_from_their_file():
-    paused = []
-
-    class Engine:
-        checkpoint_engine, save_non_zero_checkpoint = None, False
-
-        def load_module_state_dict(self, checkpoint, strict):
-            paused.append((heartbeat.watchdog_is_paused(), checkpoint, strict))
-
-    engine = Engine()
-    with engine_state._files_of(engine, BackgroundWriter()):
-        engine.load_module_state_dict({"a": 1}, strict=True)
-        assert not heartbeat.watchdog_is_paused()  # the rest waits for other ranks
-    engine.load_module_state_dict({"a": 1}, strict=False)
-    assert paused == [(True, {"a": 1}, True), (False, {"a": 1}, False)]
+    assert paused == [True]
 
 
 def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(tmp_path, monkeypatch, heartbeats):

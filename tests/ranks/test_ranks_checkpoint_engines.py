@@ -45,7 +45,6 @@ def test_resumed_training_is_bit_equal(found):
     seen = []
     for case, saved, resumed in saved_and_resumed(found):
         assert resumed["other"] != saved["saved"], f"{case}: the fresh engine was the saved one already"
-        assert resumed["fits"], case
         assert resumed["loaded"] == saved["saved"], case
         assert resumed["after"] == saved["after"], case
         assert resumed["end"] == saved["end"] != saved["saved"], case
@@ -124,8 +123,6 @@ def resharded(found):
 def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
     seen = []
     for case, how in resharded(found):
-        assert not how["fits"], case
-        assert "saved by an engine of another layout" in how["refused"], case
         assert how["differing"] == [], case
         assert how["settled"], case
         loaded, expected = how["steps"]
@@ -139,19 +136,6 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
             assert len(how["names"]) == (4 if "frozen" in case else 6), case
         seen.append(case)
     assert len(seen) == 2 * 17 + 7
-
-
-@pytest.mark.parametrize(
-    ("case", "difference"),
-    [
-        ("first: stage 2 bf16 -> stage 3 bf16", "ranks 1 there and 2 here, ZeRO stage 2 there and 3 here, elements "),
-        ("main: stage 2 fp32 -> stage 3 fp32", "(ZeRO stage 2 there and 3 here, elements "),
-        ("main: stage 2 fp16 -> stage 2 bf16", "(dtype float16 there and bfloat16 here)"),
-        ("main: stage 3 bf16 -> stage 2 bf16 offload", "optimizer AdamW there and DeepSpeedCPUAdam here"),
-    ],
-)
-def test_another_layout_is_refused_and_the_difference_is_named(found, case, difference):
-    assert difference in found["main"][0]["resharded"][case]["refused"]
 
 
 def test_half_precision_restores_its_fp32_masters(found):
