@@ -186,17 +186,18 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     return parser
 
 
-def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], hidden: Collection[str] = ()) -> None:
-    """Add the fields of dataclasses, as `flag_parser` does; the help omits those whose names are in `hidden`. The title
-    of a group is the first line of its docstring."""
+def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], without: Collection[str] = ()) -> None:
+    """Add the fields of dataclasses, as `flag_parser` does, except those whose names are in `without`. The title of a
+    group is the first line of its docstring."""
     for group in groups:
         section = parser.add_argument_group(group.__doc__.partition("\n")[0].removesuffix("."))
         types = get_type_hints(group)
         for field in dataclasses.fields(group):
-            _add_flag(section, field, types[field.name], field.name in hidden)
+            if field.name not in without:
+                _add_flag(section, field, types[field.name])
 
 
-def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden: bool) -> None:
+def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     default: Any = argparse.SUPPRESS
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -213,7 +214,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any, is_hidden:
         text += " (required)"
     action = section.add_argument(
         *names, *field.metadata.get("aliases", []), default=default, **({"nargs": "+"} if commas else {}) | read,
-        help=argparse.SUPPRESS if is_hidden else text,
+        help=text,
     )  # fmt: skip
     action.commas, action.has_off = commas, default is True
     if default is True:

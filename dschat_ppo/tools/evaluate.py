@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.runtime.exit_codes import exit_code_of
@@ -42,7 +43,7 @@ def _evaluate(wanted: Wanted) -> None:
     from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, tables
 
     quiet_libraries()
-    path = wanted.words.json
+    path = wanted.words.json and Path(wanted.words.json)
     if path is not None and not path.resolve().parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
     found = evaluate(wanted)
