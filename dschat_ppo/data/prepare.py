@@ -10,9 +10,10 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import json
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import datasets
 import numpy as np
@@ -25,19 +26,20 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.bad_lines import too_many, way_out
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.encode import encode_example
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.rows import Origins, Rows, Splits, load_splits, regrouped, splits_named
-from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, Splits, load_splits, regrouped, splits_named
+from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
 from dschat_ppo.data.streaming import StreamedRows, StreamSource, find_rows, start, stream_of
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, TokenTable, tokenise_rows
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, TokenTable, mapped, tokenise_rows
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
-_MANY_ROWS = 20_000  # from here on tokenising takes long enough for a message before it
-_SHOWN, _REASONS = 3, 5  # bad rows, and kinds of them, in the log
-EVAL_FLAG = "--eval_data_path"
+_SHOWN = 5  # bad rows in the log
+EVAL_FLAG, PTX_FLAG = "--eval_data_path", "--unsupervised_dataset_name"
 _HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
 
 
@@ -176,11 +178,10 @@ def tokenised(
     are no repetitions; what is dropped, and why, is logged. `UserError` if `--bad_rows` does not accept it, or if the
     limit leaves training no row or no whole answer."""
     name, skips, used = source.spec, settings.flags.bad_rows == "skip", np.concatenate([train, held_out])
-    if len(used) >= _MANY_ROWS:
-        logger().info(f"data: {name}: tokenising {len(used)} rows (immediate if they are cached)")
     table = tokenise_rows(raw, used, origins, settings)
-    if bad := np.flatnonzero(table.fitted == Fitted.UNUSABLE).tolist():
-        report_bad_rows(name, [table.problem(index) for index in bad], len(used), settings.flags.bad_rows)
+    bad = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
+    first = [str(table.problems[int(index)]) for index in bad[:_SHOWN]]
+    report_bad(name, "rows cannot be used", len(bad), len(used), settings.flags.bad_rows, first)
     usable, repeats = ~np.isin(table.fitted, (Fitted.UNUSABLE, Fitted.DROPPED)), repetitions(table)
     if len(repeats):
         later, earlier = (origins.describe(raw.origin(int(table.number[index]))) for index in repeats[0])
@@ -274,32 +275,65 @@ def joined(parts: list[Part]) -> tuple[Dataset, tuple[str, ...]]:
     return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
 
 
+# Plain text for the PTX loss: concatenated and cut into blocks (Ouyang et al. 2022, section 3.5)
+
+
+def text_blocks(
+    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
+) -> Dataset:
+    """Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
+    are shorter): the first token as `prompt_ids`, the others as the only answer."""
+
+    def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+        raise_if_stop_requested(DOING)  # tokenising may take hours
+        ids: list[int] = []
+        for row, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
+            text = json.loads(row).get("text") or ""
+            try:
+                if not isinstance(text, str):
+                    raise UserError(f"'text' holds {json.dumps(text)[:40]}; it needs a text column 'text'")
+                ids += encode_example(tokenizer, Example("", [text])).answers[0]
+            except UserError as problem:
+                raise UserError(f"{PTX_FLAG}: {splits.origins.describe(origin)}: {problem}") from None
+            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
+        blocks = [block for block in blocks if len(block) > 1]
+        prompts, answers = [block[:1] for block in blocks], [[block[1:]] for block in blocks]
+        return {"prompt_ids": prompts, "answers": answers, "margin": [0.0] * len(blocks)}
+
+    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
+        (source,) = parse_sources([spec], PTX_FLAG)
+        if is_hub_name(source.location):
+            source = replace(source, config=source.config or config_name)
+        splits = load_splits(source, flags.data_output_path, flags.bad_rows)
+        report_unreadable(source.spec, splits, flags.bad_rows)
+        rows = splits.train
+        if "text" not in rows.columns:
+            columns = ", ".join(rows.columns)
+            raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
+        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
+        make = partial(mapped, rows.table, blocks_of, None, key, flags=flags)
+        blocks = cached_dataset(flags.data_output_path, key, make)
+    if not len(blocks):
+        raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
+    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    return blocks
+
+
 # Bad rows and repeated ones
 
 
 def report_unreadable(name: str, splits: Splits, policy: str) -> None:
     """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are too many."""
     lines = splits.skipped.count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
-    _report(name, "lines cannot be read", splits.skipped.count, lines, policy, [splits.skipped.first])
+    report_bad(name, "lines cannot be read", splits.skipped.count, lines, policy, [splits.skipped.first])
 
 
-def report_bad_rows(name: str, found: list[tuple[str, str]], rows: int, policy: str) -> None:
-    """Log the bad rows (message, reason) that `--bad_rows` drops: how many of `rows` raw rows for each reason, and the
-    first ones. `UserError` if they are too many."""
-    # reasons without the values that they quote, so that equal faults are counted together
-    plain = (re.sub(r"\d+", "N", re.sub(r" ?\(.*?\)", "", reason)) for _, reason in found)
-    kinds = Counter(" ".join(reason.split())[:120] for reason in plain).most_common(_REASONS)
-    what = f"rows cannot be used: {'; '.join(f'{count} {kind}' for kind, count in kinds)}"
-    _report(name, what, len(found), rows, policy, [message for message, _ in found[:_SHOWN]])
-
-
-def _report(name: str, what: str, bad: int, rows: int, policy: str, first: list[str]) -> None:
+def report_bad(name: str, what: str, bad: int, rows: int, policy: str, first: list[str]) -> None:
     """Log that `bad` of `rows` are left out, and the first ones; `UserError` if they are too many."""
-    if not bad:
-        return
-    if too_many(bad, rows, policy):
+    if bad and too_many(bad, rows, policy):
         raise UserError(f"{name}: {bad} of {rows} {what}{way_out(bad, rows, policy)}. The first: {' | '.join(first)}")
-    for line in (f"{name}: skipped: {bad} of {rows} {what}", *(f"skipped: {message}" for message in first)):
+    for line in [f"{name}: skipped: {bad} of {rows} {what}", *(f"skipped: {each}" for each in first)] if bad else ():
         logger().warning(f"data: {line}")
 
 

@@ -455,7 +455,7 @@ def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings
     """See `StreamSource.tokenise`."""
     found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
     made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]
-    messages = [row["problem"].partition("\n")[0] for row in bad]
+    messages = [row["problem"] for row in bad]
     if messages and settings.flags.bad_rows == "error":
         raise UserError(f"{messages[0]}; {WAY_OUT}")
     names = list(token_features(settings.use))

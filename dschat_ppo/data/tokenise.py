@@ -104,8 +104,7 @@ def tokenise_batch(
     Returns:
         Token rows in the order of the raw rows, with the columns of `token_features` and `NOTES`; `number` counts the
         raw rows given here. A raw row gives none, one or several. A bad one gives a single row without tokens, which is
-        UNUSABLE: its `problem` is "MESSAGE\\nREASON", where the message names the row and quotes it. Rows that the
-        limit drops are included as DROPPED.
+        UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are included as DROPPED.
     """
     made: list[dict[str, Any]] = []
     for number, (row, origin) in enumerate(zip(raw_rows, origins, strict=True)):
@@ -116,8 +115,7 @@ def tokenise_batch(
                 suffix = example.suffix
                 found += _token_rows(row, example, settings)
         except UserError as problem:  # a ranked list with a bad answer gives no pair at all
-            reason = str(problem).removeprefix(f"{origin}: ")
-            told = f"{origin}{suffix}: {reason}; the row: {_shown(row)}\n{reason}"
+            told = f"{origin}{suffix}: {str(problem).removeprefix(f'{origin}: ')}; the row: {_shown(row)}"
             found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE), "problem": told}]
         if settings.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
             raise UserError(
@@ -265,11 +263,6 @@ class TokenTable:
     tokens: np.ndarray  # int32, of prompt and longest answer before the length limit
     problems: pyarrow.ChunkedArray
 
-    def problem(self, index: int) -> tuple[str, str]:
-        """(message, reason) of an unusable row."""
-        message, _, reason = str(self.problems[index].as_py()).partition("\n")
-        return message, reason
-
     def rows_of(self, numbers: np.ndarray) -> np.ndarray:
         """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
         counts = np.bincount(self.number, minlength=int(numbers.max(initial=-1)) + 1)  # a search would be slower
@@ -282,16 +275,21 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: To
     """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
     read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
     no row serves this step, `StopRequested` if the run receives a stop request."""
-    wanted = np.zeros(len(raw), dtype=bool)
-    wanted[numbers] = True
-    used = hashlib.sha256(np.packbits(wanted).tobytes()).hexdigest()
+    numbers = np.sort(numbers)
+    used = hashlib.sha256(numbers.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
     columns = token_features(settings.use)
+    features = Features({**columns, **NOTES})
+
+    def rows_of(batch: dict[str, list[Any]], indices: list[int]) -> pyarrow.Table:
+        raw_rows = [parsed(text, raw.columns) for text in batch[ROW]]
+        rows = tokenise_batch(raw_rows, list(map(origins.describe, batch[ORIGIN])), settings)
+        for row in rows:
+            row["number"] = int(numbers[indices[row["number"]]])
+        return pyarrow.Table.from_pylist(rows, features.arrow_schema)
 
     def make(folder: Path) -> Dataset:
-        kwargs = {"names": raw.columns, "wanted": wanted, "origins": origins, "settings": settings}
-        flags = settings.flags
-        rows = mapped(raw.table, _map_batch, kwargs, Features({**columns, **NOTES}), key, folder, len(numbers), flags)
+        rows = mapped(raw.table.select(numbers), rows_of, features, key, folder, settings.flags)
         if len(rows) == 0:
             is_bad = settings.form.name == "kto" and settings.use == "sft"
             why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
@@ -305,40 +303,25 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: To
         np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
         for name in ("number", "fitted", "tokens")
     )
-    kept, problems = rows.select_columns(list(columns)), rows.data.column("problem")
-    return TokenTable(kept, number, fitted, tokens, problems)
+    return TokenTable(rows.select_columns(list(columns)), number, fitted, tokens, rows.data.column("problem"))
 
 
 def mapped(
-    table: Dataset, function: Callable[..., Any], kwargs: dict[str, Any], features: Features | None, key: str,
-    folder: Path, count: int, flags: DataFlags,
-) -> Dataset:  # fmt: skip
-    """`function(batch, indices, **kwargs)` of all rows of which it uses `count`, in processes; written to `folder`."""
-    workers = max(1, min(len(table), worker_count(flags.preprocessing_num_workers, count)))
+    table: Dataset, function: Callable[..., Any], features: Features | None, key: str, folder: Path, flags: DataFlags
+) -> Dataset:
+    """`function(batch, indices)` of all rows, in processes; written to `folder`."""
+    workers = max(1, min(len(table), worker_count(flags.preprocessing_num_workers, len(table))))
     bounds = [len(table) * number // workers for number in range(workers + 1)]
 
     def part(number: int) -> Dataset:
         first, end = bounds[number : number + 2]
         return table.select(range(first, end)).map(
-            lambda batch, indices: function(batch, [first + index for index in indices], **kwargs), batched=True,
+            lambda batch, indices: function(batch, [first + index for index in indices]), batched=True,
             batch_size=_BATCH_ROWS, with_indices=True, remove_columns=table.column_names, new_fingerprint=key,
             cache_file_name=str(folder / f"rows_{number}.arrow"), features=features,
         )  # fmt: skip
 
     return concatenate_datasets(in_processes(workers, part, DOING))
-
-
-def _map_batch(
-    batch: dict[str, list[Any]], indices: list[int], names: tuple[str, ...], wanted: np.ndarray, origins: Origins,
-    settings: TokeniseSettings,
-) -> pyarrow.Table:  # fmt: skip
-    """Body of `Dataset.map`, in a worker: token rows in the order of the raw rows."""
-    kept = [place for place, number in enumerate(indices) if wanted[number]]
-    raw_rows = [parsed(batch[ROW][place], names) for place in kept]
-    rows = tokenise_batch(raw_rows, [origins.describe(batch[ORIGIN][place]) for place in kept], settings)
-    for row in rows:
-        row["number"] = indices[kept[row["number"]]]
-    return pyarrow.Table.from_pylist(rows, Features({**token_features(settings.use), **NOTES}).arrow_schema)
 
 
 def _hash(ids: EncodedExample, *content: str) -> int:

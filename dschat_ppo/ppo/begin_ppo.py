@@ -19,11 +19,10 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.data.templates import with_template_flags
-from dschat_ppo.data.unsupervised import text_blocks
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.engine.router_term import router_top_k

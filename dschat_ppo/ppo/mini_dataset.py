@@ -122,7 +122,7 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
 
 
 class TextBatches:
-    """Serves to each optimizer step as many blocks of text, token blocks of `data.unsupervised`, as the step has
+    """Serves to each optimizer step as many blocks of text, blocks of `text_blocks`, as the step has
     answers: over all ranks `rows_per_update`, a multiple of `micro_batch` times the ranks. `pad_id` is any id; padding
     is masked."""
 
