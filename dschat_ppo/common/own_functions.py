@@ -94,7 +94,7 @@ def cause_of(problem: BaseException, file: str | None) -> str:
         kind = printable_line(type(problem).__name__)
         lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
         place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
-        text = printable_line(str(problem)[:_LONGEST_TEXT])
+        text = printable_line(str.__getitem__(str(problem), slice(_LONGEST_TEXT)))
     except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
         pass
     return (f"{kind}: {text}" if text else kind) + place

@@ -85,7 +85,7 @@ CAUSES = {
     "raise": "ZeroDivisionError: division by zero", "unprintable": "UnprintableError: its text cannot be printed",
     "nameless": "an exception: its text cannot be printed", "unpicklable": "UnpicklableError: a lock",
     "bare": "KeyError (", "long": "RuntimeError: xxx", "lines": "OSError: one two (",
-    "subclass": "OfTextsError: harmless", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
+    "subclass": "OfTextsError: a text that is none", "hang": "longer than 1 s", "exit": "process ended", "quit": "SystemExit: 3",
     "crash": "process ended", "surrogate": r"ValueError: \ud800", "nan": "nan", "inf": "-inf", "huge": "1e+39",
     "text": "not a number", "complex": "not a number", "garbage": "sent an invalid reply",
     "endless": "sent an invalid reply", "a number": "sent an invalid reply", "a list": "sent an invalid reply",
