@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
-from dschat_ppo.common.dist import all_reduce, gather_cat, on_gpu
+from dschat_ppo.common.dist import gather_cat
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read
 from dschat_ppo.types import Experience
@@ -143,15 +143,4 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
             metrics[f"time/{name}_imbalance"] = most_seconds * len(ranks) / max(all_seconds, 1e-9)
             if count and name != "train":  # whose tokens are counted as the mean of the ranks
                 metrics[f"time/{name}_tokens_imbalance"] = most_tokens * len(ranks) / count
-    return metrics | _allocator_metrics(device)
-
-
-def _allocator_metrics(device: torch.device) -> dict[str, float]:
-    """Of GPUs: memory that the fullest rank's allocator holds, and how often the most pressed one emptied its cache to
-    find memory, since the start. Far more held than the peak in use means fragments. Collective."""
-    if not on_gpu():
-        return {}
-    found = torch.cuda.memory_stats()
-    mine = [found["reserved_bytes.all.current"] / 2**30, found["num_alloc_retries"]]
-    held, retries = all_reduce(torch.tensor(mine, dtype=torch.float64, device=device), "max").tolist()
-    return {"memory/reserved_gib": held, "memory/alloc_retries": retries}
+    return metrics

@@ -53,10 +53,7 @@ class StepTrace:
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
-        activities = [ProfilerActivity.CPU]
-        if on_gpu():
-            activities.append(ProfilerActivity.CUDA)
-        recorder = profile(activities=activities)
+        recorder = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu())
         recorder.start()
         try:
             with blocks_marked_by(record_function):

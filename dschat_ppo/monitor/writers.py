@@ -26,18 +26,6 @@ CONFIG, RESULT, METRICS = "config.yaml", "result.json", "metrics.jsonl"
 MODELS, STARTS = "models.json", "starts.jsonl"
 _OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
-NAME_SPACES = ("reward", "kl", "policy", "value", "rollout", "time", "memory", "optim", "eval")
-_OPTIMIZER = ("lr", "lora_lr", "grad_norm")
-
-
-def tracked_name(name: str) -> str:
-    """The name of a metric in a tracker, whose charts are in sections: `eval/loss` for `eval_loss`, `optim/lr` for
-    `lr`, and `train/loss` for `loss` (steps 1 and 2). A name of step 3 is `SECTION/...` already."""
-    if name.split("/")[0] in NAME_SPACES:
-        return name
-    if name.startswith("eval_"):
-        return f"eval/{name.removeprefix('eval_')}"
-    return f"optim/{name}" if name in _OPTIMIZER else f"train/{name}"
 
 
 class MetricsWriter:
@@ -62,8 +50,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: dict[str, float], answers: Sequence[Answer] = ()) -> None:
         """Write the metrics of one step; NaN and infinity become null in the file. `answers` go to trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
-        tracked = {tracked_name(name): value for name, value in metrics.items()} if self._trackers else {}
-        self._with_trackers(lambda tracker: tracker.write(step, tracked, answers))
+        self._with_trackers(lambda tracker: tracker.write(step, metrics, answers))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
         """Let each tracker act. One that cannot write is removed, and the run continues: training is worth more than
@@ -123,19 +110,11 @@ def write_config(flags: Mapping[str, Any], folder: Path) -> Path:
 
 def record_start(folder: Path, step: int, world_size: int) -> None:
     """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start runs."""
-    versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version(), **installed_versions()}
+    versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version()}
+    for library in _LIBRARIES:
+        with suppress(PackageNotFoundError):  # an extra
+            versions[library] = version(library)
     line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": versions}
     lines = JsonLines(folder / STARTS)
     lines.append([line])
     lines.saved_offset()  # syncs it to the disk
-
-
-def installed_versions() -> dict[str, str]:
-    """Library -> version, of those among `_LIBRARIES` that are installed; imports none of them."""
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:  # an extra
-            continue
-    return found

@@ -201,24 +201,10 @@ def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows()
     assert not any(name.startswith("kl/") for name in found)
 
 
-def test_phases_have_seconds_tokens_and_on_a_gpu_the_memory_that_the_allocator_holds(monkeypatch):
+def test_a_phase_of_one_rank_has_seconds_tokens_and_memory():
     clock = PhaseClock({"train": 2.0}, {"train": 6.0}, {"train": 1.5})
     plain = {"time/train": 2.0, "time/train_tokens_per_s": 3.0, "memory/train_peak_gib": 1.5}
-    reduced = []
-
-    def all_reduce(value, op="sum"):
-        reduced.append((value.tolist(), op))
-        return value
-
-    monkeypatch.setattr(rollout_metrics, "all_reduce", all_reduce)
-    monkeypatch.setattr(rollout_metrics, "on_gpu", lambda: False)
-    assert phase_metrics(PhaseClock(clock.seconds, clock.tokens, clock.peak_gib), torch.device("cpu")) == plain
-    stats = {"reserved_bytes.all.current": 3 * 2**30, "num_alloc_retries": 4}
-    monkeypatch.setattr(rollout_metrics, "on_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
-    found = phase_metrics(clock, torch.device("cpu"))
-    assert found == plain | {"memory/reserved_gib": 3.0, "memory/alloc_retries": 4.0}
-    assert reduced[-1] == ([3.0, 4.0], "max")
+    assert phase_metrics(clock, torch.device("cpu")) == plain
 
 
 def test_several_ranks_have_an_imbalance_of_time_and_tokens(monkeypatch):

@@ -14,7 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Answer, Start, Tracking
-from dschat_ppo.monitor.writers import MetricsWriter, tracked_name, write_result
+from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
 def no_constant(name):
@@ -89,7 +89,7 @@ def opened(monkeypatch):
     return made
 
 
-def test_every_tracker_receives_each_step_under_the_name_of_its_section(tmp_path, opened):
+def test_every_tracker_receives_each_step(tmp_path, opened):
     answers = [Answer("p", "a", 1.0, 1)]
     with MetricsWriter(tmp_path, TRACKING) as writer:
         writer.write(4, {"loss": 1.0, "eval_loss": math.nan})
@@ -97,7 +97,7 @@ def test_every_tracker_receives_each_step_under_the_name_of_its_section(tmp_path
     assert len(opened) == 2
     for tracker in opened:
         (_, first, none), second = tracker.written
-        assert first["train/loss"] == 1.0 and math.isnan(first["eval/loss"]) and none == ()
+        assert first["loss"] == 1.0 and math.isnan(first["eval_loss"]) and none == ()
         assert second == (5, {"reward/score_mean": 2.0}, answers)
         assert tracker.tracking is TRACKING and tracker.start == Start(None, -1)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] == 1.0, "flat in the file"
@@ -182,25 +182,6 @@ def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "broadcast_object", lambda value: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("loss", "train/loss"),
-    ("loss/web", "train/loss/web"),
-    ("accuracy", "train/accuracy"),
-    ("epoch", "train/epoch"),
-    ("eval_loss", "eval/loss"),
-    ("eval_loss/web", "eval/loss/web"),
-    ("lr", "optim/lr"),
-    ("lora_lr", "optim/lora_lr"),
-    ("grad_norm", "optim/grad_norm"),
-    ("optim/overflow/model", "optim/overflow/model"),
-    ("time/train", "time/train"),
-    ("reward/score_mean/web", "reward/score_mean/web"),
-    ("eval/pass@1", "eval/pass@1"),
-])  # fmt: skip
-def test_a_metric_has_a_section_in_trackers(name, expected):
-    assert tracked_name(name) == expected
 
 
 def test_metrics_continue_after_the_lines_of_the_checkpoint(tmp_path):

@@ -92,7 +92,7 @@ def test_tensorboard_mirrors_the_metrics(out):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(out / "sft/step1_tensorboard")).Reload()
-    losses = {event.step: event.value for event in board.Scalars("train/loss")}
+    losses = {event.step: event.value for event in board.Scalars("loss")}
     lines = {line["step"]: line["loss"] for line in metrics_of(out / "sft") if "loss" in line}
     assert losses == pytest.approx(lines)
 

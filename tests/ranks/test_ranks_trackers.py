@@ -64,6 +64,6 @@ def test_a_resumed_run_continues_in_every_library(assets, tmp_path, monkeypatch)
     read = "import json; from trackio.sqlite_storage import SQLiteStorage as storage; "
     read += f"print(json.dumps(storage.get_logs({tmp_path.name!r}, {ids['trackio']!r})))"
     logged = json.loads(succeed(run([sys.executable, "-c", read])).stdout)  # it reads TRACKIO_DIR when it is imported
-    points = [(line["step"], line["train/loss"]) for line in logged if "train/loss" in line]
+    points = [(line["step"], line["loss"]) for line in logged if "loss" in line]
     assert points == [(line["step"], line["loss"]) for line in metrics_of(out) if "loss" in line]
     assert [step for step, _ in points] == [1, 2, 3, 4]
