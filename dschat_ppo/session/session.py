@@ -1,10 +1,11 @@
-"""A session: one run in its output folder, from scratch or resumed, with its checkpoints and metrics."""
+"""One run from its start to the end of its training: locked folder, ranks, checkpoint to resume from, metrics."""
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,146 @@ from dschat_ppo.checkpoint.identity import (
 from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, package_versions, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.config.run_flags import AUTO, RunFlags, SafetyFlags
-from dschat_ppo.config.steps import StepConfig
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.common.phases import announce
+from dschat_ppo.common.seeding import seed_everything, set_deterministic
+from dschat_ppo.config.cli import notes
+from dschat_ppo.config.memory_flags import check_sequence_parallel_size
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
+from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.cpu_kernels.library import kernels
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, counted, nearest_path
 from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.step_trace import StepTrace
-from dschat_ppo.monitor.trackers import Tracking
+from dschat_ppo.monitor.trackers import Tracking, check_trackers
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter, record_start
-from dschat_ppo.runtime import stop_requests
-from dschat_ppo.session.output_folder import prepare_output_folder
+from dschat_ppo.runtime import stop_requests, watchdog
+from dschat_ppo.runtime.op_builds import load_operator
+from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.runtime.rank_log import open_log
+from dschat_ppo.session.output_folder import (
+    check_earlier_outputs,
+    check_shared_folder,
+    lock_folder,
+    prepare_output_folder,
+    refuse_model_folders,
+    refuse_pipes,
+)
+from dschat_ppo.session.start_and_end import VALIDATION
+
+
+def begin_run(
+    step: str, config: StepConfig, models: list[str], validate_only: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[torch.device, Path]:  # fmt: skip
+    """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
+    this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
+
+    With `--dry_run`, only check flags and print notes: no ranks are joined, and the output folder is not touched.
+
+    Args:
+        models: the models that it reads.
+        validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
+            the latter; it replaces what an earlier validation wrote.
+        check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
+            mistake in a flag is not reported as a setting that has changed.
+    """
+    run, memory = config.run, config.memory
+    folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
+    refuse_model_folders(folder, models)
+    refuse_pipes(Path(run.folder))
+    quiet_libraries()
+    check_sequence_parallel_size(memory, dist.world_size())
+    if run.dry_run:
+        check()
+    else:
+        _join(config, folder, validate_only, check)
+    for line in notes(step, config):
+        logger().info(f"note: {line}")
+    return dist.device(), folder
+
+
+def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable[[], None]) -> None:
+    """See `begin_run`. Collective."""
+    run, memory = config.run, config.memory
+    set_deterministic(run.deterministic)  # before anything runs on a GPU
+    lock_folder(folder)
+    init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)
+    dist.share_rows(memory.sequence_parallel_size)
+    check_shared_folder(folder)
+    open_log(folder)
+    check()
+    if validate_only:
+        prepare_output_folder(folder, config, run)
+    else:
+        check_earlier_outputs(folder, config, run)
+        dist.on_main(lambda: check_trackers(run.trackers))
+    seed_everything(run.seed)
+    _check_dtype(run.dtype)
+    offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
+    if memory.offload_optimizer or offloads:
+        announce("load operators")
+        load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
+
+
+def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
+    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is trained."""
+    if steps is not None and run.profile is not None and run.profile > steps:
+        raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
+    if run.dry_run:
+        if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
+            raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
+        raise StopRequested(
+            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
+            f"read, and nothing was written to {run.folder}"
+        )
+
+
+def _check_dtype(dtype: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    usable = ["bf16"] * accelerator.is_bf16_supported() + ["fp16"] * accelerator.is_fp16_supported() + ["fp32"]
+    if dtype not in usable:
+        raise UserError(
+            f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {', '.join(usable)}"
+        )
+    if dtype == "bf16" and not dist.on_gpu():
+        kernels()  # compiled here, so that no rank waits for another in a forward pass
+    elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        logger().warning(
+            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
+            "use --dtype fp16"
+        )
+
+
+def open_session(
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int],
+    steps: int,
+) -> Session:  # fmt: skip
+    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
+    `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
+    _raise_if_stop_requested()
+    identity = identify_run(kind, config, inputs, derived)
+    require_same_on_machines(identity, package_versions())
+    checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
+    if checkpoint is not None:
+        saved = Manifest.read(checkpoint)
+        if saved.step > steps or (saved.step == steps and saved.update > 0):
+            raise UserError(
+                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
+                "--max_steps, or name an earlier checkpoint by --resume"
+            )
+        if (profiled := config.run.profile) is not None and profiled <= saved.step:
+            logger().info(
+                f"note: --profile {profiled} has no effect: the run resumes from {checkpoint}, where step {saved.step} "
+                "is done"
+            )
+    resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
+    prepare_output_folder(output, config, config.run, resumed)
+    return Session(output, identity, config.run, config.safety, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -100,35 +230,19 @@ class Session:
         return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 
-def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int],
-    steps: int,
-) -> Session:  # fmt: skip
-    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
-    `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
-    _raise_if_stop_requested()
-    identity = identify_run(kind, config, inputs, derived)
-    require_same_on_machines(identity, package_versions())
-    checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
-    if checkpoint is not None:
-        saved = Manifest.read(checkpoint)
-        if saved.step > steps or (saved.step == steps and saved.update > 0):
-            raise UserError(
-                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
-                "--max_steps, or name an earlier checkpoint by --resume"
-            )
-        if (profiled := config.run.profile) is not None and profiled <= saved.step:
-            logger().info(
-                f"note: --profile {profiled} has no effect: the run resumes from {checkpoint}, where step {saved.step} "
-                "is done"
-            )
-    resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
-    prepare_output_folder(output, config, config.run, resumed)
-    return Session(output, identity, config.run, config.safety, checkpoint)
-
-
 def _raise_if_stop_requested() -> None:
     """Before training there is nothing to save. Collective."""
     flag = torch.tensor([stop_requests.flag_is_set()], dtype=torch.int32, device=dist.device())
     if dist.all_reduce(flag, "max"):
         raise StopRequested("stopped as asked before training began; run the same command again")
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Prefix a `UserError` of the block with the flag, unless it names another, and add a hint about score heads."""
+    try:
+        yield
+    except UserError as problem:
+        hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
+        prefix = "" if str(problem).startswith("--") else f"{flag} "
+        raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__

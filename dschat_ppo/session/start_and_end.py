@@ -21,12 +21,14 @@ from dschat_ppo.common.progress import duration
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.errors import counted
 from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
 from dschat_ppo.types import Engine
 
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
 VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
+FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
@@ -92,6 +94,31 @@ def show_models(
                 f"--output_dir {shown_path(output)}: its disk has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
                 f"about {needed / 2**20:,.1f} MiB: free space, or name a folder on another disk"
             )
+
+
+def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
+    """Log the table of batch sizes; warn of each (warm-up steps, optimizer steps) whose rate would never peak."""
+    logger().info(table(title, rows))
+    for warmup, total in warmups:
+        if warmup >= total:
+            compared = "longer than" if warmup > total else "as long as"
+            logger().warning(
+                f"the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
+                "rate never reaches its peak (--num_warmup_steps, --warmup_ratio)"
+            )
+
+
+def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
+    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well. None: a
+    flag ends the run early, as in a trial; there is no evaluation, or a flag takes a few of its rows."""
+    few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
+    if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
+        few.append(counted(eval_rows, "evaluation row"))
+    if few:
+        logger().warning(
+            f"this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
+            "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
+        )
 
 
 def show_end(

@@ -41,11 +41,17 @@ from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.planner.plan_step import show_memory_plan
-from dschat_ppo.session.begin_run import begin_run, end_dry_run, naming, warn_of_little_data
 from dschat_ppo.session.kept_models import KeptModels
 from dschat_ppo.session.output_folder import remove_checkpoints
-from dschat_ppo.session.session import Session, open_session
-from dschat_ppo.session.start_and_end import changes_of, short_count, show_end, show_models, write_validation
+from dschat_ppo.session.session import Session, begin_run, end_dry_run, naming, open_session
+from dschat_ppo.session.start_and_end import (
+    changes_of,
+    short_count,
+    show_end,
+    show_models,
+    warn_of_little_data,
+    write_validation,
+)
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, plan_batches, show_batches
 

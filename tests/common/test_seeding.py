@@ -9,7 +9,7 @@ from dschat_ppo.common.seeding import set_deterministic
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
-from dschat_ppo.session import begin_run
+from dschat_ppo.session import session
 from dschat_ppo.supervised import sft, train_preference
 
 TRAIN = {
@@ -59,7 +59,7 @@ def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_p
     def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
 
-    monkeypatch.setattr(begin_run, "init_process_group", join)
+    monkeypatch.setattr(session, "init_process_group", join)
     train, needed = TRAIN[step]
     with pytest.raises(RanksJoinError) as found:
         train(parse(step, [*needed, *words, "--data_path", "d", "--output_dir", str(tmp_path / "out")]))

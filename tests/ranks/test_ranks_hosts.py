@@ -137,4 +137,4 @@ def test_ppo_in_which_machines_lose_power(hosts, assets, ppo_alone, tmp_path):
 def test_a_folder_that_the_machines_do_not_share_is_refused(hosts, assets):
     machines = hosts.fork(2, 1, sft(assets, hosts.disk / "unshared"))
     assert ended(machines) == [2, 2]
-    assert "machine beta does not see what machine alpha writes" in message_of(machines[0])
+    assert "machine beta does not see what the first machine writes" in message_of(machines[0])

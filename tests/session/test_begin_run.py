@@ -6,8 +6,9 @@ from deepspeed.accelerator import get_accelerator
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.session import begin_run
-from dschat_ppo.session.begin_run import naming, show_plan, warn_of_little_data
+from dschat_ppo.session import session
+from dschat_ppo.session.session import naming
+from dschat_ppo.session.start_and_end import show_plan, warn_of_little_data
 
 
 @pytest.fixture
@@ -20,9 +21,9 @@ def events(monkeypatch, tmp_path):
 
     names = ("set_deterministic", "init_process_group", "open_log", "check_earlier_outputs", "seed_everything")
     for name in names:
-        monkeypatch.setattr(begin_run, name, noted(name))
-    monkeypatch.setattr(begin_run.watchdog, "start", noted("watchdog"))
-    monkeypatch.setattr(begin_run, "lock_folder", noted("lock"))
+        monkeypatch.setattr(session, name, noted(name))
+    monkeypatch.setattr(session.watchdog, "start", noted("watchdog"))
+    monkeypatch.setattr(session, "lock_folder", noted("lock"))
     return done
 
 
@@ -32,7 +33,7 @@ def config_of(folder):
 
 def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
     config = config_of(tmp_path)
-    assert begin_run.begin_run("sft", config, [])[1] == tmp_path
+    assert session.begin_run("sft", config, [])[1] == tmp_path
     joined = ["set_deterministic", "lock", "init_process_group", "watchdog"]
     assert events == [*joined, "open_log", "check_earlier_outputs", "seed_everything"]
 
@@ -41,11 +42,11 @@ def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path
     config, folder = config_of(tmp_path), tmp_path / "validation"
     folder.mkdir()
     (folder / "result.json").write_text("{}")
-    assert begin_run.begin_run("sft", config, [str(tmp_path)], True)[1] == folder
+    assert session.begin_run("sft", config, [str(tmp_path)], True)[1] == folder
     assert "lock" in events and "check_earlier_outputs" not in events
     assert [path.name for path in folder.iterdir()] == ["config.yaml"], "the result of an earlier one is removed"
     with pytest.raises(UserError, match="would be written over a model"):
-        begin_run.begin_run("sft", config, [str(tmp_path)])
+        session.begin_run("sft", config, [str(tmp_path)])
 
 
 def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
@@ -53,7 +54,7 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
     words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
     config = parse("sft", [*words, "--sequence_parallel_size", "3"])
     with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
-        begin_run.begin_run("sft", config, [])
+        session.begin_run("sft", config, [])
     assert "init_process_group" not in events
 
 
@@ -63,17 +64,17 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
 def test_the_operator_of_an_offloaded_optimizer_is_compiled_before_data_and_models_are_read(
     events, tmp_path, monkeypatch, words, loads
 ):
-    monkeypatch.setattr(begin_run, "load_operator", lambda name: events.append(name))
+    monkeypatch.setattr(session, "load_operator", lambda name: events.append(name))
     given = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
     config = parse("sft", [*given, *words])
-    begin_run.begin_run("sft", config, [])
+    session.begin_run("sft", config, [])
     assert (events[-1] == "CPUAdamBuilder") is loads
     actor = ["--actor_zero_stage", "2", "--critic_zero_stage", "2"] if loads else []
     flags = [word for word in words if word.startswith("--offload")]
     named = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "m", "--data_path", "d", *actor, *flags]
     config = parse("ppo", [*named, "--output_dir", str(tmp_path)])
     events.clear()
-    begin_run.begin_run("ppo", config, [])
+    session.begin_run("ppo", config, [])
     assert (events[-1] == "CPUAdamBuilder") is loads
 
 
@@ -88,7 +89,7 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
     config = parse("sft", words)
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
-        begin_run.begin_run("sft", config, [])
+        session.begin_run("sft", config, [])
 
 
 @pytest.mark.parametrize("emulates", [False, True])
@@ -100,7 +101,7 @@ def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatc
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
     config = config_of(tmp_path)
     monkeypatch.setattr(logger(), "propagate", True)
-    begin_run.begin_run("sft", config, [])
+    session.begin_run("sft", config, [])
     assert ("--dtype bf16: Tesla T4 has no bf16 arithmetic" in caplog.text) is emulates
 
 
@@ -115,13 +116,13 @@ def test_trackers_that_cannot_be_used_end_the_run_on_all_ranks_before_a_model_is
         raise UserError("wandb is not installed")
 
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(begin_run, "check_trackers", refuse)
+    monkeypatch.setattr(session, "check_trackers", refuse)
     refusal = UserError("wandb is not installed")
-    monkeypatch.setattr(begin_run.dist, "broadcast_object", lambda value: sent.append(value) or (None, refusal))
+    monkeypatch.setattr(session.dist, "broadcast_object", lambda value: sent.append(value) or (None, refusal))
     words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path), "--report_to", "wandb"]
     config = parse("sft", words)
     with pytest.raises(UserError, match="^wandb is not installed$"):
-        begin_run.begin_run("sft", config, [])
+        session.begin_run("sft", config, [])
     assert checked == ([("wandb",)] if rank == 0 else []), "rank 0 alone needs the library"
     assert [str(problem) for _, problem in sent] == ["wandb is not installed" if rank == 0 else "None"]
 
@@ -153,7 +154,7 @@ def test_the_flags_of_the_step_are_checked_before_the_folder_is_compared(events,
         raise UserError("--reward_function: no such file")
 
     with pytest.raises(UserError, match="no such file"):
-        begin_run.begin_run("sft", config, [], check=refuse)
+        session.begin_run("sft", config, [], check=refuse)
     assert "check_earlier_outputs" not in events
 
 

@@ -16,13 +16,13 @@ from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
-from dschat_ppo.session.begin_run import begin_run
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     prepare_output_folder,
     refuse_model_folders,
     refuse_pipes,
 )
+from dschat_ppo.session.session import begin_run
 
 
 def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:

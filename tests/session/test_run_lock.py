@@ -15,7 +15,7 @@ from launch import ROOT
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.session import begin_run, output_folder
+from dschat_ppo.session import output_folder, session
 from dschat_ppo.session.output_folder import lock_folder, release_locks
 
 
@@ -71,12 +71,12 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
 
 def test_a_second_run_is_refused_before_it_needs_a_port_and_other_ranks_lock_nothing(tmp_path, monkeypatch):
     config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
-    monkeypatch.setattr(begin_run, "init_process_group", lambda folder: pytest.fail("the ranks have joined"))
+    monkeypatch.setattr(session, "init_process_group", lambda folder: pytest.fail("the ranks have joined"))
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(UserError, match="is being written by another run; wait for it"):
-            begin_run.begin_run("sft", config, [])
+            session.begin_run("sft", config, [])
         assert os.listdir("/proc/self/fd") == before
         monkeypatch.setenv("RANK", "1")
         lock_folder(tmp_path)

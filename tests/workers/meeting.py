@@ -18,7 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.runtime.launch import leave, run_step
-from dschat_ppo.session import begin_run
+from dschat_ppo.session import session
 
 
 def train(config: SFTConfig) -> None:
@@ -27,7 +27,7 @@ def train(config: SFTConfig) -> None:
     while len(list(folder.parent.glob("ready_*"))) < int(os.environ["RANKS"]):
         time.sleep(0.001)
     time.sleep(json.loads(os.environ["DELAYS"])[dist.rank()])
-    begin_run.begin_run("sft", config, [])
+    session.begin_run("sft", config, [])
     members = dist.gather_objects((dist.rank(), os.getppid()))
     (folder / f"met_{os.getpid()}").write_text(json.dumps(members))
     torch_dist.barrier()
