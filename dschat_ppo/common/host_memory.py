@@ -18,46 +18,35 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 SMALL = 2**20
 LARGEST = 2**25  # glibc's own limit, which it reaches by itself once tensors of this size were freed
 
-# In a cgroup's folder (Linux, version 1 and 2 of cgroups): the file with its limit, that with what it uses, and the
-# line of `memory.stat` about pages of files that the kernel drops when memory is short
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
-
 
 def host_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is in (a container, a
     job). `root` is where `proc` and `sys` are."""
-    limits = [_number(folder / limit) for folder, (limit, _, _) in _cgroups(root)]
+    limits = [_number(folder / "memory.max") for folder in _cgroups(root)]
     return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be allocated now: what the machine has free, or the least that a cgroup leaves."""
     found = [psutil.virtual_memory().available]
-    for folder, (limit_file, used_file, droppable) in _cgroups(root):
-        limit, used = _number(folder / limit_file), _number(folder / used_file)
-        if limit is not None and used is not None:
+    for folder in _cgroups(root):
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None and used is not None:  # the kernel drops inactive pages of files when memory is short
             stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
-            found.append(max(0, limit - used + int(stat.get(droppable, 0))))
+            found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     return min(found)
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of this process's cgroups and of those that contain them; a limit holds for all inside. A container
-    may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path outside, so each folder
-    of the path that exists counts, and the root."""
+def _cgroups(root: Path) -> Iterator[Path]:
+    """The folders of this process's cgroup (Linux, version 2) and of those that contain it; a limit holds for all
+    inside. A container may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path
+    outside, so each folder of the path that exists counts, and the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            tops, files = ["", "unified"], _V2  # with version 1 mounted too, the hierarchy of version 2 has a folder
-        elif "memory" in controllers.split(","):
-            tops, files = [controllers, "memory"], _V1
-        else:
-            continue
-        inside = PurePosixPath(path.lstrip("/"))
-        for top in dict.fromkeys(tops):
+        number, _, path = line.split(":", 2)
+        if number == "0":
+            inside = PurePosixPath(path.lstrip("/"))
             for part in (inside, *inside.parents) if ".." not in inside.parts else (PurePosixPath(),):
-                yield root / "sys/fs/cgroup" / top / part, files
+                yield root / "sys/fs/cgroup" / part
 
 
 def _text(file: Path) -> str:

@@ -33,9 +33,6 @@ def root_with(folder, membership, files):
     return folder
 
 
-V1 = "5:cpu,cpuacct:/job\n4:memory:/job/task\n0::/\n"
-
-
 @pytest.mark.parametrize(("membership", "files", "limit"), [
     ("0::/a/b\n", {"a/b/memory.max": 8 * GIB}, 8),
     ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 6 * GIB}, 6),  # that of a job around it
@@ -48,12 +45,7 @@ V1 = "5:cpu,cpuacct:/job\n4:memory:/job/task\n0::/\n"
     ("0::/a\n", {"a/memory.max": "max"}, 512),
     ("0::/a\n", {"a/memory.max": 1024 * GIB}, 512),
     ("0::/a\n", {}, 512),
-    (V1, {"memory/job/task/memory.limit_in_bytes": 8 * GIB}, 8),
-    (V1, {"memory/job/task/memory.limit_in_bytes": 2**63 - 4096, "memory/job/memory.limit_in_bytes": 7 * GIB}, 7),
-    (V1, {"memory/memory.limit_in_bytes": 3 * GIB}, 3),
-    (V1, {"cpu,cpuacct/job/memory.limit_in_bytes": 3 * GIB}, 512),  # of another controller
-    ("4:cpu,memory:/job\n", {"cpu,memory/job/memory.limit_in_bytes": 3 * GIB}, 3),
-    ("4:devices:/\n0::/a\n", {"unified/a/memory.max": 3 * GIB}, 3),  # both versions are mounted
+    ("4:devices:/b\n0::/a\n", {"b/memory.max": GIB, "a/memory.max": 3 * GIB}, 3),  # of another hierarchy
 ])  # fmt: skip
 def test_host_memory_is_the_lowest_limit(machine, tmp_path, membership, files, limit):
     assert host_memory(root_with(tmp_path, membership, files)) == limit * GIB
@@ -72,9 +64,6 @@ def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(machine, t
     assert available_memory(root_with(tmp_path / "plain", "0::/a\n", files)) == 3 * GIB
     files["a/memory.current"] = 9 * GIB
     assert available_memory(root_with(tmp_path / "full", "0::/a\n", files)) == 0
-    old = {"limit_in_bytes": 8 * GIB, "usage_in_bytes": 7 * GIB, "stat": f"inactive_file 1\ntotal_inactive_file {GIB}"}
-    old = {f"memory/job/task/memory.{name}": text for name, text in old.items()}
-    assert available_memory(root_with(tmp_path / "1", V1, old)) == 2 * GIB
 
 
 def test_available_memory_is_that_of_the_machine_where_it_has_less(machine, tmp_path):

@@ -24,9 +24,6 @@ FLAGS = {step: set(flatten(parse(step, NEEDED[step]))) for step in NEEDED}
     ("sft", "--micro_train_batch_size", "--per_device_train_batch_size"),
     ("sft", "--train.batch_size", "--gradient_accumulation_steps"),
     ("sft", "--max_length", "--max_seq_len"),
-    ("sft", "--adam.betas", "--adam_beta1 and --adam_beta2"),
-    ("reward", "--desirable_weight", "--kto_desirable_weight"),
-    ("sft", "--save_best", "--metric_for_best"),
     ("ppo", "--max_seq_len", "--max_prompt_seq_len and --max_answer_seq_len"),
 ])  # fmt: skip
 def test_a_name_of_another_trainer_is_answered_with_ours(step, given, ours):
