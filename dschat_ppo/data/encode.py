@@ -22,6 +22,7 @@ from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
+    added_tokens,
     render,
     render_answer,
     text_answer,
@@ -144,7 +145,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern
     tokenizers treat the parts of a text differently. `size`: of the vocabulary."""
     tokens = [
         token.content
-        for token in tokenizer.added_tokens_decoder.values()
+        for token in added_tokens(tokenizer, size).values()
         if tokenizer.is_fast and not token.normalized and not token.single_word and token.content.strip()
     ]
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
@@ -188,15 +189,13 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     if not ids:
         return []
     text = _decoded(tokenizer, ids)
-    ends, start, found = [], 0, text.find(separator)
-    length = len(separator.rstrip(" ")) or len(separator)
-    while found >= 0:
-        if text[start:found].strip():
-            ends.append(_token_at(tokenizer, ids, text[: found + length]))
-        start = found + len(separator)
-        found = text.find(separator, start)
-    rest = text[start:]
-    if ids[-1] in tokenizer.added_tokens_decoder or ids[-1] in tokenizer.all_special_ids:
+    ends, place, spaces = list[int](), 0, len(separator) - (len(separator.rstrip(" ")) or len(separator))
+    *steps, rest = text.split(separator)
+    for step in steps:
+        place += len(step) + len(separator)
+        if step.strip():
+            ends.append(_token_at(tokenizer, ids, text[: place - spaces]))
+    if ids[-1] in added_tokens(tokenizer, len(tokenizer)) or ids[-1] in tokenizer.all_special_ids:
         rest = rest.removesuffix(_decoded(tokenizer, ids[-1:]))
     if ends and not rest.strip():  # the final token alone is no step
         ends.pop()

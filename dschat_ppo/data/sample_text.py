@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
+from dschat_ppo.data.templates import added_tokens
 
 MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200  # of a sample, and of each of its other columns, in the log
 
@@ -48,12 +50,10 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     """The text of a token row, special tokens included, with the trained parts in ⟦ ⟧; of a long text its start and
     end. A second answer follows on a line that starts with `or`. A prompt without answers (step 3) has no marks."""
     prompt, (first, *others) = row["prompt_ids"], row["answers"] or [[]]
-    ids = [*prompt, *first]
-    spans, text, done = [*(row.get("prompt_spans") or ()), (len(prompt), len(ids))], "", 0
-    for start, stop in spans if first else ():
-        text += text_between(tokenizer, ids, done, start) + f"⟦{text_between(tokenizer, ids, start, stop)}⟧"
-        done = stop
-    text = text.replace("⟧⟦", "") + text_between(tokenizer, ids, done, len(ids))
+    ids, spans = [*prompt, *first], [place for span in row.get("prompt_spans") or () for place in span]
+    bounds = [0, *spans, len(prompt), len(ids)] if first else [0, len(ids)]  # every second part is trained
+    parts = [text_between(tokenizer, ids, start, stop) for start, stop in pairwise(bounds)]
+    text = "".join(f"⟦{part}⟧" if number % 2 else part for number, part in enumerate(parts)).replace("⟧⟦", "")
     for answer in others:
         whole = [*prompt, *answer]
         text += f"\nor ⟦{text_between(tokenizer, whole, len(prompt), len(whole))}⟧"
@@ -68,7 +68,10 @@ def readable_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
     if the template names it in a special token, or in the first line after one. Other text stays as it is.
     """
     parts: list[str] = []
-    label, start, special = "", 0, _special_ids(tokenizer)
+    label, start = "", 0
+    # also those of the chat template alone; without the one for unknown text, which is text
+    special = {number for number, token in added_tokens(tokenizer, len(tokenizer)).items() if token.special}
+    special = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
     ids = ids[1:] if ids and ids[0] == tokenizer.bos_token_id else ids
     places = [place for place, number in enumerate(ids) if number in special]
     for place in [*places, len(ids)]:
@@ -83,12 +86,6 @@ def readable_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
             label = _role_in(str(tokenizer.convert_ids_to_tokens(ids[place]))) or label
         start = place + 1
     return "\n".join(parts)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Special tokens, also those of the chat template alone; without the one for unknown text, which is text."""
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
 
 
 def _role_in(text: str) -> str:

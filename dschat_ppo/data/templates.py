@@ -20,7 +20,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.common.logging import logger
@@ -42,13 +42,9 @@ _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # around the assista
 _JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
 _BAKED = r"\{{%- set {} = [^\n]* %\}}\n"  # a line of `with_variables`
 
-# name -> (the token that ends a turn, None for the tokenizer's EOS; further tokens that the template writes)
-NAMED: dict[str, tuple[str | None, tuple[str, ...]]] = {
-    "chatml": ("<|im_end|>", ("<|im_start|>",)),
-    "llama-3": ("<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>")),
-    "zephyr": (None, ()),
-    "human-assistant": (None, ()),  # the text of DeepSpeed-Chat's data sets: no line breaks
-}
+# name -> the token that ends a turn, "" for the tokenizer's EOS; human-assistant is the text of DeepSpeed-Chat's data
+# sets, without line breaks
+NAMED = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "zephyr": "", "human-assistant": ""}
 _TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 Tools = list[Any]
 Span = tuple[int, int]
@@ -83,19 +79,15 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The Jinja text of a named template for `tokenizer`. Turns end with the template's own token if the tokenizer has
     it, otherwise with EOS. The text starts with BOS if the tokenizer writes BOS before plain text."""
-    (end, others), known = NAMED[name], tokenizer.get_vocab()
-    has_end = end in known
+    end = NAMED[name]
+    has_end = end in tokenizer.get_vocab()
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     head = f"{{%- set start = {'bos_token' if begins else repr('')} %}}\n"
     head += f"{{%- set end_of_turn = {repr(end) if has_end else 'eos_token'} %}}\n"
-    note = "" if has_end or end is None else f", because the tokenizer has no token {end}"
-    logger().info(f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}{note}")
-    missing = [token for token in others if token not in known]
-    if missing:
-        logger().warning(
-            f"{FLAG} {name}: the tokenizer has no token {' or '.join(missing)}, so it becomes several tokens of "
-            "plain text"
-        )
+    logger().info(f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}")
+    if end and not has_end:
+        note = f"the tokenizer has no token {end}; other tokens of the template become several tokens of plain text too"
+        logger().warning(f"{FLAG} {name}: {note}")
     checks, text = (_TEXTS.joinpath(f"{part}.jinja").read_text(encoding="utf-8") for part in ("checks", name))
     return head + checks.replace("NAME", name) + text
 
@@ -105,9 +97,8 @@ def template_of_file(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
-    with reading(f"{FLAG} {name}: cannot be read as UTF-8 text"):
-        text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    with reading(f"{FLAG} {name}: cannot be parsed"):  # Python's parser and Jinja's limit the nesting
+    with reading(f"{FLAG} {name}: cannot be used"):  # Python's parser and Jinja's limit the nesting
+        text = path.read_text(encoding="utf-8-sig")
         try:
             _JINJA.from_string(_MARKS.sub("", text))  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:
@@ -177,8 +168,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 @lru_cache(maxsize=16)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
-    """Cached: every answer needs it, and a tokenizer with thousands of added tokens takes 20 ms to list them.
-    `template` and `eos_id` are arguments because a tokenizer can change, and the result depends on both."""
+    """Cached: every answer needs it. `template` and `eos_id` are arguments because a tokenizer can change, and the
+    result depends on both."""
     rendered, closing, between, thought, lead = "", "", "", "", ""
     ask: Message = {"role": "user", "content": "A question."}
     answer: Message = {"role": "assistant", "content": _EXAMPLE}
@@ -208,9 +199,15 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     return TurnEnd(kept, closing[last:], number, earlier, None if is_inside else other, lead)
 
 
+@lru_cache(maxsize=16)
+def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, AddedToken]:
+    """id -> added token. Cached: a tokenizer with thousands of them takes 20 ms. `size`: of its vocabulary."""
+    return dict(tokenizer.added_tokens_decoder)
+
+
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
     """(token, id, whether it is special) of each added token and of EOS, without those of spaces alone."""
-    added = [(token.content, number, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
+    added = [(token.content, n, token.special) for n, token in added_tokens(tokenizer, len(tokenizer)).items()]
     added.append((str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
     return [entry for entry in added if entry[0].strip()]
 

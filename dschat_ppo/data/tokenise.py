@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps,
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
+from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -218,18 +218,12 @@ def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: b
     start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
     if not is_chat:
         return start, 0
-    end, special = len(prompt), _added_tokens(tokenizer, len(tokenizer))
+    end, special = len(prompt), added_tokens(tokenizer, len(tokenizer))
     for place in (place for place in reversed(range(len(prompt))) if prompt[place] in special):
         if place < end - 3 and end < len(prompt):
             break
         end = place
     return start, len(prompt) - end
-
-
-@lru_cache(maxsize=16)
-def _added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
-    """Cached: a tokenizer with thousands of added tokens takes 20 ms to list them. `size`: of its vocabulary."""
-    return frozenset(tokenizer.added_tokens_decoder)
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:

@@ -105,9 +105,8 @@ def test_a_missing_token_is_reported(said):
     with_flags("bytes without markers", chat_template="chatml")
     with_flags("bytes", chat_template="chatml")
     without, with_token = [line for line in said if "turns end with" in line]
-    assert "turns end with </s>, because the tokenizer has no token <|im_end|>" in without
-    assert with_token.endswith("turns end with <|im_end|>")
-    assert [line for line in said if "no token <|im_start|>" in line]
+    assert without.endswith("turns end with </s>") and with_token.endswith("turns end with <|im_end|>")
+    assert len([line for line in said if "no token <|im_end|>" in line]) == 1
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -139,9 +138,9 @@ def test_a_file(tmp_path, said):
         (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", r"own.jinja, line 2: unexpected"),
         (b"{% for m in messages %}\n\n{{ m | shout }}{% endfor %}", r"own.jinja, line 3: No filter named 'shout'"),
         (b"{% for m in messages %}", "line 1: Unexpected end of template"),
-        (b"{{ messages }} caf\xe9", "cannot be read as UTF-8"),
-        (b"{{ " + b"[" * 100_000, "cannot be parsed: "),
-        (b"{{ " + b"(" * 150 + b"messages" + b")" * 150 + b" }}", "cannot be parsed: "),
+        (b"{{ messages }} caf\xe9", "cannot be used: .*utf-8"),
+        (b"{{ " + b"[" * 100_000, "cannot be used: "),
+        (b"{{ " + b"(" * 150 + b"messages" + b")" * 150 + b" }}", "cannot be used: "),
     ],
 )
 def test_a_file_that_is_no_template(tmp_path, content, reason):

@@ -161,7 +161,7 @@ def test_special_tokens_precede_other_added_tokens_and_spaces_are_skipped():
     assert turn_end(tokenizer) == TurnEnd("  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>"))
 
 
-def test_the_end_of_turn_is_cached(monkeypatch):
+def test_the_added_tokens_are_listed_once(monkeypatch):
     tokenizer, _ = shaped("ChatML")
     listed = []
     added = type(tokenizer).added_tokens_decoder.fget
@@ -170,7 +170,7 @@ def test_the_end_of_turn_is_cached(monkeypatch):
     )
     for _ in range(3):
         encode_answer(tokenizer, ASK, "In the hall.")
-    assert len(listed) == 2  # for the end of turn, and for the tokens that split a text
+    assert len(listed) == 1  # for the end of turn and for the tokens that split a text
 
 
 def test_a_template_that_rejects_the_example_leaves_eos():
