@@ -72,34 +72,34 @@ class Share:
         return cls(share, *wilson_interval(share, count), count)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """The answers of one model with one way of decoding, a row of the table."""
 
     model: str  # as the user gave it
     label: str  # its short name
     decoding: str  # "greedy" or "sampled"
-    rows: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
-    failed: int  # answers whose reward function failed, or that no source scored
     metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
-    by_source: dict[str, float]  # mean score of each reward source
+    scores_by_source: dict[str, float]  # mean of each reward source
+    failed_scores: int  # answers whose reward function failed, or that no source scored
+    prompts: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
     wins: Share | None = None  # against the first model with the same decoding; None for that one, and without a reward
 
     @property
     def scores(self) -> Tensor:
         """(prompts, n) fp64."""
-        return torch.tensor([row.scores for row in self.rows], dtype=torch.float64)
+        return torch.tensor([row.scores for row in self.prompts], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """All results."""
+    """All results, in the form of the JSON file."""
 
     flags: dict[str, str]
     scored: bool  # there is a reward
     results: list[Result]  # of the prompts; empty without models
-    accuracies: dict[str, Share]  # of the reward model, see `accuracies`; empty without pairs
-    pairs: list[tuple[str, float, float]]  # of each pair the data set and both scores
+    reward_accuracy: dict[str, Share]  # of the reward model, see `accuracies`; empty without pairs
+    pairs: list[dict[str, Any]]  # of each pair the data set and both scores
 
 
 def evaluate(wanted: Wanted) -> Evaluated:
@@ -130,16 +130,18 @@ def evaluate(wanted: Wanted) -> Evaluated:
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
         results += _results_of(model, rows, names, wanted, reward, scorer)
-    if rewards is not None:  # wins over the first model are paired by prompt; a tie counts half
-        firsts = {result.decoding: result for result in reversed(results)}
-        results = [replace(result, wins=_wins(result, firsts[result.decoding])) for result in results]
+    firsts = {result.decoding: result for result in reversed(results)}
+    for result in results if rewards is not None else []:  # paired by prompt; a tie counts half
+        if result is not firsts[result.decoding]:
+            shares = win_shares(result.scores, firsts[result.decoding].scores)
+            result.wins = Share.of(float(shares.mean()), len(shares))
     measured: dict[str, Share] = {}
-    scored_pairs: list[tuple[str, float, float]] = []
+    scored_pairs: list[dict[str, Any]] = []
     if pairs is not None and reward is not None and scorer is not None:
         scores = _score_pairs(scorer, pairs, filler_id(reward.tokenizer), words.max_batch_tokens)
         measured = accuracies(scores, pairs["source"], pair_names)
-        sides = zip(pairs["source"], scores.tolist(), strict=True)
-        scored_pairs = [(pair_names[number], chosen, rejected) for number, (chosen, rejected) in sides]
+        for number, (chosen, rejected) in zip(pairs["source"], scores.tolist(), strict=True):
+            scored_pairs.append({"data_source": pair_names[number], "chosen": chosen, "rejected": rejected})
     flags = {
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
@@ -251,14 +253,7 @@ def _answer(
             means[name] = float(values.nanmean())
         if failed:
             logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
-    return Result(checked.name, checked.label, decoding, rows, failed, metrics, means)
-
-
-def _wins(result: Result, first: Result) -> Share | None:
-    if result is first:
-        return None
-    shares = win_shares(result.scores, first.scores)
-    return Share.of(float(shares.mean()), len(shares))
+    return Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
 
 
 def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: int) -> Tensor:
@@ -297,15 +292,15 @@ def number(value: float | None) -> str:
 def model_table(found: Evaluated) -> list[list[str]]:
     """Head and one line for each model and way of decoding; with several data sets further lines for these."""
     columns = list(dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name))
-    sources = list(found.results[0].by_source) if len(found.results[0].by_source) > 1 else []
+    sources = list(found.results[0].scores_by_source) if len(found.results[0].scores_by_source) > 1 else []
     compared = [f"wins against {found.results[0].label} [95 %]"] if any(r.wins for r in found.results) else []
     lines = [["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]]
     for result in found.results:
         cells = [number(result.metrics.get(name)) for name in columns]
-        cells += [number(result.by_source.get(name)) for name in sources]
+        cells += [number(result.scores_by_source.get(name)) for name in sources]
         cells += [shown(result.wins) for _ in compared]
         lines.append([result.label, result.decoding, *cells])
-        for data_set in dict.fromkeys(row.data_source for row in result.rows if row.data_source is not None):
+        for data_set in dict.fromkeys(row.data_source for row in result.prompts if row.data_source is not None):
             own = [*columns, *(f"reward/{name}_mean" for name in sources)]
             cells = [number(result.metrics.get(f"{name}/{data_set}")) for name in own]
             lines.append([f"  {data_set}", result.decoding, *cells, *("" for _ in compared)])
@@ -315,13 +310,15 @@ def model_table(found: Evaluated) -> list[list[str]]:
 def pair_table(found: Evaluated) -> list[list[str]]:
     """Head and one line for all pairs and each data set."""
     lines = [["reward model on pairs", "pairs", "accuracy [95 %]"]]
-    return lines + [[name, str(share.count), shown(share)] for name, share in found.accuracies.items()]
+    return lines + [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
 
 
 def tables(found: Evaluated) -> list[str]:
     """The tables as lines of text."""
     lines = []
-    for table in ([model_table(found)] if found.results else []) + ([pair_table(found)] if found.accuracies else []):
+    for table in ([model_table(found)] if found.results else []) + (
+        [pair_table(found)] if found.reward_accuracy else []
+    ):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
     return lines
@@ -341,10 +338,10 @@ def notes(found: Evaluated) -> list[str]:
 def answer_lines(found: Evaluated, count: int) -> list[str]:
     """The first `count` prompts, each with the answers of all models; what a terminal would obey is escaped."""
     lines = []
-    for place, row in enumerate(found.results[0].rows[:count] if found.results else []):
+    for place, row in enumerate(found.results[0].prompts[:count] if found.results else []):
         lines += [f"prompt {place + 1}:", *_indented(row.prompt)]
         for result in found.results:
-            own = result.rows[place]
+            own = result.prompts[place]
             for text, score, tokens, ended in zip(own.answers, own.scores, own.lengths, own.ended, strict=True):
                 parts = [f"score {number(score) or 'none'}"] if found.scored else []
                 parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
@@ -360,20 +357,4 @@ def _indented(text: str) -> list[str]:
 
 def json_of(found: Evaluated) -> str:
     """Everything, as JSON."""
-    results: list[dict[str, Any]] = [
-        {
-            "model": result.model, "decoding": result.decoding, "metrics": result.metrics,
-            "scores_by_source": result.by_source, "wins": result.wins and asdict(result.wins),
-            "failed_scores": result.failed, "prompts": [asdict(row) for row in result.rows],
-        }
-        for result in found.results
-    ]  # fmt: skip
-    content = {
-        "flags": found.flags,
-        "results": results,
-        "reward_accuracy": {name: asdict(share) for name, share in found.accuracies.items()},
-        "pairs": [
-            {"data_source": name, "chosen": chosen, "rejected": rejected} for name, chosen, rejected in found.pairs
-        ],
-    }
-    return json.dumps(finite_or_null(content), indent=1)
+    return json.dumps(finite_or_null(asdict(found)), indent=1)

@@ -41,7 +41,7 @@ def test_greedy_answers_are_those_of_transformers(found, assets):
     for name in ("lm", "uniform_lm"):
         model = AutoModelForCausalLM.from_pretrained(assets / name, dtype=torch.float32).eval()
         lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
-        for line, row in zip(lines, by_name(found, f"/{name}", "greedy").rows, strict=True):
+        for line, row in zip(lines, by_name(found, f"/{name}", "greedy").prompts, strict=True):
             ids = tokenizer.encode(json.loads(line)["prompt"], return_tensors="pt")
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
             assert row.answers == [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)]
@@ -51,11 +51,13 @@ def test_greedy_answers_are_those_of_transformers(found, assets):
 def test_scores_are_the_weighted_sum(found):
     for result in found.results:
         learned, length = (
-            torch.tensor([row.scores_by_source[name] for row in result.rows]) for name in result.by_source
+            torch.tensor([row.scores_by_source[name] for row in result.prompts]) for name in result.scores_by_source
         )
-        assert list(result.by_source) == ["model", "length"]
+        assert list(result.scores_by_source) == ["model", "length"]
         assert result.scores.tolist() == [pytest.approx(row, abs=1e-5) for row in (learned + 0.5 * length).tolist()]
-        assert result.by_source == pytest.approx({"model": float(learned.mean()), "length": float(length.mean())})
+        assert result.scores_by_source == pytest.approx(
+            {"model": float(learned.mean()), "length": float(length.mean())}
+        )
         assert result.metrics["score"] == pytest.approx(float(result.scores.mean()))
 
 
@@ -63,7 +65,7 @@ def test_wins_and_passes_by_hand(found):
     first, second = by_name(found, "/lm", "sampled"), by_name(found, "/uniform_lm", "sampled")
     assert first.wins is None and by_name(found, "/lm", "greedy").wins is None
     shares, passes = [], []
-    for one, other in zip(second.rows, first.rows, strict=True):
+    for one, other in zip(second.prompts, first.prompts, strict=True):
         assert one.prompt == other.prompt and len(one.scores) == 4
         pairs = [(a > b) + 0.5 * (a == b) for a in one.scores for b in other.scores]
         shares.append(sum(pairs) / len(pairs))
@@ -86,13 +88,15 @@ def test_the_reward_model_on_pairs(found, assets):
             ids = tokenizer.encode(row["prompt"]) + tokenizer.encode(row[side]) + [tokenizer.eos_token_id]
             sides.append(float(model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])))
         scores.append(sides)
-    assert [list(pair[1:]) for pair in found.pairs] == [pytest.approx(s, abs=1e-4) for s in scores + scores[:5]]
+    assert [[pair["chosen"], pair["rejected"]] for pair in found.pairs] == [
+        pytest.approx(s, abs=1e-4) for s in scores + scores[:5]
+    ]
     right = [chosen > rejected for chosen, rejected in scores]
-    names = list(found.accuracies)
+    names = list(found.reward_accuracy)
     assert names[0] == "all" and len(names) == 3
     expected = [sum(right + right[:5]) / 45, sum(right) / 40, sum(right[:5]) / 5]
-    assert [share.share for share in found.accuracies.values()] == pytest.approx(expected)
-    assert [share.count for share in found.accuracies.values()] == [45, 40, 5]
+    assert [share.share for share in found.reward_accuracy.values()] == pytest.approx(expected)
+    assert [share.count for share in found.reward_accuracy.values()] == [45, 40, 5]
 
 
 def test_one_data_set_has_no_line_of_its_own():
@@ -105,7 +109,7 @@ def test_answers_do_not_depend_on_batches(found, assets):
     assert not again.scored and len(again.results) == 2
     for result in again.results:
         same = by_name(found, result.model, "sampled")
-        assert [row.answers for row in result.rows] == [row.answers for row in same.rows]
+        assert [row.answers for row in result.prompts] == [row.answers for row in same.prompts]
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
     assert "score" not in "".join([*tables(again), *answer_lines(again, 1)])
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
@@ -139,7 +143,7 @@ def test_long_prompts_are_dropped_and_counted(assets, said):
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     assert 0 < len(kept) < len(prompts)
     results = evaluate(read_arguments(words)).results
-    assert [[row.prompt for row in result.rows] for result in results] == [kept, kept]
+    assert [[row.prompt for row in result.prompts] for result in results] == [kept, kept]
     counted = [line for line in said if f"{len(kept)} kept whole, {len(prompts) - len(kept)} dropped" in line]
     assert len(counted) == 1, "the data is shown once for both models"
 
@@ -157,7 +161,7 @@ def test_json_and_answers_in_the_terminal(found):
 
     content = json.loads(json_of(found), parse_constant=no_constant)
     assert [len(result["prompts"]) for result in content["results"]] == [PROMPTS] * 4 and len(content["pairs"]) == 45
-    first, second = found.results[0].rows[:2]
+    first, second = found.results[0].prompts[:2]
     first.answers[0] = "one\ntwo\x1b[2J"
     lines = answer_lines(found, 2)
     assert lines[:2] == ["prompt 1:", f"    {first.prompt}"] and lines.count("") == 2
@@ -166,7 +170,7 @@ def test_json_and_answers_in_the_terminal(found):
         "    two\\x1b[2J",
     ]  # fmt: skip
     assert sum(f" {TOKENS} tokens, cut at the length limit):" in line for line in lines) == sum(
-        ended == "length" for result in found.results for row in result.rows[:2] for ended in row.ended
+        ended == "length" for result in found.results for row in result.prompts[:2] for ended in row.ended
     )
     assert sum(line.startswith("  uniform_lm, sampled (score ") for line in lines) == 2 * 4
     assert f"    {second.prompt}" in lines and answer_lines(found, 0) == []
@@ -175,7 +179,7 @@ def test_json_and_answers_in_the_terminal(found):
 def test_sources_of_rewards_are_not_taken_for_other_columns(found):
     head, first, *_ = model_table(found)
     shown = dict(zip(head, first, strict=True))
-    assert shown["score of model"] == f"{found.results[0].by_source['model']:.4g}" and head.count("model") == 1
+    assert shown["score of model"] == f"{found.results[0].scores_by_source['model']:.4g}" and head.count("model") == 1
 
 
 def test_models_with_different_prompts_are_refused(assets, tmp_path):
