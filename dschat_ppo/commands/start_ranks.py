@@ -2,7 +2,7 @@
 
 Under `deepspeed` or another launcher the process is one rank. Without a launcher the command starts one rank for each
 GPU of this machine, through the program that the `deepspeed` command starts on each machine; without a GPU, one rank in
-this process. `--num_accelerators N` sets the number of ranks. With a hostfile, `deepspeed` itself starts the ranks.
+this process. `--num_accelerators N` sets the number of ranks.
 After Ctrl-C the commands return 130, so that a shell does not go on with the next step.
 """
 
@@ -30,7 +30,6 @@ from dschat_ppo.runtime.launch import leave
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
 AMD_DEVICE = Path("/dev/kfd")
 NVIDIA_DRIVER = "libcuda.so.1"
-HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default; it names the machines of a run on several
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -67,18 +66,13 @@ def start(step: str, argv: Sequence[str]) -> int:
         config = parse(step, words)  # before any rank starts, so that each error is printed once
     except UserError:
         return run_training(step, words)  # prints it
-    is_chosen = config.run.dry_run_ranks is not None
-    if config.run.dry_run and (is_chosen or not HOSTFILE.exists()):  # else rank 0 of the launch checks the flags
-        return _run_here(step, words if is_chosen else [*words, "--dry_run_ranks", str(ranks)])
-    if HOSTFILE.exists():
-        number = [] if count is None else ["--num_accelerators", str(count)]
-        command = [*_launcher("runner"), *number, "--module", "dschat_ppo", step, *words]
-    elif ranks == 1:
+    if config.run.dry_run and config.run.dry_run_ranks is None:
+        words += ["--dry_run_ranks", str(ranks)]
+    if config.run.dry_run or ranks == 1:
         return _run_here(step, words)
-    else:
-        command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
+    command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
     return os.execv(command[0], command)
 
 
@@ -89,11 +83,6 @@ def _run_here(step: str, words: Sequence[str]) -> int:
     except KeyboardInterrupt:  # before the run takes it for a request to stop
         return INTERRUPTED
     return INTERRUPTED if stop_requests.interrupted() else code
-
-
-def _launcher(name: str) -> list[str]:
-    """The start of the command that runs a program of DeepSpeed's launcher by `run_launcher`."""
-    return [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", f"deepspeed.launcher.{name}"]
 
 
 def run_launcher(argv: Sequence[str]) -> int:
@@ -149,8 +138,9 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    launcher = [*_launcher("launch"), f"--world_info={world}"]
-    return [*launcher, f"--master_port={port}", f"--log_level={log_level}", "--module", "dschat_ppo", step, *words]
+    launcher = [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", "deepspeed.launcher.launch"]
+    launcher += [f"--world_info={world}", f"--master_port={port}", f"--log_level={log_level}"]
+    return [*launcher, "--module", "dschat_ppo", step, *words]
 
 
 def visible_devices(ranks: int) -> list[int | str]:

@@ -45,16 +45,12 @@ class FirstFailureRecord:
     def record(self, code: int, hung: bool = False) -> FirstFailure:
         """Record a failure of this rank, unless there is one; returns the first one."""
         mine = FirstFailure(ranks.rank(), code, hung)
-        try:
-            if self.folder is not None:
-                draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
+        if self.folder is not None:
+            draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
+            with suppress(OSError):  # another rank was first; or a full disk: this rank reports its failure too
                 draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
                 os.link(draft, self.folder / FAILURE)  # fails if it exists, and is never visible half written
-        except FileExistsError:
-            self.read()
-        except OSError:  # a full disk: then this rank reports its failure, whatever the others do
-            pass
-        self._failure = self._failure or mine
+        self._failure = self.read() or mine
         return self._failure
 
     def read(self) -> FirstFailure | None:

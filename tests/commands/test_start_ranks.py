@@ -37,7 +37,6 @@ def machine(monkeypatch):
 
     ran = []
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(start_ranks, "HOSTFILE", Path("/no/hostfile"))
     monkeypatch.setattr(start_ranks, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
     monkeypatch.setattr(start_ranks, "ran", ran, raising=False)
     return lambda gpus: monkeypatch.setattr(start_ranks, "count_gpus", lambda: gpus)
@@ -124,18 +123,6 @@ def test_wrong_flags_end_the_command_before_ranks_start(machine):
     machine(4)
     start("sft", [*SFT, "--no_such_flag"])
     assert start_ranks.ran == [("sft", [*SFT, "--no_such_flag"])]  # which prints the error
-
-
-def test_a_hostfile_leaves_the_ranks_to_deepspeed(machine, monkeypatch, tmp_path):
-    machine(1)
-    (tmp_path / "hostfile").touch()
-    monkeypatch.setattr(start_ranks, "HOSTFILE", tmp_path / "hostfile")
-    with pytest.raises(Replaced) as replaced:
-        start("ppo", ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", *SFT[2:], "--num_gpus=1"])
-    assert replaced.value.args[0][4:8] == ["deepspeed.launcher.runner", "--num_accelerators", "1", "--module"]
-    with pytest.raises(Replaced):  # rank 0 of the launch checks the flags
-        start("sft", [*SFT, "--dry_run"])
-    assert start("sft", [*SFT, "--dry_run", "--dry_run_ranks", "16"]) == 0
 
 
 def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
