@@ -16,8 +16,10 @@ from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import Example
-from dschat_ppo.data.messages import check_rendered
+from dschat_ppo.data.examples import (
+    Example,
+    check_rendered,
+)
 from dschat_ppo.data.templates import (
     Messages,
     Span,

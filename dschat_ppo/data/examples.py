@@ -1,17 +1,24 @@
-"""What one row of a data set asks and answers, and the values of its fields."""
+"""What one row of a data set asks and answers, the values of its fields, and chat messages as data sets store them.
+
+Messages become plain lists for a chat template. Accepted are role/content and from/value (ShareGPT), content as text or
+as text parts, tool calls and tool messages, and lists of texts, which alternate between user and assistant. Keys whose
+value is null are dropped, because Arrow adds every key of a column to every message.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dschat_ppo.data.messages import Message, Messages, kind_of
 from dschat_ppo.errors import UserError
 
+Message = dict[str, Any]
+Messages = list[Message]
 Row = dict[str, Any]
 # What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
 Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
@@ -20,6 +27,24 @@ SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the s
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
 # the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
+
+
+ROLES = {  # in lower case
+    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "function", "ipython": "ipython", "human": "user", "prompter": "user", "gpt": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "chatbot": "assistant", "ai": "assistant",
+    "observation": "tool", "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant", "tool_calls": "assistant",
+}  # fmt: skip
+_CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
+_EXPECTED = "system, user, assistant or tool (also human, gpt, model, observation, tool_call, ...); --role_names"
+_EXPECTED += " 'theirs=ours' names others"
+# Keys of turns, and columns, by which data sets leave something out of the training (0) or train it (1).
+WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of turns, and columns, of what precedes an answer
+_NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+_PICTURES = ("image", "image_url", "video", "audio", "input_audio")  # types of parts of a message
+CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,9 @@ class Example:
 def limit_flag(use: Use) -> str:
     """The flag that limits the tokens of a row."""
     return "--max_prompt_seq_len" if use == "prompt" else "--max_seq_len"
+
+
+# Values of fields
 
 
 def value_at(row: Row, path: str) -> Any:
@@ -123,3 +151,238 @@ def truth_of(row: Row, column: str, pattern: str | None) -> Any:
     if found is None or found.group(1) is None:
         raise UserError(f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}")
     return found.group(1)
+
+
+def kind_of(value: Any) -> str:
+    """A value in a message: its type and its first characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict) and list(value) == ["bytes"]:  # of a Parquet or Arrow file
+        return f"{value['bytes']} bytes"
+    kind = {"dict": "an object", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+    return f"{kind} ({str(value)[:40]!r})"
+
+
+def checked(value: Any, kind: type, name: str, expected: str) -> Any:
+    """The value, if it is of this type. `name` says where it stands."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is {kind_of(value)}; expected {expected}")
+    return value
+
+
+def json_value(value: Any) -> Any:
+    """The list or object that a JSON text holds; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def from_json(value: Any) -> Any:
+    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
+    such as an answer that is JSON with a `role` of its own."""
+    found = json_value(value)
+    if not isinstance(value, str) or found is value:
+        return value
+    if isinstance(found, dict) and isinstance(found.get("messages"), list):
+        found = found["messages"]
+    parts = found if isinstance(found, list) else [found]
+    is_whole = all(looks_like_messages(part) and {"content", "value", "tool_calls"} & set(part) for part in parts)
+    has_roles = all(
+        isinstance(part, dict) and str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
+    )
+    signs = [isinstance(found, list), is_whole, has_roles]  # one may fail: turns without content are refused later
+    return found if parts and sum(signs) >= 2 else value
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested value without the keys that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+# Messages
+
+
+def looks_like_messages(value: Any) -> bool:
+    """Whether a value is a list of messages, right or wrong, or one message."""
+    if isinstance(value, dict):
+        return bool({"role", "from"} & set(value))
+    if not isinstance(value, list) or any(isinstance(part, list) for part in value):
+        return False
+    return any(map(looks_like_messages, value))
+
+
+def leaves_out(weight: Any) -> bool:
+    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
+    if isinstance(weight, list):
+        return any(map(leaves_out, weight))
+    return weight not in (None, "") and not _NUMBERS.get(str(weight).strip().lower(), False)
+
+
+def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
+    """Normalise the messages of one field: a list of messages or texts, one message, or JSON of these (CSV files hold
+    lists as text).
+
+    New messages come back: `role` and `content` (text), then the other keys that are not null. A turn of the assistant
+    that its data set excludes from training has the key `CONTEXT`. Errors say which message cannot be used and why, and
+    do not name the row. `role_names` maps further names of roles, in lower case, to `ROLES`.
+    """
+    value = json_value(value)
+    if isinstance(value, dict):
+        value = value["messages"] if isinstance(value.get("messages"), list) else [value]
+    value = [from_json(part) for part in value] if isinstance(value, list) else value
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else kind_of(value)
+        raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
+    if all(isinstance(text, str) for text in value):
+        value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
+    roles, read = ROLES | (role_names or {}), Messages()
+    for number, message in enumerate(value, start=1):
+        name = f"message {number} of '{column}'"
+        checked(message, dict, name, "an object with role and content")
+        rest = {key: inner for key, inner in message.items() if inner is not None}
+        is_sharegpt = "role" not in rest and "from" in rest
+        given, content = (rest.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
+        role = roles.get(given.strip().lower()) if isinstance(given, str) else None
+        if not isinstance(given, str) or role is None:
+            raise UserError(f"{name} has {'no role' if given is None else f'role {given!r}'}; expected {_EXPECTED}")
+        calls = without_nulls(rest.pop("tool_calls", None))
+        if given.strip().lower() in _CALLS:
+            calls, content = _calls_of(content, name), ""
+        if calls:
+            rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
+        elif content is None:
+            raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
+        if _excluded({key: rest.pop(key) for key in WEIGHTS if key in rest}, role, name):
+            rest[CONTEXT] = True
+        read.append({"role": role, "content": _text_of("" if content is None else content, name), **rest})
+    return read
+
+
+def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
+    """Whether the weights of a turn of the assistant leave it out of the training."""
+    for key, weight in weights.items():
+        if str(weight).lower() not in _NUMBERS:
+            raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected 0 or 1, which leave it out or train it")
+        if key == "mask" and role == "assistant" and leaves_out(weight):  # 1 marks what is trained, or what is not
+            raise UserError(f"'mask' of {name} has two meanings; rename it to 'loss_mask', with 1 for what is trained")
+    return role == "assistant" and any(map(leaves_out, weights.values()))
+
+
+def _text_of(content: Any, name: str) -> str:
+    """The text of a message's content, which may be a list of text parts."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in checked(content, list, f"the content of {name}", "text or text parts"):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def without_pictures(value: Any) -> Any:
+    """A nested value without the placeholders of pictures in its texts, and without the parts of messages that are
+    pictures or sounds."""
+    value = from_json(value)
+    if isinstance(value, str):
+        return re.sub(r"<(image|video|audio)>\n?", "", value)
+    if isinstance(value, dict):
+        return {key: without_pictures(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    return [without_pictures(part) for part in value if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
+
+
+def without_context(messages: Messages) -> Messages:
+    """Messages without the marks of those that are excluded from training."""
+    return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
+
+
+# Tools and their calls
+
+
+def read_tools(value: Any, column: str) -> list[Any] | None:
+    """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
+    value = (
+        json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
+    )  # JSON means its nulls
+    found = checked([] if value is None else value, list, f"'{column}'", "a list of tool descriptions or its JSON")
+    return [checked(json_value(tool), dict, f"a tool of '{column}'", "an object") for tool in found] or None
+
+
+def tools_beside(value: Any) -> Any:
+    """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
+    value = json_value(value)
+    return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
+
+
+def _calls_of(text: Any, name: str) -> list[Any]:
+    """The tool calls of a ShareGPT `function_call` message."""
+    found = json_value(text)
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise UserError(f"the function call of {name} is no JSON object with 'name': {str(text)[:60]!r}")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _with_parsed_arguments(call: Any, name: str) -> Any:
+    """A tool call whose arguments are an object: templates write them as JSON, and would quote a text."""
+    checked(call, dict, f"a tool call of {name}", "an object")
+    inner = call.get("function", call)
+    if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), str):
+        return call
+    arguments = json_value(inner["arguments"] or "{}")
+    inner = {**inner, "arguments": checked(arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object")}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _functions(messages: Messages) -> Iterator[dict[str, Any]]:
+    """The dictionaries that hold `name` and `arguments`: of OpenAI's form, inside `function`, or the calls alone."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                yield function
+
+
+def with_arguments_as_text(messages: Messages) -> Messages:
+    """Messages whose tool calls have their arguments as JSON text, as OpenAI's API has them. Most chat templates expect
+    dictionaries and write JSON, but some write the arguments as they are."""
+    copied = copy.deepcopy(messages)
+    for function in _functions(copied):
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return copied
+
+
+def shows_python(text: str, messages: Messages) -> bool:
+    """Whether a rendering holds arguments in Python's notation: its template expects JSON text, not dictionaries."""
+    arguments = [function.get("arguments") for function in _functions(messages)]
+    return any(isinstance(found, dict) and bool(found) and str(found) in text for found in arguments)
+
+
+def check_rendered(text: str, messages: Messages, tools: list[Any] | None) -> None:
+    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
+    templates drop their thinking."""
+    needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
+    needed += [("the tool call", str(function.get("name", ""))) for function in _functions(messages)]
+    described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
+    needed += [("the tool", str(tool.get("name", ""))) for tool in described if isinstance(tool, dict)]
+    for what, words in needed:
+        words = words.strip()
+        if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+            raise UserError(
+                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders it "
+                "(--chat_template), or remove it from the data"
+            )
+    if shows_python(text, messages):
+        raise UserError(
+            "the chat template writes the arguments of a tool call in Python's notation, not in JSON; take another "
+            "template (--chat_template), or give the arguments as JSON text"
+        )

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.examples import Example, Row, Use, has_value, value_at
+from dschat_ppo.data.examples import (
+    THOUGHTS,
+    Example,
+    Row,
+    Use,
+    has_value,
+    value_at,
+    without_pictures,
+)
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.forms import (
     ALWAYS_CONTENT,
@@ -24,7 +32,6 @@ from dschat_ppo.data.forms import (
     Rendering,
     rows_made,
 )
-from dschat_ppo.data.messages import THOUGHTS, without_pictures
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -46,6 +53,15 @@ class Candidate(NamedTuple):
     def first(self, use: Use) -> list[Example]:
         """The first example of each row for a use."""
         return [found[use][0] for found in self.read if found.get(use)]
+
+    def repeats_prompt(self) -> bool:
+        """Whether most answers repeat the text of a column with the prompt, so that the model would see it twice."""
+        pairs = self.first("preference") if self.form.name == "preference" else []
+        repeated = [
+            pair for pair in pairs
+            if isinstance(pair.prompt, str) and all(str(answer).startswith(pair.prompt) for answer in pair.answers)
+        ]  # fmt: skip
+        return 2 * len(repeated) > len(pairs)
 
 
 def detect_form(
@@ -185,8 +201,6 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
-    if kind.name == "alpaca" and any(isinstance(row.get(found.get("response", "")), list) for row in rows):
-        found["pair"] = found.pop("response")
     # a column whose partner is missing, as chosen without rejected, has no role
     needed = [roles for _, roles in kind.choices()]
     served = set().union(*(roles for roles in needed if roles <= set(found)))
@@ -212,22 +226,9 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
         raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
     closest = max(reversed(found), key=lambda one: len(one.form.columns))  # its reader says what is wrong with each row
-    fitting = [one for one in found if one.fits] or [closest]
+    fitting = [one for one in found if one.fits and not one.repeats_prompt()] or [closest]
     talks = [one for one in fitting if one.form.kind.rendering == "chat"]
-    chosen = talks[0] if talks and not fitting[0].is_chat else fitting[0]
-    pairs = chosen.first("preference") if chosen.form.name == "preference" else []
-    repeated = [
-        pair
-        for pair in pairs
-        if isinstance(pair.prompt, str) and all(str(a).startswith(pair.prompt) for a in pair.answers)
-    ]
-    if not wanted and 2 * len(repeated) > len(pairs):  # read twice, or part of the answers
-        raise UserError(
-            f"{name}: its rows can be read in two ways, because chosen and rejected repeat the prompt "
-            f"{str(repeated[0].prompt)[:40]!r}: as preference, the prompt occurs twice (--data_format preference); as "
-            "implicit_preference, once (--data_format implicit_preference)"
-        )
-    return chosen
+    return talks[0] if talks and not fitting[0].is_chat else fitting[0]
 
 
 def _try(kind: Kind, columns: dict[str, str], rows: list[Row], flags: DataFlags) -> Candidate:

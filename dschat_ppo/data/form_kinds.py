@@ -96,8 +96,7 @@ _DETECTED = (
         "alpaca",
         {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
          "chosen": "chosen", "rejected": "rejected"},
-        {"sft prompt": "prompt response | prompt chosen | prompt pair",
-         "preference": "prompt chosen rejected | prompt pair"},
+        {"sft prompt": "prompt response | prompt chosen", "preference": "prompt chosen rejected"},
         read_alpaca, rendering="content",
     ),
     Kind(
@@ -169,7 +168,8 @@ _DETECTED = (
 KINDS = {kind.name: kind for kind in _DETECTED}
 
 
-# The data sets of DeepSpeed-Chat: prompts and answers, character for character
+# The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a hub name, or a path
+# that contains or ends with it, such as `data/Dahoas/rm-static`
 
 Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
 
@@ -195,27 +195,28 @@ def _filled(text: Text, row: Row) -> str:
     return re.sub(r"\{([^}]+)\}", lambda found: text_at(row, found.group(1)), text)
 
 
-def _number(row: Row, path: str) -> float:
-    return number_of(value_at(row, path), f"'{path}'")
-
-
-def _last_turn(path: str) -> Callable[[Row], str]:
+def _last_turn(path: str) -> Text:
     return lambda row: text_at(row, path).split("Assistant:")[-1]
 
 
-def _webgpt(better: bool) -> Callable[[Row], str]:
-    """The better or worse answer by its score, without citations; the first one is better at equal scores."""
+def _webgpt(place: int) -> Text:
+    """The better (0) or worse (1) answer by its score, without citations; the first one is better at equal scores."""
 
     def read(row: Row) -> str:
-        number = 0 if (_number(row, "score_0") >= _number(row, "score_1")) is better else 1
-        text = re.sub(r" [\(\[].*?[\)\]]", "", text_at(row, f"answer_{number}"))
-        return " " + re.sub(r"[\(\[].*?[\)\]]", "", text)
+        first, second = (number_of(value_at(row, name), f"'{name}'") for name in ("score_0", "score_1"))
+        text = text_at(row, f"answer_{place if first >= second else 1 - place}")
+        return " " + re.sub(r"[\(\[].*?[\)\]]", "", re.sub(r" [\(\[].*?[\)\]]", "", text))
 
     return read
 
 
-def _shp(better: bool) -> Callable[[Row], str]:
-    return lambda row: " " + text_at(row, f"human_ref_{'A' if (int(_number(row, 'labels')) == 1) is better else 'B'}")
+def _shp(names: str) -> Text:
+    """The answer of the first of two names if the label is 1, or else of the second one."""
+
+    def read(row: Row) -> str:
+        return " " + text_at(row, f"human_ref_{names[number_of(value_at(row, 'labels'), 'labels') != 1]}")
+
+    return read
 
 
 def _vicuna(row: Row) -> str:
@@ -226,21 +227,22 @@ def _human(path: str) -> str:
     return f" Human: {{{path}}} Assistant:"
 
 
-_COMPARED = "prompt chosen rejected"
-_PAIR = KnownSet(_COMPARED, "{prompt}", "{chosen}", "{rejected}")
+_PAIR = KnownSet("prompt chosen rejected", "{prompt}", "{chosen}", "{rejected}")
 _MIRACL = KnownSet(
     "query positive_passages negative_passages", _human("query"), " {positive_passages.0.text}",
     " {negative_passages.0.text}",
 )  # fmt: skip
-_LAST_TURNS = KnownSet(_COMPARED, "{prompt}Assistant:", _last_turn("chosen"), _last_turn("rejected"))
-_WEBGPT = "question answer_0 answer_1 score_0 score_1"
 SETS = {
     "Dahoas/rm-static": _PAIR,
     "Dahoas/full-hh-rlhf": _PAIR,
-    "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(_COMPARED, _human("prompt"), " {chosen}", " {rejected}"),
-    "yitingxie/rlhf-reward-datasets": _LAST_TURNS,
-    "openai/webgpt_comparisons": KnownSet(_WEBGPT, _human("question.full_text"), _webgpt(True), _webgpt(False)),
-    "stanfordnlp/SHP": KnownSet("history human_ref_A human_ref_B labels", _human("history"), _shp(True), _shp(False)),
+    "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(_PAIR.columns, _human("prompt"), " {chosen}", " {rejected}"),
+    "yitingxie/rlhf-reward-datasets": KnownSet(
+        _PAIR.columns, "{prompt}Assistant:", _last_turn("chosen"), _last_turn("rejected")
+    ),
+    "openai/webgpt_comparisons": KnownSet(
+        "question answer_0 answer_1 score_0 score_1", _human("question.full_text"), _webgpt(0), _webgpt(1)
+    ),
+    "stanfordnlp/SHP": KnownSet("history human_ref_A human_ref_B labels", _human("history"), _shp("AB"), _shp("BA")),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": KnownSet("prompt label", _vicuna, " {label}"),
     "wangrui6/Zhihu-KOL": KnownSet("INSTRUCTION RESPONSE", _human("INSTRUCTION"), " {RESPONSE}"),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
@@ -250,7 +252,7 @@ SETS = {
     "mkqa-Japanese": KnownSet("queries answers", _human("queries.ja"), " {answers.ja.0.text}"),
     "lmqg/qg_jaquad": KnownSet("question sentence", _human("question"), " {sentence}"),
     "lmqg/qag_jaquad": KnownSet("questions paragraph", _human("questions.0"), " {paragraph}"),
-    "local/jsonfile": KnownSet(_COMPARED, " {prompt}", " {chosen}", " {rejected}"),
+    "local/jsonfile": KnownSet(_PAIR.columns, " {prompt}", " {chosen}", " {rejected}"),
 }
 FORMS = KINDS | {  # what `--data_format` names
     name: Kind(

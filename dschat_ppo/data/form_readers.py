@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from dschat_ppo.data.examples import Row, Use, as_text, has_value, number_of, text_at, value_at
-from dschat_ppo.data.messages import (
+from dschat_ppo.data.examples import (
     CONTEXT,
     Messages,
+    Row,
+    Use,
+    as_text,
     checked,
     from_json,
+    has_value,
     json_value,
     kind_of,
     looks_like_messages,
+    number_of,
     read_messages,
+    text_at,
+    value_at,
     without_context,
 )
 from dschat_ppo.errors import UserError
@@ -264,14 +270,9 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
     elif template is None:
         prompt = _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
-    if cells.has("pair"):
-        texts = cells.listed("pair", "a better and a worse answer")
-        if len(texts) != 2:
-            raise UserError(f"'{cells.columns['pair']}' has {len(texts)} answers; expected a better and a worse one")
-    else:
-        trained = "response" if cells.has("response") else "chosen"
-        texts = [cells.text(role) for role in {"sft": [trained], "preference": ["chosen", "rejected"]}.get(use, [])]
-    return prompt, pair_of([as_text(text, "an answer") for text in texts])
+    trained = "response" if cells.has("response") else "chosen"
+    roles = {"sft": [trained], "preference": ["chosen", "rejected"]}.get(use, [])
+    return prompt, pair_of([cells.text(role) for role in roles])
 
 
 def read_better(cells: Cells, use: Use) -> Found:

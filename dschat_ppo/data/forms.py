@@ -15,21 +15,27 @@ from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import cause_of, file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.examples import Example, Row, Use, has_value, margin_of, truth_of, value_at
-from dschat_ppo.data.form_kinds import KINDS, Kind
-from dschat_ppo.data.form_readers import GROUP_ANSWERS, GROUP_LABELS, Answer, Cells, Prompt, is_label
-from dschat_ppo.data.messages import (
+from dschat_ppo.data.examples import (
     CONTEXT,
     THOUGHTS,
+    Example,
+    Row,
+    Use,
     checked,
     from_json,
+    has_value,
     leaves_out,
     looks_like_messages,
+    margin_of,
     read_tools,
     tools_beside,
+    truth_of,
+    value_at,
     without_context,
     without_pictures,
 )
+from dschat_ppo.data.form_kinds import KINDS, Kind
+from dschat_ppo.data.form_readers import GROUP_ANSWERS, GROUP_LABELS, Answer, Cells, Prompt, is_label
 from dschat_ppo.data.rows import Rows
 from dschat_ppo.errors import UserError
 

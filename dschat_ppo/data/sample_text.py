@@ -12,8 +12,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.data.examples import ADDED
-from dschat_ppo.data.messages import ROLES
+from dschat_ppo.data.examples import (
+    ADDED,
+    ROLES,
+)
 from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.data.templates import added_tokens
 

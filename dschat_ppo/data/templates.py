@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.messages import (
+from dschat_ppo.data.examples import (
     THOUGHTS,
     Message,
     Messages,

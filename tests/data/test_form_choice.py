@@ -195,11 +195,12 @@ def test_without_a_chat_template_the_form_warns():
     assert "nothing" not in form.description
 
 
-def test_prompts_that_the_answers_repeat_stop():
+def test_prompts_that_the_answers_repeat_are_read_once():
     row = {"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}
-    with pytest.raises(UserError, match="in two ways, because chosen and rejected repeat the prompt 'Q: a"):
-        form_of([row])
-    assert read([row], "preference", data_format="implicit_preference") == [Example("Q: a\nA:", [" yes", " no"])]
+    assert form_of([row]).name == "implicit_preference"
+    assert read([row], "preference") == [Example("Q: a\nA:", [" yes", " no"])]
+    apart = row | {"chosen": "yes"}
+    assert form_of([row, apart], apply_chat_template=False).name == "preference"
     assert read([row], "sft", data_format="preference") == [Example("Q: a\nA:", ["Q: a\nA: yes"])]
 
 

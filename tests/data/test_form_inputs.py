@@ -33,7 +33,6 @@ SHAPES = {
     "kto_messages": ({}, "unpaired", [LAMP], ["In the hall."]),
     "kto_string_labels": ({}, "unpaired", "Where is the lamp?\n", ["In the hall."]),
     "rejected_messages": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
-    "alpaca_dpo_list": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
     "ab_better_id": ({"apply_chat_template": True}, "preference", [LAMP], ["In the hall.", "Find it."]),
     "roles_capital": ({}, "sft", [LAMP], ["In the hall."]),
     "roles_model": ({}, "sft", [LAMP], ["In the hall."]),

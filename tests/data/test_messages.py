@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.data.messages import looks_like_messages, read_messages, read_tools, without_nulls
+from dschat_ppo.data.examples import looks_like_messages, read_messages, read_tools, without_nulls
 from dschat_ppo.errors import UserError
 
 
