@@ -246,9 +246,9 @@ KTO = [
 
 
 def stored(rows) -> Rows:
-    """Rows as a data set holds them; their origins count from 0."""
+    """Rows as a data set holds them; their origins count from 1."""
     rows = list(rows)
-    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: at} for at, row in enumerate(rows)])
+    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"row {at + 1}"} for at, row in enumerate(rows)])
     return Rows(table, tuple(dict.fromkeys(name for row in rows for name in row)))
 
 

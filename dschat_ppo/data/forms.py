@@ -123,7 +123,7 @@ class Form:
         return f"{self.name} {self!r}"
 
     @property
-    def regroup(self) -> Callable[[Rows], Iterator[tuple[Row, int]]] | None:
+    def regroup(self) -> Callable[[Rows], Iterator[tuple[Row, str]]] | None:
         """None, or what joins the rows of a prompt, for KTO. It runs on all rows before they are split or read."""
         return partial(_by_prompt, self) if self.name == "kto" and "messages" not in self.columns else None
 
@@ -289,7 +289,7 @@ def mixed_renderings(forms: dict[str, Form]) -> str:
     return note if is_fixed else f"{note}; --apply_chat_template True makes chat messages of them all"
 
 
-def _by_prompt(form: Form, rows: Rows) -> Iterator[tuple[Row, int]]:
+def _by_prompt(form: Form, rows: Rows) -> Iterator[tuple[Row, str]]:
     """One row for each prompt of a whole data set of KTO rows, with its origin. It is the first row of the prompt, in
     the order of the rows, with all answers to the prompt and their labels. System message and tools are part of what is
     asked."""

@@ -11,6 +11,7 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,15 +24,16 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_lines import too_many, way_out
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, Splits, load_splits, regrouped, splits_named
+from dschat_ppo.data.parts import too_many, way_out
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, regrouped, rows_of_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
 from dschat_ppo.data.streaming import StreamedRows, StreamSource, find_rows, start, stream_of
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, TokenTable, mapped, tokenise_rows
@@ -98,9 +100,8 @@ def prepare(
             if stream is not None:
                 columns, first = stream.columns, stream.first
             else:
-                splits = load_splits(source, cache, bad_rows, whole=is_eval)
-                report_unreadable(name, splits, bad_rows)
-                raw, own = splits.train, splits.eval
+                raw, own = load_splits(source, cache, bad_rows, whole=is_eval)
+                report_unreadable(name, [raw, own], bad_rows)
                 raw = raw if most_rows is None else raw.select(range(min(most_rows, len(raw))))
                 columns, first = list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))]
             has_template = tokenizer.chat_template is not None
@@ -116,9 +117,8 @@ def prepare(
             if stream is not None:
                 streams.append(stream_of(stream, settings))
                 if stream.evaluation and fraction is not None:
-                    splits = splits_named(stream.opened, stream.evaluation, cache, bad_rows)
-                    report_unreadable(name, splits, bad_rows)
-                    own = splits.train
+                    own = rows_of_splits(stream.opened, stream.evaluation, cache, bad_rows)
+                    report_unreadable(name, [own], bad_rows)
                 elif fraction:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
@@ -136,13 +136,13 @@ def prepare(
                         logger().info(f"data: {name}: this step uses {used}")
                 if fraction and own is None and not is_eval:
                     numbers, held_out = hold_out(numbers, fraction)
-                parts = tokenised(source, raw, splits.origins, settings, numbers, held_out)
+                parts = tokenised(source, raw, settings, numbers, held_out)
                 train, evaluation = train + parts[0], evaluation + parts[1]
 
             # Its own rows for evaluation
             if own is not None and fraction is not None:
                 own = regrouped(own, form.identity, form.regroup, cache)
-                evaluation += tokenised(source, own, splits.origins, settings, np.arange(0), np.arange(len(own)))[1]
+                evaluation += tokenised(source, own, settings, np.arange(0), np.arange(len(own)))[1]
             elif own is not None or (stream is not None and stream.evaluation):
                 how = "replaced by those of" if eval_paths else "not used; name them with"
                 logger().info(f"data: {name}: its rows for evaluation are {how} {EVAL_FLAG}")
@@ -172,19 +172,19 @@ def prepare_whole(
 
 
 def tokenised(
-    source: DataSource, raw: Rows, origins: Origins, settings: TokeniseSettings, train: np.ndarray, held_out: np.ndarray
+    source: DataSource, raw: Rows, settings: TokeniseSettings, train: np.ndarray, held_out: np.ndarray
 ) -> tuple[list[Part], list[Part]]:
     """For training and for evaluation, the rows with these numbers that are within the length limit, can be used and
     are no repetitions; what is dropped, and why, is logged. `UserError` if `--bad_rows` does not accept it, or if the
     limit leaves training no row or no whole answer."""
     name, skips, used = source.spec, settings.flags.bad_rows == "skip", np.concatenate([train, held_out])
-    table = tokenise_rows(raw, used, origins, settings)
+    table = tokenise_rows(raw, used, settings)
     bad = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
     first = [str(table.problems[int(index)]) for index in bad[:_SHOWN]]
     report_bad(name, "rows cannot be used", len(bad), len(used), settings.flags.bad_rows, first)
     usable, repeats = ~np.isin(table.fitted, (Fitted.UNUSABLE, Fitted.DROPPED)), repetitions(table)
     if len(repeats):
-        later, earlier = (origins.describe(raw.origin(int(table.number[index]))) for index in repeats[0])
+        later, earlier = (raw.origin(int(table.number[index])) for index in repeats[0])
         done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
         logger().warning(
             f"data: {name}: {len(repeats)} rows repeat an earlier row and {done}: {later} repeats {earlier}"
@@ -294,7 +294,7 @@ def text_blocks(
                     raise UserError(f"'text' holds {json.dumps(text)[:40]}; it needs a text column 'text'")
                 ids += encode_example(tokenizer, Example("", [text])).answers[0]
             except UserError as problem:
-                raise UserError(f"{PTX_FLAG}: {splits.origins.describe(origin)}: {problem}") from None
+                raise UserError(f"{PTX_FLAG}: {shown_path(origin)}: {problem}") from None
             ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
         blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
         blocks = [block for block in blocks if len(block) > 1]
@@ -305,9 +305,8 @@ def text_blocks(
         (source,) = parse_sources([spec], PTX_FLAG)
         if is_hub_name(source.location):
             source = replace(source, config=source.config or config_name)
-        splits = load_splits(source, flags.data_output_path, flags.bad_rows)
-        report_unreadable(source.spec, splits, flags.bad_rows)
-        rows = splits.train
+        rows, _ = load_splits(source, flags.data_output_path, flags.bad_rows)
+        report_unreadable(source.spec, [rows], flags.bad_rows)
         if "text" not in rows.columns:
             columns = ", ".join(rows.columns)
             raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
@@ -323,10 +322,11 @@ def text_blocks(
 # Bad rows and repeated ones
 
 
-def report_unreadable(name: str, splits: Splits, policy: str) -> None:
+def report_unreadable(name: str, parts: Sequence[Rows | None], policy: str) -> None:
     """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are too many."""
-    lines = splits.skipped.count + len(splits.train) + (0 if splits.eval is None else len(splits.eval))
-    report_bad(name, "lines cannot be read", splits.skipped.count, lines, policy, [splits.skipped.first])
+    found = [rows for rows in parts if rows is not None]
+    bad, problems = sum(rows.unreadable for rows in found), [rows.problem for rows in found if rows.unreadable]
+    report_bad(name, "lines cannot be read", bad, bad + sum(map(len, found)), policy, problems[:1])
 
 
 def report_bad(name: str, what: str, bad: int, rows: int, policy: str, first: list[str]) -> None:

@@ -14,7 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,12 +29,10 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.bad_lines import WAY_OUT, too_many, way_out
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
-from dschat_ppo.data.locate import OpenSet, open_set
-from dschat_ppo.data.parts import Part, Row, read_part
-from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.parts import WAY_OUT, Batch, Part, Row, read_part, too_many, way_out
+from dschat_ppo.data.sources import DataSource, OpenSet, open_set
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.processes import signal_when_parent_ends
@@ -83,37 +81,19 @@ def _chosen(share: StepShare, block: int) -> set[int]:
     return set(order[slice(*share.bounds)])
 
 
-@dataclass(frozen=True)
-class RawBatch:
-    """Some raw rows of a data set that belong to this step, perhaps none, "FILE, row N" of each, and the position after
-    them. `unreadable` lines between them are left out; `problem` is that of the first one, or ""."""
-
-    origins: list[str]
-    rows: list[Row]
-    unreadable: int = 0
-    problem: str = ""
-    after: Position | None = None
-
-
 def raw_batches(
     parts: Sequence[Part], share: StepShare | None, skip: bool, position: Position = START
-) -> Iterator[RawBatch]:
-    """The raw rows of `share`, or all, from `position` on. Without `skip`, a line that cannot be read is an error."""
+) -> Iterator[Batch]:
+    """The raw rows of `share`, or all, from `position` on; `place` is the position after them. Without `skip`, a line
+    that cannot be read is an error."""
     number, place = position["number"], position["place"]
     for index in range(position["part"], len(parts)):
-        name = parts[index].name
         for batch in read_part(parts[index], skip, place):
-            found = [
-                (f"{name}, row {at}", row)
-                for each, (at, row) in enumerate(zip(batch.numbers, batch.rows, strict=True), start=number)
-                if share is None or share.includes(each)
-            ]
-            number, place = number + len(batch.rows), batch.place
-            problem, after = batch.problem and f"{name}, {batch.problem}", (index, number, place)
-            yield RawBatch(
-                [origin for origin, _ in found], [row for _, row in found], batch.unreadable, problem,
-                dict(zip(START, after, strict=True)),
-            )  # fmt: skip
+            kept = [at for at in range(len(batch.rows)) if share is None or share.includes(number + at)]
+            number += len(batch.rows)
+            origins, rows = [batch.origins[at] for at in kept], [batch.rows[at] for at in kept]
+            after = {"part": index, "number": number, "place": batch.place}
+            yield replace(batch, origins=origins, rows=rows, place=after)
         place = None
 
 
@@ -131,7 +111,7 @@ class StreamSource:
     weight: float
     parts: Sequence[Part]
     share: StepShare | None  # None: all its rows
-    tokenise: Callable[[RawBatch], Tokens]
+    tokenise: Callable[[Batch], Tokens]
     bad_rows: str = "few"
     content: str = ""
 
@@ -156,7 +136,7 @@ class _Reader:
                 self.position = {"before": before, "used": number + 1}
                 yield rows[number]
             yield None
-            before, used = batch.after, 0
+            before, used = batch.place, 0
 
     def end_chunk(self) -> tuple[Counter[str], str]:
         """`counts` and `problem` of the chunk. `UserError` if `--bad_rows` refuses so many unusable rows."""
@@ -409,7 +389,7 @@ def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
     [(name, cut), *others], evaluation = opened.chosen()
     if cut or others:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts = [part for _, part in opened.numbered([name])]
+    parts = opened.parts([name])
     rows, problem = list[Row](), ""
     for batch in raw_batches(parts, None, flags.bad_rows != "error"):
         rows, problem = rows + batch.rows, problem or batch.problem
@@ -451,7 +431,7 @@ def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -
     return rows
 
 
-def _token_batch(batch: RawBatch, columns: list[str], settings: TokeniseSettings) -> Tokens:
+def _token_batch(batch: Batch, columns: list[str], settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
     found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
     made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]

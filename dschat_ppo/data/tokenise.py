@@ -17,12 +17,13 @@ import pyarrow
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows, parsed
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows, parsed
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
@@ -265,7 +266,7 @@ class TokenTable:
         return np.repeat(first - before, count) + np.arange(count.sum())
 
 
-def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: TokeniseSettings) -> TokenTable:
+def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) -> TokenTable:
     """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
     read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
     no row serves this step, `StopRequested` if the run receives a stop request."""
@@ -277,7 +278,7 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, origins: Origins, settings: To
 
     def rows_of(batch: dict[str, list[Any]], indices: list[int]) -> pyarrow.Table:
         raw_rows = [parsed(text, raw.columns) for text in batch[ROW]]
-        rows = tokenise_batch(raw_rows, list(map(origins.describe, batch[ORIGIN])), settings)
+        rows = tokenise_batch(raw_rows, list(map(shown_path, batch[ORIGIN])), settings)
         for row in rows:
             row["number"] = int(numbers[indices[row["number"]]])
         return pyarrow.Table.from_pylist(rows, features.arrow_schema)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.parts import Batch
-from dschat_ppo.data.streaming import RawBatch, StepShare, StreamSource, Tokens
+from dschat_ppo.data.streaming import StepShare, StreamSource, Tokens
 
 FEATURES = datasets.Features(
     {
@@ -34,10 +34,10 @@ class NumberFile:
             end = min(start + self.batch, self.count)
             rows = [{"n": self.first + i} for i in range(start, end)]
             self.read += [row["n"] for row in rows]
-            yield Batch(range(start + 1, end + 1), rows, end)
+            yield range(start + 1, end + 1), rows, end
 
 
-def tokens_of(batch: RawBatch) -> Tokens:
+def tokens_of(batch: Batch) -> Tokens:
     """A token row [n] for each row; multiples of 5 give none, multiples of 3 two."""
     kept = [n for n in (row["n"] for row in batch.rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
     made = [{"prompt_ids": [n], "answers": [[n, 0]], "margin": n / 2} for n in kept]
@@ -46,7 +46,7 @@ def tokens_of(batch: RawBatch) -> Tokens:
 
 def expected(numbers) -> list[int]:
     """The token rows of these raw rows."""
-    return [row["prompt_ids"][0] for row in tokens_of(RawBatch([], [{"n": n} for n in numbers]))[0]]
+    return [row["prompt_ids"][0] for row in tokens_of(Batch([], [{"n": n} for n in numbers]))[0]]
 
 
 def source_of(

@@ -8,7 +8,7 @@ from form_fixtures import form_of, read, user
 from dschat_ppo.config.data_flags import DATA_FORMATS
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import FORMS, SETS, set_named
-from dschat_ppo.data.locate import HUB_NAMES
+from dschat_ppo.data.sources import HUB_NAMES
 from dschat_ppo.errors import UserError
 
 HH = "\n\nHuman: What is a lamp?\n\nAssistant:"

@@ -92,8 +92,8 @@ def test_a_bad_line_is_an_error_or_is_left_out_and_counted(tmp_path, line, cause
         splits = read(tmp_path, content, "skip")
         assert column(splits.train, "p") == ["a", "b", "c"]
         assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 4", "row 5"]
-        assert splits.skipped.count == 1
-        assert str(tmp_path / "d.jsonl") in splits.skipped.first and "3 " in splits.skipped.first
+        assert splits.train.unreadable == 1
+        assert str(tmp_path / "d.jsonl") in splits.train.problem and "3 " in splits.train.problem
 
 
 def test_the_quoted_line_is_cut_at_200_characters(tmp_path):
@@ -103,7 +103,7 @@ def test_the_quoted_line_is_cut_at_200_characters(tmp_path):
 
 
 def test_a_file_of_bad_lines_alone_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="every row is bad; the first: line 1 is not JSON"):
+    with pytest.raises(UserError, match="every row is bad; the first: .*d.jsonl, line 1 is not JSON"):
         read(tmp_path, b"abc\ndef\n", "skip")
 
 
@@ -114,7 +114,6 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
     "text",
     [
         json.dumps(ROWS),
-        json.dumps(ROWS)[:-1] + ",]",
         json.dumps(ROWS, indent=2),
         "\ufeff\n" + json.dumps(ROWS),
         "\n".join(json.dumps(row, indent=1) for row in ROWS),
@@ -124,7 +123,6 @@ ROWS = [{"p": "a", "n": 1}, {"p": "b]", "n": 2}, {"p": "c", "n": 3}]
     ],
     ids=[
         "array",
-        "comma at the end",
         "indented array",
         "after a mark",
         "indented objects",
@@ -147,13 +145,11 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ('[{"p": "a"}, {"p": "b', "row 2 has no end: the file is truncated"),
-        ('[{"p": "a"}, {"p": "b"}', "the array has no end: it is truncated"),
-        ('[{"p": "a"},', "row 2 has no end: the file is truncated"),
-        ('[{"p": "a"} {"p": "b"}]', "row 1 is not followed by a comma"),
-        ('[{"p": "a"}, {"p" "b"}, {"p": "ccccccccccccccccccccccc"}]', "row 2 is not JSON"),
-        ('[{"p": "a"}, {"p": "b\tc"}, {"p": "ccccccccccccccc"}]', r"row 2 is not JSON \(Invalid control character\)"),
-        ('[{"p": "a"}] x', "has more text after the end of its array: 'x'"),
+        ('[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string at column 20\): '.*\"b'"),
+        ('[{"p": "a"}, {"p": "b"}', r"is not JSON \(Expecting ',' delimiter at column 24\)"),
+        ('[{"p": "a"} {"p": "b"}]', r"is not JSON \(Expecting ',' delimiter at column 13\)"),
+        ('[{"p": "a"},\n {"p" "b"}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 7 .*\): .*\"p\" \"b\""),
+        ('[{"p": "a"}] x', r"is not JSON \(Expecting value at column 14\)"),
         ('[{"p": "a"}, 7]', "row 2 is not an object"),
         ('[{"p": "a"}, 7.5e+10]', "row 2 is not an object"),
         ('[{"p": "a"}, {"p": "\\ud83d\\ude00"}, {"p": "\\ud83d"}]', "row 3 holds half of a surrogate pair"),
@@ -166,7 +162,7 @@ def test_a_broken_array_is_a_one_line_error(tmp_path, text, cause):
 
 def test_a_skipped_element_of_an_array_is_counted(tmp_path):
     splits = read(tmp_path, b'[{"p": "a"}, 7, {"p": "b"}]', "skip", "d.json")
-    assert column(splits.train, "p") == ["a", "b"] and splits.skipped.count == 1
+    assert column(splits.train, "p") == ["a", "b"] and splits.train.unreadable == 1
 
 
 # CSV, TSV and text
@@ -197,7 +193,7 @@ def test_fields_of_tsv_may_hold_commas(tmp_path):
         ("one", "row 2 has 1 fields, the header has 2", 1),
         ("a,b,c", "row 2 has 3 fields, the header has 2; put text that contains the separator in double quotes", 1),
         ('"x\ny",b,c', "row 2 has 3 fields", 2),
-        ('"a" b,c', r"row 2 is not CSV \(',' expected after '\"'\)", 1),
+        ('"a" b,c', r"row 2, line 3, is not CSV \(',' expected after '\"'\)", 1),
     ],
 )
 def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, row, cause, lines):
@@ -208,15 +204,15 @@ def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, row, cause, 
     splits = read(tmp_path, text, "skip", "d.csv")
     assert list(splits.train) == [{"p": "1", "q": "2"}, {"p": "3", "q": "4"}]
     assert [text.rpartition(", ")[2] for text in origins_of(splits)] == ["row 1", "row 3"]
-    assert splits.skipped.count == lines
+    assert splits.train.unreadable == lines
 
 
 def test_a_quote_without_end_counts_all_lines_that_it_swallows(tmp_path):
     text = "p,q\n1,2\n" + '"open,b\n' + "3,4\n" * 9
-    with pytest.raises(UserError, match="row 2 is not CSV .unexpected end of data"):
+    with pytest.raises(UserError, match="row 2, line 3, is not CSV .unexpected end of data"):
         read(tmp_path, text, name="d.csv")
     splits = read(tmp_path, text, "skip", "d.csv")
-    assert len(splits.train) == 1 and splits.skipped.count == 10
+    assert len(splits.train) == 1 and splits.train.unreadable == 10
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
@@ -224,7 +220,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
     with pytest.raises(UserError, match=r"row 2 is not UTF-8 text \(save the file as UTF-8\): 'caf\\\\xe9,2'"):
         read(tmp_path, content, name="d.csv")
     assert column(read(tmp_path, content, "skip", "d.csv").train, "p") == ["é"]
-    with pytest.raises(UserError, match="the header is not UTF-8 text"):
+    with pytest.raises(UserError, match="d.csv: is not UTF-8 text"):
         read(tmp_path, b"caf\xe9,q\n1,2\n", "skip", name="d.csv")
 
 
@@ -235,7 +231,7 @@ def test_the_text_around_the_first_byte_that_is_not_utf8_is_shown(tmp_path, name
     content = first + before.encode() + b"\xfc" + after.encode() + b"\xfc\n"
     with pytest.raises(UserError) as problem:
         read(tmp_path, content, name=name)
-    shown = "..." + "é" * 40 + "\\xfc" + "z" * 36 + "..."
+    shown = "é" * 40 + "\\xfc" + "z" * 39
     assert f"is not UTF-8 text (save the file as UTF-8): {shown!r}; --bad_rows skip" in str(problem.value)
 
 
@@ -254,38 +250,6 @@ def test_lines_and_values_over_several_lines_are_told_apart(tmp_path, text, valu
     assert column(read(tmp_path, text, "skip", "d.json").train, "p") == values
 
 
-@pytest.mark.parametrize(("name", "text"), [("d.csv", "question; hint\nA\nB\n"), ("d.tsv", "question, long\nfoo\n")])
-def test_a_file_of_one_column_may_have_another_mark_in_its_header(tmp_path, name, text):
-    assert len(read(tmp_path, text, name=name).train) == text.count("\n") - 1
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("d.csv", "p;q\n1,5;2\n3;4\n", "fields are separated by commas; this file seems to use ';'; convert it"),
-        ("d.csv", "p;q\n1;2\n", "this file seems to use ';'"),
-        ("d.csv", '"p";"q"\n"1, 2";"3"\n', "this file seems to use ';'"),
-        ("d.csv", '\np|q|r\n"1\n2"|3|4\n', "this file seems to use '|'; convert it"),
-        ("d.csv", "p\tq\na\tb, c\n", "this file seems to use tabs; rename it to NAME.tsv"),
-        ("d.tsv", "p,q\na,b\n", "fields are separated by tabs; this file seems to use commas; rename it to NAME.csv"),
-    ],
-)
-@pytest.mark.parametrize("bad_rows", ["error", "skip"])
-def test_another_separator_is_named(tmp_path, name, text, words, bad_rows):
-    with pytest.raises(UserError) as problem:
-        read(tmp_path, text, bad_rows, name)
-    assert str(problem.value).startswith(f"--data_path {tmp_path / name}: fields are separated by ")
-    assert words in str(problem.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "column"),
-    [("p\na;b\n", "p"), ("p;q,r\n1;2,3\n", "p;q")],
-)
-def test_other_separators_inside_fields_are_text(tmp_path, text, column):
-    assert read(tmp_path, text, name="d.csv").train.columns[0] == column
-
-
 def test_a_long_field_is_read(tmp_path):
     assert column(read(tmp_path, f"p,q\n{'x' * 300_000},1\n", name="d.csv").train, "p") == ["x" * 300_000]
 
@@ -294,4 +258,4 @@ def test_lines_of_text_that_are_not_utf8(tmp_path):
     with pytest.raises(UserError, match=r"line 2 is not UTF-8 text"):
         read(tmp_path, b"a\n\xff\nb\n", name="d.txt")
     splits = read(tmp_path, b"a\n\xff\nb\n", "skip", "d.txt")
-    assert column(splits.train, "text") == ["a", "b"] and splits.skipped.count == 1
+    assert column(splits.train, "text") == ["a", "b"] and splits.train.unreadable == 1

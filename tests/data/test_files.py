@@ -60,7 +60,7 @@ def test_every_kind_gives_the_same_rows_with_their_origins(tmp_path, kind, packi
     splits = load(tmp_path, path)
     assert list(splits.train) == ROWS
     assert origins_of(splits) == [f"{path}, row {number}" for number in range(1, 51)]
-    assert splits.skipped.count == 0
+    assert splits.train.unreadable == 0
 
 
 def test_nothing_but_the_entry_is_left_in_the_cache(tmp_path):
@@ -84,9 +84,8 @@ def test_a_truncated_compressed_file_is_an_error_in_both_modes(tmp_path, packing
     content = PACK[packing](random.Random(0).randbytes(9999).hex().encode())
     path = tmp_path / f"d.jsonl{packing}"
     path.write_bytes(content[: max(1, int(len(content) * part))])
-    with pytest.raises(UserError, match=r"d\.jsonl\..*: the compressed file is (truncated|damaged)") as problem:
+    with pytest.raises(UserError, match=r"d\.jsonl\..*: cannot be read: "):
         load(tmp_path, path, bad_rows)
-    assert "file is truncated" in str(problem.value) or part == 0.001, "one byte is no header of gzip"
 
 
 def test_zeros_that_fill_up_a_gzip_file_are_ignored(tmp_path):
@@ -99,14 +98,14 @@ def test_damage_inside_a_gzip_file_is_an_error(tmp_path, place):
     content = bytearray(gzip.compress(random.Random(0).randbytes(9999).hex().encode()))
     content[place] ^= 99  # the compressed text, which zlib then refuses, or its checksum
     (tmp_path / "d.jsonl.gz").write_bytes(content)
-    with pytest.raises(UserError, match="the compressed file is damaged .*; copy or download it again"):
+    with pytest.raises(UserError, match=r"d\.jsonl\..*: cannot be read: "):
         load(tmp_path, tmp_path / "d.jsonl.gz")
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
 def test_a_file_that_is_not_compressed_is_an_error(tmp_path, packing):
     (tmp_path / f"d.jsonl{packing}").write_bytes(CONTENT[".jsonl"])
-    with pytest.raises(UserError, match="the compressed file is damaged .*; copy or download it again"):
+    with pytest.raises(UserError, match=r"d\.jsonl\..*: cannot be read: "):
         load(tmp_path, tmp_path / f"d.jsonl{packing}")
 
 
@@ -139,7 +138,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
 
 def test_another_mode_misses_the_cache(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"a": 1}\nx\n')
-    assert load(tmp_path, tmp_path / "d.jsonl", "skip").skipped.count == 1
+    assert load(tmp_path, tmp_path / "d.jsonl", "skip").train.unreadable == 1
     with pytest.raises(UserError, match="line 2 is not JSON"):
         load(tmp_path, tmp_path / "d.jsonl")
 
@@ -160,20 +159,8 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_lines(tmp_path):
     assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
     assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
     assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
-    assert splits.skipped.count == 3
-    assert splits.skipped.first.startswith(f"{folder / 'b.jsonl'}, line 2 is not JSON")
-
-
-def test_kinds_of_files_that_differ_in_their_columns_are_an_error(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"p": "x"}\n')
-    (folder / "b.csv").write_text("p\ny\n")
-    assert column(load(tmp_path, folder).train, "p") == ["x", "y"]
-    (folder / "c.csv").write_text("q\ny\n")
-    (folder / "b.csv").unlink()
-    with pytest.raises(UserError, match=r"files of different kinds and columns \(a.jsonl has p; c.csv has q\)"):
-        load(tmp_path, folder)
+    assert (splits.train.unreadable, splits.eval.unreadable) == (2, 1)
+    assert splits.train.problem.startswith(f"{folder / 'b.jsonl'}, line 2 is not JSON")
 
 
 MUTATED = {**{f"d{kind}": content for kind, content in CONTENT.items()}, "d.txt": b"some\ntext\n" * 20}

@@ -57,7 +57,7 @@ def test_answers_without_a_rank_are_no_ranked_list():
 
 def grouped(rows: list[dict]) -> tuple:
     form = form_of(rows)
-    return form, [{**row, "_origin": f"row {origin + 1}"} for row, origin in form.regroup(stored(rows))]
+    return form, [{**row, "_origin": origin} for row, origin in form.regroup(stored(rows))]
 
 
 def test_kto_rows_are_grouped_by_prompt_before_anything_else():
@@ -81,7 +81,9 @@ def test_kto_rows_are_grouped_by_prompt_before_anything_else():
 def test_rows_are_grouped_by_their_prompts_in_order():
     rows = [{"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)]
     found = list(form_of(rows).regroup(stored(rows)))
-    assert [origin for _, origin in found] == list(range(7)) and [row["prompt"] for row, _ in found][3] == "3:"
+    assert [origin for _, origin in found] == [f"row {n}" for n in range(1, 8)] and [row["prompt"] for row, _ in found][
+        3
+    ] == "3:"
     assert found[3][0]["_answers"] == [str(n) for n in range(40) if n % 7 == 3]
     assert found[3][0]["_labels"] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
 

@@ -9,8 +9,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
 from test_splits import column, load, origins_of
 
-from dschat_ppo.data.locate import hub_dataset, hub_stream, open_set
-from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.sources import hub_dataset, hub_stream, open_set, parse_sources
 from dschat_ppo.errors import UserError
 
 

@@ -188,7 +188,7 @@ def not_utf8() -> bytes:
         ),
         ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "line 1 is nested too deeply"),
         ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
-        ("deep_row.json", b'[{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 1 is nested too deeply"),
+        ("deep_row.json", b'[{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "is nested too deeply"),
         ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
         ("zeros.parquet", b"\0" * 10_000, "cannot be read: "),
         ("not_utf8.parquet", not_utf8(), "UTF8"),

@@ -12,8 +12,7 @@ import pytest
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import parts
-from dschat_ppo.data.bad_lines import BadLines
-from dschat_ppo.data.parts import FilePart, _row_of_json, line_batches
+from dschat_ppo.data.parts import BadRows, FilePart, _row_of_json, line_batches
 from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.streaming import find_rows, raw_batches
@@ -82,7 +81,7 @@ FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.a
 def test_rows_and_their_names_equal_those_without_streaming(tmp_path, name):
     write(tmp_path / name)
     splits = load_splits(source_for(tmp_path / name), str(tmp_path / "cache"))
-    plain = [(splits.origins.describe(splits.train.origin(i)), row) for i, row in enumerate(splits.train)]
+    plain = [(splits.train.origin(i), row) for i, row in enumerate(splits.train)]
     found = rows_of(batches_of([FilePart(tmp_path / name, "--data_path")]))
     assert found == plain and len(found) == 60
 
@@ -94,7 +93,7 @@ def test_reading_continues_after_any_batch(tmp_path, name):
     whole = batches_of(parts)
     assert len(whole) > 5
     for number in range(1, len(whole)):
-        position = json.loads(json.dumps(whole[number - 1].after))
+        position = json.loads(json.dumps(whole[number - 1].place))
         assert rows_of(batches_of(parts, position)) == rows_of(whole[number:])
 
 
@@ -102,23 +101,23 @@ def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_st
     for name in ("a.jsonl", "a.parquet"):
         write(tmp_path / name)
     lines = FilePart(tmp_path / "a.jsonl", "--data_path")
-    position = batches_of([lines])[4].after
+    position = batches_of([lines])[4].place
     start, content = position["place"][0], (tmp_path / "a.jsonl").read_bytes()
     # the bytes before the place may be anything now
     (tmp_path / "a.jsonl").write_bytes(b"\0" * start + content[start:])
     assert [row["n"] for _, row in rows_of(batches_of([lines], position))] == list(range(position["number"], 60))
 
     table = FilePart(tmp_path / "a.parquet", "--data_path")
-    batches = list(table.batches(BadLines(False), 37))
-    assert [row["n"] for batch in batches for row in batch.rows] == list(range(37, 60))
-    assert [len(batch.rows) for batch in batches[:2]] == [2, 7]  # it is read from row 33 on: its row groups have 16
+    batches = list(table.batches(BadRows(False), 37))
+    assert [row["n"] for _, rows, _ in batches for row in rows] == list(range(37, 60))
+    assert [len(rows) for _, rows, _ in batches[:2]] == [2, 7]  # it is read from row 33 on: its row groups have 16
 
 
 def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
     monkeypatch.setattr(parts, "BATCH_BYTES", 1)
-    batches = list(line_batches(tmp_path / "a.jsonl", BadLines(False), [0, 0], _row_of_json))
-    assert [(batch.rows, batch.place) for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
+    batches = list(line_batches(tmp_path / "a.jsonl", BadRows(False), [0, 0], _row_of_json))
+    assert [batch[1:] for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
 
 
 BAD = {
@@ -140,7 +139,7 @@ def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, na
     assert [batch.problem for batch in batches if batch.problem][0].startswith(f"{path}, {problem}")
     assert sum(len(batch.rows) for batch in batches) == (77 if name == "last.csv" else 80)
     for number, batch in enumerate(batches[1:]):
-        again = batches_of([FilePart(path, "--data_path")], batches[number].after, skip=True)
+        again = batches_of([FilePart(path, "--data_path")], batches[number].place, skip=True)
         assert again[0].unreadable == batch.unreadable
 
 
@@ -204,7 +203,7 @@ def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatc
     assert rows_of(whole)[59] == ("org/name:main (train), row 60", {"n": 59}) and len(rows_of(whole)) == 60
     for number in (1, 4):
         after = found_in(tmp_path, tmp_path, "org/name:main").parts
-        position = json.loads(json.dumps(whole[number - 1].after))
+        position = json.loads(json.dumps(whole[number - 1].place))
         assert rows_of(batches_of(after, position)) == rows_of(whole[number:])
         assert rows_of(batches_of(after)) == rows_of(whole), "and again from the start"
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from dschat_ppo.data.sources import is_hub_name, kind_of, parse_sources
+from dschat_ppo.data.parts import kind_of
+from dschat_ppo.data.sources import is_hub_name, parse_sources
 from dschat_ppo.errors import UserError
 
 

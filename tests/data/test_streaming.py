@@ -20,12 +20,12 @@ from test_encode import chat_tokenizer
 
 from dschat_ppo.data import streaming
 from dschat_ppo.data.batches import chunked_order
+from dschat_ppo.data.parts import Batch
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import (
     READ,
     SPLIT_ROWS,
     UNUSABLE,
-    RawBatch,
     StepShare,
     StreamedRows,
     Tokens,
@@ -59,7 +59,7 @@ def test_raw_rows_of_a_share_continue_after_any_batch_without_reading_the_rows_b
     for batches, batch in enumerate(raw_batches(files(), share, False), start=1):
         first += [(origin, row["n"]) for origin, row in zip(batch.origins, batch.rows, strict=True)]
         parts = files()
-        assert first + rest_of(parts, share, json.loads(json.dumps(batch.after))) == whole
+        assert first + rest_of(parts, share, json.loads(json.dumps(batch.place))) == whole
         assert len(parts[0].read) == max(0, 16 - 7 * batches)
 
 
@@ -167,8 +167,8 @@ def test_a_step_without_any_row_is_an_error():
         next(chunks_of(source_of(NumberFile(0, 0))))
 
 
-def spoilt(batch: RawBatch, bad: set[int]) -> Tokens:
-    rows, counts, _ = tokens_of(RawBatch([], [row for row in batch.rows if row["n"] not in bad]))
+def spoilt(batch: Batch, bad: set[int]) -> Tokens:
+    rows, counts, _ = tokens_of(Batch([], [row for row in batch.rows if row["n"] not in bad]))
     found = [origin for origin, row in zip(batch.origins, batch.rows, strict=True) if row["n"] in bad]
     return rows, counts + Counter({UNUSABLE: len(found)}), f"{found[0]}: bad" if found else ""
 
@@ -388,7 +388,7 @@ def test_waiting_sends_a_heartbeat_for_each_batch(monkeypatch):
     monkeypatch.setattr(streaming, "heartbeat", lambda: beats.append(time.monotonic()))
 
     def few(batch):
-        return tokens_of(batch if batch.rows[0]["n"] > 60 else RawBatch([], []))
+        return tokens_of(batch if batch.rows[0]["n"] > 60 else Batch([], []))
 
     tried(few)
     assert len(beats) >= 9  # nine batches without a row

@@ -153,7 +153,7 @@ def tokens_of(case: str, template: str) -> str:
     except UserError:
         return ""
     if form.regroup is not None:
-        table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: n} for n, row in enumerate(rows)])
+        table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
         rows = [row for row, _ in form.regroup(Rows(table, tuple(columns)))]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows = [dict.fromkeys(columns) | row for row in rows]

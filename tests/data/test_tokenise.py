@@ -14,7 +14,7 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import Answer
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.rows import ORIGIN, ROW, Origins, Rows
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, row_text, tokenise_batch, tokenise_rows
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.toy import make_tokenizer
@@ -131,18 +131,16 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
 
 # A whole data set: in the order of the step, equal for any number of processes
 
-ORIGINS = Origins(("f",))
-
 
 def dataset(rows: list[dict]) -> Rows:
-    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: n + 1} for n, row in enumerate(rows)])
+    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
     return Rows(table, tuple(rows[0]))
 
 
 def tokenised(rows: Rows, numbers: np.ndarray, tmp_path, workers=1):
     cache = str(tmp_path / f"cache{workers}")
     flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers)
-    return tokenise_rows(rows, numbers, ORIGINS, settings(flags=flags))
+    return tokenise_rows(rows, numbers, settings(flags=flags))
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):

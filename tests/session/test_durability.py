@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import flatten, parse
-from dschat_ppo.data.locate import hub_dataset
 from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.sources import hub_dataset
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import write_config, write_result
