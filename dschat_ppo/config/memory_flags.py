@@ -58,8 +58,6 @@ class PPOMemoryFlags:
     """Memory of step 3."""
 
     # fmt: off
-    experience_on_host: bool = flag(False,
-        "keep the experience of a PPO step in host memory, and move each mini-batch to the device for its update")
     sleep_in_rollout: bool = flag(False,
         "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
         "gradient buffers of actor and critic, and the weights of critic, reference and reward model")

@@ -18,6 +18,7 @@ RETIRED: dict[str, str] = {
     "critic_lr_scheduler_type": "left: the critic has the schedule of --lr_scheduler_type",
     "critic_num_warmup_steps": "left: the critic has the warm-up of --num_warmup_steps or --warmup_ratio",
     "critic_max_grad_norm": "left: the critic has the clip norm of --max_grad_norm",
+    "experience_on_host": "left: the rows of a PPO step are small beside its models",
     "samples_per_step": "left: samples.jsonl has 8 answers of a PPO step (--sample_interval)",
     "remote_reward_retries": "left: a request is tried 6 times",
     "remote_reward_batch_size": "left: a request has 64 rows at most",

@@ -294,7 +294,6 @@ class ExperienceCollection:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
             self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
             rows, filled = self.pool.take()
-            rows = to_device(rows, dist.device())  # for the advantage computation
             self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
             if filled:
                 logger().warning(
@@ -328,13 +327,11 @@ class GroupPool:
     Args:
         rows_needed: rows of a PPO step over all ranks, whole groups.
         shaped: raw scores (N,) -> scaled and clipped scores: a group whose clipped scores are equal is dropped too.
-        host: hold the rows in host memory (`--experience_on_host`).
     """
 
-    def __init__(self, rows_needed: int, shaped: Callable[[Tensor], Tensor], host: bool = False):
+    def __init__(self, rows_needed: int, shaped: Callable[[Tensor], Tensor]):
         self.rows_needed = rows_needed
         self.shaped = shaped
-        self.host = host
         self.accepted: ScoredRollout | None = None
         self.dropped: ScoredRollout | None = None
         self.sampled = 0  # rows of this step's rounds
@@ -352,7 +349,6 @@ class GroupPool:
 
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        rows = to_device(rows, "cpu") if self.host else rows
         differ = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
         self.sampled += len(differ)
         self.kept += int(differ.sum())
@@ -376,8 +372,7 @@ class GroupPool:
         return {"accepted": None if self.accepted is None else tensors_of(self.accepted)}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore `state_dict()` at the beginning of a step, on `device` unless the rows are in host memory."""
-        device = torch.device("cpu") if self.host else device
+        """Restore `state_dict()` at the beginning of a step, on `device`."""
         kept = state["accepted"]
         self.accepted = None if kept is None else to_device(record_of(ScoredRollout, kept), device)
         self.dropped, self.sampled, self.kept = None, 0, 0

@@ -48,7 +48,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: CheckpointManag
     rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)
     valued = ppo.critic_pass(rewarded, step)  # values, where scoring gives none: the critic's forward and backward
     experience = ppo.shaping.advantages(valued, step)  # GAE or a group's baseline, whitening: (N, R)
-    return ppo.keep_if_finite(experience, step)  # with --experience_on_host, in host memory
+    return ppo.keep_if_finite(experience, step)
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:

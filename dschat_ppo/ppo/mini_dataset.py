@@ -52,19 +52,17 @@ class MiniDataset:
         rows_per_update: rows of one optimizer step over all ranks.
         micro_batch_tokens: budget of `split_by_tokens`.
         max_length: longest answer in tokens, for the constant denominator.
-        device: of the micro-batches; None: that of the rows, which may be in host memory (`--experience_on_host`).
         shares_prompts: the models run the prompt of several rows once, so answers to one prompt stay together.
     """
 
     def __init__(
         self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int,
-        device: torch.device | None = None, shares_prompts: bool = False,
+        shares_prompts: bool = False,
     ):  # fmt: skip
         self._rows_per_update = rows_per_update
         self._micro_batch_tokens = micro_batch_tokens
         self._max_length = max_length
         self._seed = seed
-        self.device = device
         self._shares_prompts = shares_prompts
 
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
@@ -98,8 +96,6 @@ class MiniDataset:
                 numbers = torch.stack([counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]).tolist()
                 tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
                 denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self._max_length))
-                if self.device is not None:
-                    micro_batches = [to_device(part, self.device) for part in micro_batches]
                 yield MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
 
 

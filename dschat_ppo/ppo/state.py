@@ -162,16 +162,13 @@ class PPOComponents:
         )
         critic = None if self.old_logprobs == "update" else engines.critic
         passes = ForwardPasses(engines.actor, engines.reference, critic, settings)
-        on_host = config.ppo_memory.experience_on_host
-        pool = GroupPool(plan.rollout_rows, self.shaping.shaped, on_host) if algorithm.dynamic_sampling else None
+        pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
             CollectionSettings.of(config, len(self.data_sources) > 1), plan, generator,
             RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
         )  # fmt: skip
-        # between updates and in a pool of rows; scoring and the advantage computation are on the device in any case
-        self.experience_device = torch.device("cpu") if on_host else device
         self.mini_dataset = MiniDataset(
-            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed, device,
+            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed,
             share_prompts(engines.actor, engines.critic) and not algorithm.full_kl_loss,
         )  # fmt: skip
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
@@ -201,7 +198,7 @@ class PPOComponents:
         return replace(rows, values=values.gathered(rows))
 
     def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
-        """Start the updates of a PPO step, with the metrics of its experience; returns it where it is kept. None if a
+        """Start the updates of a PPO step, with the metrics of its experience, which is returned. None if a
         number is not finite: then the step has no updates, or the run stops (`NonFiniteError`), and nothing adapts to
         its rows. Collective in that case."""
         metrics, kept = dict(self.collection.metrics), None
@@ -217,7 +214,7 @@ class PPOComponents:
             for role, engine in self.engines.trained.items():
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
             metrics["policy/entropy_coef"] = self.entropy_coef.value
-            kept = to_device(experience, self.experience_device)
+            kept = experience
         else:
             self.shaping.undo()
             if self.state.critic_pass is not None and self.state.critic_pass.gradients is not None:
@@ -308,7 +305,7 @@ class ResumablePPO:
         """Restore the `shared_state` of the saved run and the `rank_state` of its ranks. `UserError` if rows of a PPO
         step in flight lack a field that the flags now need."""
         ppo = self.ppo
-        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.experience_device)
+        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
         self._load_average(ranks)
         self._load_reference(ranks)
         ppo.collection.load_state_dict(shared["collector"], ppo.device)

@@ -27,7 +27,7 @@ def test_the_size_divides_the_ranks():
 
 @pytest.mark.parametrize("words", [
     "--sleep_in_rollout", f"--sleep_in_rollout --offload {STAGES}",
-    f"--offload_optimizer --experience_on_host {STAGES}", f"--zero_hpz_partition_size 2 {STAGES}",
+    f"--offload_optimizer {STAGES}", f"--zero_hpz_partition_size 2 {STAGES}",
     f"--inference_tp_size 2 {STAGES}", "--inference_tp_size 2 --actor_lora_dim 8",
     f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
     SHARED, f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",

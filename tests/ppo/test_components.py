@@ -11,7 +11,6 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.ppo.update import Outcome
-from dschat_ppo.types import tensors_of
 
 
 class Never:
@@ -43,24 +42,6 @@ def test_an_experience_starts_the_updates_with_its_metrics(run):
     ppo.nonfinite._fail = lambda *given: None
     assert ppo.keep_if_finite(bad, 1) is None
     assert ppo.state.metrics == {"reward/function_faults": 0.0} and ppo.state.experience is None
-
-
-def test_the_experience_of_a_step_is_held_on_the_device_that_the_flags_name(run):
-    """On a CPU all devices of a run are one, so `meta` stands for the host: it shows what was moved there."""
-    ppo = run.ppo
-    assert ppo.experience_device == ppo.device
-    ppo.experience_device = torch.device("meta")
-    experience = make_experience(ppo, 1, Never())
-    assert experience is ppo.state.experience
-    assert {value.device.type for value in tensors_of(experience).values()} == {"meta"}
-    assert math.isfinite(ppo.state.metrics["reward/score_mean"]), "measured before"
-    ppo.experience_device = ppo.device
-
-
-def test_experience_on_host_reaches_the_state_the_mini_batches_and_the_pool(assets, tmp_path):
-    flags = "--n_samples_per_prompt 2 --dynamic_sampling --experience_on_host"
-    ppo = PlainRun(assets, tmp_path / "run", flags).ppo
-    assert ppo.experience_device.type == "cpu" and ppo.mini_dataset.device == ppo.device and ppo.collection.pool.host
 
 
 def test_the_minibatches_left_are_those_that_no_update_has_used(run):

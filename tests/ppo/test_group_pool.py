@@ -1,12 +1,10 @@
 """Dynamic sampling: which groups are kept, how a step is filled, and that nothing accepted is lost."""
 
-import pytest
 import torch
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
-from dschat_ppo.ppo import collect
 from dschat_ppo.ppo.collect import GroupPool
-from dschat_ppo.types import ScoredRollout, tensors_of
+from dschat_ppo.types import ScoredRollout
 
 
 def clipped(scores):
@@ -90,16 +88,3 @@ def test_groups_that_were_kept_are_restored():
     assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
     other.load_state_dict(pool.state_dict(), torch.device("cpu"))
     assert other.missing == 4
-
-
-def test_rows_are_held_in_host_memory_if_asked_for():
-    """`meta` stands for the device: its rows would stay there without the move."""
-    kept = rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0])
-    pool = GroupPool(4, clipped, host=True)
-    pool.load_state_dict({"accepted": tensors_of(kept)}, torch.device("meta"))
-    assert pool.accepted is not None and pool.accepted.scores.device.type == "cpu"
-    pool, moved = GroupPool(4, clipped, host=True), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "to_device", lambda record, device: moved.append(device) or record)
-        pool.add(kept)
-    assert moved == ["cpu"]

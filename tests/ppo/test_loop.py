@@ -151,18 +151,6 @@ def test_the_trace_of_a_step_is_kept_if_the_run_stops_after_it_and_not_inside(as
     assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == files
 
 
-def test_experience_on_host_gives_the_same_run_also_when_it_is_resumed_inside_a_step(assets, tmp_path, whole):
-    words = f"{EVERYTHING} --experience_on_host"
-    before, checkpointer, did_before = started(assets, tmp_path / "run", words, position=(1, 2))
-    with pytest.raises(StopRequested):
-        before.run(checkpointer)
-    before.save(tmp_path / "saved")
-    after, checkpointer, did_after = started(assets, tmp_path / "run", words, resume_from=tmp_path / "saved")
-    length = (tmp_path / "run/metrics.jsonl").stat().st_size
-    result = after.run(checkpointer, (length, 2))
-    resumed_equals(whole, before, did_before, after, did_after, result)
-
-
 @pytest.mark.parametrize(("question", "last"), [(3, "generate 2"), (4, "add")])
 def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_again(
     assets, tmp_path, whole, question, last

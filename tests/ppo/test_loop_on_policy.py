@@ -16,7 +16,7 @@ SKIP = "--on_nonfinite skip --max_nonfinite_skips 9"
 CASES = {
     "everything": f"{ONE_UPDATE} {EVERYTHING}",
     "gae": f"{ONE_UPDATE} --kl_estimator k3 --kl_target 0.05 --kl_horizon 8 --entropy_coef 0.01",
-    "limits": f"{ONE_UPDATE} --max_log_ratio 0.01 --target_kl 0.01 --off_policy_delta 0.01 --experience_on_host",
+    "limits": f"{ONE_UPDATE} --max_log_ratio 0.01 --target_kl 0.01 --off_policy_delta 0.01",
     "grpo": f"{GROUPS} --advantage_estimator grpo --kl_coef 0.1 --kl_loss_coef 0.1 --policy_loss gspo",
     "rloo": f"{GROUPS} --advantage_estimator rloo --policy_loss cispo",
     "dr_grpo": f"{GROUPS} --advantage_estimator dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full",

@@ -14,7 +14,7 @@ from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
-from dschat_ppo.types import Experience, concat_rows, tensors_of
+from dschat_ppo.types import Experience, concat_rows
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
 CUT = 4  # a row that trains no policy
@@ -207,23 +207,6 @@ def test_rows_that_do_not_fill_the_updates_are_an_error(rows_per_update):
     dataset, rows = collected(rows_per_update)
     with pytest.raises(ValueError, match=f"8 rows are not a multiple of {rows_per_update}"):
         list(dataset.minibatches(rows, ppo_epochs=1, step=1))
-
-
-def test_rows_in_host_memory_are_moved_to_the_device_one_mini_batch_at_a_time():
-    """The device of the test holds no numbers, so nothing that is computed on the host can have come from it."""
-    _, rows = collected()
-    on_host = MiniDataset(2, 14, LONGEST, 0, torch.device("cpu"))
-    moved = MiniDataset(2, 14, LONGEST, 0, torch.device("meta"))
-    pairs = list(zip(on_host.minibatches(rows, 2, step=1), moved.minibatches(rows, 2, step=1), strict=True))
-    assert len(pairs) == 8
-    for here, there in pairs:
-        assert here.denominators == there.denominators
-        assert (here.value_tokens, here.metric_weight) == (there.value_tokens, there.metric_weight)
-        for part, moved_part in zip(here.micro_batches, there.micro_batches, strict=True):
-            for name, value in tensors_of(moved_part).items():
-                assert value.device.type == "meta", name
-                assert value.shape == getattr(part, name).shape, name
-    assert {value.device.type for value in tensors_of(rows).values()} == {"cpu"}
 
 
 # Shared prompts

@@ -65,7 +65,7 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
     if algorithm.entropy_target:
         entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 0.0, 1.0)
     ppo = SimpleNamespace(
-        config=config, device=CPU, experience_device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
+        config=config, device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
         nonfinite=NonFinitePolicy(config.safety), shaping=computation(),
         collection=collection_of(collection),

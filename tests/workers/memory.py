@@ -94,7 +94,6 @@ def main() -> None:
         found["offload_reference and reward"] = two_steps(
             assets, *stages(3), "--offload_reference_model", "--offload_reward_model"
         )
-        found["experience_on_host"] = two_steps(assets, *stages(3), "--experience_on_host")
         found["divided"] = divided_models()
         for stage in (0, 3):
             found[f"tensor parallel {stage}"] = two_steps(
