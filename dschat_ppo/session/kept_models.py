@@ -45,18 +45,14 @@ class KeptModels:
         self._replace(self.best)
 
     def _replace(self, folder: Path) -> None:
-        partial = folder.with_name(f"{folder.name}{PARTIAL}")
-        self._on_main(folder, lambda: remove_folder(partial))  # what a crash may have left
+        partial = folder.with_name(f"{folder.name}{PARTIAL}")  # what a crash left of it, the start has removed
         self.save(partial)
-        self._on_main(folder, lambda: replace_folder(folder, partial))
 
-    @staticmethod
-    def _on_main(folder: Path, change: Callable[[], None]) -> None:
-        def attempt() -> None:
+        def swap() -> None:
             with storage_errors(folder):
-                change()
+                replace_folder(folder, partial)
 
-        dist.on_main(attempt)
+        dist.on_main(swap)
 
 
 def clear_partials(output: Path) -> None:

@@ -61,21 +61,16 @@ def begin_run(
     """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
     this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
 
-    With `--dry_run`, only check flags and print notes: no ranks are joined, and the output folder is not touched.
-
-    Args:
-        models: the models that it reads.
-        validate_only: the run trains nothing and writes to a folder inside `--output_dir`, whatever training left in
-            the latter; it replaces what an earlier validation wrote.
-        check: checks flags of the step; it is called before the folder is compared with the configuration, so that a
-            mistake in a flag is not reported as a setting that has changed.
+    The run reads `models`. If it trains nothing (`validate_only`), it writes to a folder inside `--output_dir`, in
+    place of an earlier validation. `check` checks flags of the step before the folder is compared with them, so that a
+    mistake in a flag is not reported as a setting that has changed. `--dry_run` joins no ranks and touches no folder.
     """
-    run, memory = config.run, config.memory
+    run = config.run
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
     refuse_pipes(Path(run.folder))
     quiet_libraries()
-    check_sequence_parallel_size(memory, dist.world_size())
+    check_sequence_parallel_size(config.memory, dist.world_size())
     if run.dry_run:
         check()
     else:
@@ -86,7 +81,7 @@ def begin_run(
 
 
 def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable[[], None]) -> None:
-    """See `begin_run`. Collective."""
+    """The part of `begin_run` that a dry run leaves out. Collective."""
     run, memory = config.run, config.memory
     set_deterministic(run.deterministic)  # before anything runs on a GPU
     lock_folder(folder)

@@ -58,6 +58,7 @@ def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(t
 
 def test_what_an_earlier_crash_left_is_not_mixed_in(tmp_path):
     writer_of("stale")(tmp_path / "best.partial")
+    clear_partials(tmp_path)  # as every start does
     KeptModels(tmp_path, 1, True, writer_of("a")).save_best()
     assert files(tmp_path) == ["best/a"]
 
