@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch import forked
 from safetensors.torch import save_file
 
 from dschat_ppo.common.atomic_files import write_file
@@ -191,7 +192,19 @@ def test_without_root_the_benchmark_of_power_says_so_in_one_line(tmp_path, monke
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_one_of_the_faults_with_real_ranks(tmp_path, monkeypatch):
-    """In two steps in place of four. The others are for `python benchmarks/faults.py`."""
+    """In two steps in place of four, and under the launcher only where the fault is met. The others are for
+    `python benchmarks/faults.py`."""
+    launch = faults.Bench._launch
+
+    def started(bench, words, settings, log):
+        if settings != {"FAULT": "{}"}:
+            return launch(bench, words, settings, log)
+        ended = forked(2, *words)
+        with log.open("a") as file:
+            file.write(ended.stdout + ended.stderr)
+        return SimpleNamespace(wait=lambda: ended.returncode)
+
+    monkeypatch.setattr(faults.Bench, "_launch", started)
     monkeypatch.setattr(faults, "FLAGS", f"{faults.FLAGS} --test_stop_step 2")
     bench = faults.Bench(tmp_path)
     bench.run_whole()

@@ -1,4 +1,7 @@
-"""The three steps by their command lines, as a user runs them: two ranks under the launcher, one by plain python."""
+"""The three steps by their command lines on two ranks, PPO under the launcher as a user runs it; one by plain python.
+
+`tests/docs/test_commands.py` runs all three under the launcher.
+"""
 
 import json
 import math
@@ -42,10 +45,10 @@ def out(assets, tmp_path_factory):
     sft = f"--config {folder}/sft.yaml --model_name_or_path {folder}/lm --data_path {assets}/sft.jsonl"
     sft += f" --data_split 1,0,0 --learning_rate 0.01 --per_device_train_batch_size 3 --output_dir {folder}/sft"
     sft += " --eval_interval 2 --enable_tensorboard --max_seq_len 32 --truncation left"
-    succeed(deepspeed(2, "training/step1_sft/main.py", *sft.split()))
+    succeed(forked(2, "training/step1_sft/main.py", *sft.split()))
     reward = f"--model_name_or_path {folder}/sft --data_path {assets}/pairs.jsonl --data_split 0,1,0 --dtype fp32"
     reward += f" --output_dir {folder}/reward --zero_stage 3 --per_device_train_batch_size 4 --learning_rate 0.005"
-    result = succeed(deepspeed(2, "training/step2_reward/main.py", *reward.split()))
+    result = succeed(forked(2, "training/step2_reward/main.py", *reward.split()))
     (folder / "reward.log").write_text(result.stdout + result.stderr)
     ppo = f"--actor_model_name_or_path {folder}/sft --critic_model_name_or_path {folder}/reward --dtype fp32"
     ppo += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder}/ppo --actor_zero_stage 3"
@@ -239,7 +242,7 @@ def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
     AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(tmp_path / "lm")
     words = f"--model_name_or_path {tmp_path}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
     words += f" --output_dir {tmp_path}/sft --learning_rate 0.01"
-    result = run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()])
+    result = forked(1, "training/step1_sft/main.py", *words.split())
     assert result.returncode == 3
     [said] = re.findall(r"^error: .*", result.stderr, re.M)
     assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was skipped." in said

@@ -155,8 +155,10 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("sampling", ["plain", "greedy", "truncated", "penalty"])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "mistral-window", "mixtral"])
+@pytest.mark.parametrize(("model", "sampling"), [
+    ("llama", "plain"), ("llama", "greedy"), ("llama", "truncated"), ("llama", "penalty"),
+    ("gpt2", "plain"), ("mistral-window", "penalty"), ("mixtral", "truncated"),
+])  # fmt: skip
 def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
     """No step asks the host, and all of them depend on the buffers alone; Mixtral runs its experts as one operator."""
     expected, graphs = run(model=model, sampling=sampling), RolloutGraphs()
@@ -178,7 +180,7 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
 
     monkeypatch.setattr(GraphedDecoder, "_advance", counting)
     graphs, lengths = RolloutGraphs(), tuple(1 + n % 9 for n in range(40))
-    for _ in range(3):
+    for _ in range(2):
         run(graphs, rows=40, lengths=lengths, tokens=48)
     assert graphs.recorder.captures == len(set(steps)) == 4
     assert len(steps) == 2 * 4 + 2  # warm-ups and recordings, and before the first ones a step and a check for waits
@@ -306,8 +308,9 @@ def test_other_errors_of_a_step_are_raised(device, monkeypatch):
     assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
 
 
-@pytest.mark.parametrize("sampling", ["truncated", "penalised nucleus"])
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("sampling", "recorded"), [
+    ("truncated", True), ("penalised nucleus", True), ("penalised nucleus", False),
+])  # fmt: skip
 def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampling, recorded, device, monkeypatch):
     """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at once."""
     expected = run(sampling=sampling, tokens=40)
@@ -435,12 +438,12 @@ def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device
         original(self, sources, targets, capacity)
 
     monkeypatch.setattr(KVCache, "move_slots", noting)
-    for _ in range(3):
+    for _ in range(2):
         captures = graphs.recorder.captures
         assert_equal(rollout(model, graphs, FIRST), expected)
         assert graphs._kept is None and graphs.recorder.captures > captures
         growths.append(0)
-    assert growths[0] > 1 and growths[1:] == [0, 0, 0]
+    assert growths[0] > 1 and growths[1:] == [0, 0]
     assert graphs.capacity(("another", 6), 100) == 1 and graphs.capacity(*graphs._capacities, 7) == 7
 
 
@@ -448,8 +451,8 @@ def test_a_pool_that_grows_after_a_capture_is_recorded_again(device, monkeypatch
     """Graphs of the smaller pool die; the others need new memory."""
     for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
         monkeypatch.setattr(running_pool, name, 4)
-    graphs, expected = RolloutGraphs(), run(tokens=60, eos_ids=())
-    assert_equal(run(graphs, tokens=60, eos_ids=()), expected)
+    graphs, expected = RolloutGraphs(), run(tokens=30, eos_ids=())
+    assert_equal(run(graphs, tokens=30, eos_ids=()), expected)
     assert not graphs.recorder.refusal and device.attempts == graphs.recorder.captures
     assert len(set(device.pools)) > 1
 
