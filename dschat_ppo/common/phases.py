@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,17 @@ _STEP: list[int] = []
 _PEAKS: dict[str, float] = {}  # phase -> bytes of its largest peak
 
 
-_MARKERS: list[Any] = []  # while a step is profiled, what marks blocks in its trace (`monitor/step_trace.py`)
-
-
 def reset_phases() -> None:
     """Return to the state of a new process: phase "start", no step."""
     _CURRENT[:] = ["start"]
     _STEP.clear()
 
 
-@contextmanager
-def blocks_marked_by(marker: Any) -> Iterator[None]:
-    """Inside, the context managers that `marker` makes of their names mark each phase and each `block` in a trace."""
-    _MARKERS.append(marker)
-    try:
-        yield
-    finally:
-        _MARKERS.remove(marker)
+def block(name: str) -> AbstractContextManager[Any]:
+    """Mark a phase, a part of one, or work between phases in the trace of a profiled step (`monitor/step_trace.py`)."""
+    from torch.profiler import record_function  # not at the top: see `_gpu`
 
-
-def block(name: str) -> AbstractContextManager[None]:
-    """Mark a part of a phase, or of the work between phases, in the trace of a profiled step; else do nothing."""
-    marked: AbstractContextManager[None] = _MARKERS[-1](name) if _MARKERS else nullcontext()
-    return marked
+    return record_function(name)
 
 
 def current_phase() -> str:

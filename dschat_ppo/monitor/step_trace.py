@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from dschat_ppo.common.dist import on_gpu, rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger, print_line
-from dschat_ppo.common.phases import blocks_marked_by
 
 FOLDER = "profile"
 
@@ -56,8 +55,7 @@ class StepTrace:
         recorder = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu())
         recorder.start()
         try:
-            with blocks_marked_by(record_function):
-                yield
+            yield
             self._is_finished = True
         finally:
             recorder.stop()

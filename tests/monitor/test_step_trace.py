@@ -1,15 +1,12 @@
 """A trace of one step: its blocks, its size, and that nothing is recorded outside."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from traces import blocks, inside, spans_of
 
-from dschat_ppo.common import phases
 from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
+from dschat_ppo.monitor.step_trace import StepTrace
 
 
 def work(trace: StepTrace, steps: int, first: int = 1, tokens: int = 3) -> list[str]:
@@ -66,7 +63,6 @@ def test_a_step_that_ends_by_an_exception_leaves_no_trace_and_no_profiler(tmp_pa
     with pytest.raises(ZeroDivisionError):
         fail()
     assert not any(tmp_path.iterdir())
-    assert not phases._MARKERS
     assert not torch.autograd._profiler_enabled()
     work(StepTrace(tmp_path, 1), 1)
     assert (tmp_path / "profile/step_1_rank_0.json.gz").exists()
@@ -86,8 +82,3 @@ def test_a_run_that_stops_after_the_finished_step_keeps_its_trace(tmp_path, fini
     files = [path.name for path in tmp_path.rglob("*.gz")]
     assert files == (["step_1_rank_0.json.gz"] if finished else [])
     assert not torch.autograd._profiler_enabled()
-
-
-def test_without_a_trace_a_block_is_nothing(tmp_path):
-    assert list(NO_TRACE.around("ab", 1)) == ["a", "b"]
-    assert isinstance(block("train actor"), nullcontext)

@@ -9,7 +9,7 @@ slow_main.py PAUSE STEP [flags of the step]
 import os
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
@@ -34,7 +34,7 @@ class SlowManager(CheckpointManager):
 
 
 class Hold:
-    """Stops at an event of a phase; marks nothing, as `phases.blocks_marked_by` asks."""
+    """In place of `phases.block`: stops at an event of a phase, and marks nothing."""
 
     def __init__(self, phase: str, step: str):
         self.phase, self.event, self.seen, self.place = phase, EVENT[phase], 0, f"phase '{phase}', step {step}"
@@ -52,12 +52,11 @@ def train(config) -> None:
     output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = 3.0  # for a file, or a message, of another machine
     from dschat_ppo.session import session
 
-    with ExitStack() as stack:
-        if ":" not in PAUSE:
-            session.CheckpointManager = SlowManager
-        elif int(PAUSE.split(":")[0]) == ranks.rank() // ranks.local_world_size():
-            stack.enter_context(phases.blocks_marked_by(Hold(*PAUSE.split(":")[1:])))
-        TRAIN[STEP](config)
+    if ":" not in PAUSE:
+        session.CheckpointManager = SlowManager
+    elif int(PAUSE.split(":")[0]) == ranks.rank() // ranks.local_world_size():
+        phases.block = Hold(*PAUSE.split(":")[1:])
+    TRAIN[STEP](config)
 
 
 leave(run_step(lambda argv: parse(STEP, argv), train, WORDS))
