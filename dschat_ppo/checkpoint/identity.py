@@ -86,13 +86,6 @@ for _step in STEPS.values():
         DEFAULTS.setdefault(_flag.name, []).append(_step.defaults.get(_flag.name, _own))
 FLAGS = frozenset(DEFAULTS)
 
-# Flags that name files and folders: values that lead to the same place are the same.
-PATHS = frozenset({
-    "data_path", "eval_data_path", "sft_only_data_path", "unsupervised_dataset_name", "chat_template",
-    "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
-    "ref_model_name_or_path", "deepspeed_config", "reward_function", "eval_reward_function",
-    "advantage_estimator", "policy_loss", "data_format",
-})  # fmt: skip
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
 CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
 _ABSENT = object()
@@ -255,7 +248,7 @@ def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigCh
     changes = []
     for name in names:
         before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
-        if before != after and not (name in PATHS and _resolved(before) == _resolved(after)):
+        if before != after and _resolved(before) != _resolved(after):
             product = PRODUCTS.get(name)
             matters = name not in HARMLESS and not (product in saved and product in now)
             matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
@@ -277,7 +270,8 @@ def _with_place(name: str) -> str:
 
 
 def _resolved(value: Any) -> Any:
-    """The value of a flag in `PATHS`, its files and folders that exist as absolute paths; what follows a path stays."""
+    """The value of a flag, its files and folders that exist as absolute paths: values that lead to the same place are
+    the same. What follows a path stays."""
     if isinstance(value, list):
         return [_resolved(item) for item in value]
     if not isinstance(value, str):
@@ -338,9 +332,24 @@ def _find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ov
     if flags.resume == NEVER or (may_start_from_scratch and is_finished(output)):
         return None
     try:
-        checkpoint = _newest_intact(output) if flags.resume == AUTO else _named(Path(flags.resume))
-        if checkpoint is None:
-            return None
+        if flags.resume != AUTO:
+            checkpoint = Path(flags.resume)
+            fault = damage(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+            if fault is not None:
+                raise UserError(f"--resume {checkpoint}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012")
+        else:
+            folder = CheckpointFolder(output)
+            name, complaints = folder.newest_intact()
+            if name is None and complaints:
+                raise UserError(
+                    f"--output_dir {output} has no intact checkpoint to resume from: {'; '.join(complaints)}. Repair "
+                    "one, or start from scratch with --overwrite_output_dir or another --output_dir"
+                )
+            for complaint in complaints:
+                logger().warning(complaint)
+            if name is None:
+                return None
+            checkpoint = folder.root / name
         _require_same_run(checkpoint, flags, identity)
     except UserError as problem:
         if not may_start_from_scratch:
@@ -355,26 +364,6 @@ def _find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ov
 def is_inside(checkpoint: Path, output: Path) -> bool:
     """Whether a checkpoint lies in this output folder, so that the other outputs there belong to the same run."""
     return checkpoint.resolve().is_relative_to(output.resolve())
-
-
-def _named(checkpoint: Path) -> Path:
-    fault = damage(checkpoint) if checkpoint.is_dir() else "there is no such folder"
-    if fault is not None:
-        raise UserError(f"--resume {checkpoint}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012")
-    return checkpoint
-
-
-def _newest_intact(output: Path) -> Path | None:
-    folder = CheckpointFolder(output)
-    name, complaints = folder.newest_intact()
-    if name is None and complaints:
-        raise UserError(
-            f"--output_dir {output} has no intact checkpoint to resume from: {'; '.join(complaints)}. Repair one, or "
-            "start from scratch with --overwrite_output_dir or another --output_dir"
-        )
-    for complaint in complaints:
-        logger().warning(complaint)
-    return None if name is None else folder.root / name
 
 
 def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:

@@ -10,7 +10,6 @@ from dschat_ppo.checkpoint.identity import (
     FLAGS,
     HARMLESS,
     LENGTH,
-    PATHS,
     PRODUCTS,
     ConfigChange,
     compare_configs,
@@ -211,7 +210,7 @@ PLACES = [
     ("model_name_or_path", "model", "{folder}/model/", False), ("model_name_or_path", "model", "a.jsonl", True),
     ("reward_function", ["r.py:score:0.5"], ["{folder}/r.py:score:0.5"], False),
     ("reward_function", ["r.py:score"], ["{folder}/r.py:other"], True),
-    ("chat_template", None, "a.jsonl", True), ("dtype", "a.jsonl", "./a.jsonl", True),
+    ("chat_template", None, "a.jsonl", True),
 ]  # fmt: skip
 
 
@@ -235,10 +234,6 @@ def test_the_contents_of_a_file_are_compared_under_any_of_its_paths(tmp_path, mo
     assert change == ConfigChange(f"{name} {place}", "12", "13", True)
     [change] = compare_configs({f"{name[:-9]}model": "12"}, {f"{name[:-9]}model": "13"})
     assert change.matters and change.name == f"{name[:-9]}model"
-
-
-def test_the_flags_of_paths_exist():
-    assert PATHS <= FLAGS
 
 
 def test_a_refusal_shows_only_changes_that_matter_and_the_ways_out():
