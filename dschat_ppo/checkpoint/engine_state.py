@@ -1,22 +1,42 @@
-"""Save the states of a DeepSpeed engine to files in the background; `reshard.py` loads them.
+"""The states of a DeepSpeed engine: save them to files in the background, and load them into an engine of any world
+size, ZeRO stage, dtype or optimizer.
 
 The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
 to write them. `state_files.py` implements three: tensors are copied to host memory and written while training
 continues; each file is hashed while it is written; only tensors, plain values and a few classes are ever unpickled.
 The fourth: frozen parameters are left out, because resuming reads them from the model folder.
+
+At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
+same order. A `Fragment` describes which elements of which parameter lie where. From the fragments of all ranks that
+saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
+second set of files, without more memory than this rank's part, and without unpickling more than `load_state` allows.
+DeepSpeed's universal checkpoints are not sufficient (docs/decisions.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
+from dschat_ppo.common import dist
+from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Engine
@@ -24,6 +44,9 @@ from dschat_ppo.types import Engine
 TAG = "state"
 LAYOUT, PARAMETER_NAMES = "dschat_ppo_layout", "dschat_ppo_parameter_names"
 FROZEN = "dschat_ppo_frozen_parameters"  # names of the parameters that the files do not hold
+WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+_LOSS_SCALE = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def flat_masters(engine: Engine) -> list[Tensor]:
@@ -88,3 +111,245 @@ def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
     finally:
         engine.checkpoint_engine = original
         del engine._copy_recovery_script, engine.module_state_dict
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """`length` elements of flattened parameter `name`, from `start` on, lie in flat tensor `flat` from `offset` on."""
+
+    name: str
+    start: int
+    length: int
+    flat: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The saved states of one rank. `fragments` says which elements the flat tensors hold; each of these has "fp32"
+    (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32 tensors in the same order. `steps` is
+    AdamW's step count, `loss_scale` DeepSpeed's state of the loss scale, {} at stage 0."""
+
+    fragments: list[Fragment]
+    flats: list[dict[str, Tensor]]
+    steps: int
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+
+
+def load_engine(engine: Engine, folder: Path) -> None:
+    """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
+
+    Weights (the fp32 masters, if any), moments, step count, place in the schedule and counters are restored bit for
+    bit; in another layout, further training differs by rounding. The loss scale is restored if the dtype is the same.
+    Rate, schedule, betas, epsilon and weight decay remain those of the engine (`--resume_force` may have changed them).
+    Frozen parameters stay as built.
+    """
+    common = model_states(folder)
+    _require_same_parameters(folder, common, engine)
+    shards = read_shards(folder, common)
+    flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
+    same_dtype = common.get(LAYOUT, {}).get("dtype") == dtype_of(engine)
+    with quiet_prints():
+        _install(engine, flats, shards[0].steps, shards[0].loss_scale if same_dtype else {})
+    engine.module.load_state_dict({name: common["module"][name] for name in common["buffer_names"]}, strict=False)
+    resume_schedule(engine, common["lr_scheduler"])
+    for name in _COUNTERS:
+        setattr(engine, name, common[name])
+    _replay_bias_correction(engine)
+
+
+def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Go to the step of the saved schedule, on the engine's own schedule and rates."""
+    scheduler = engine.lr_scheduler
+    scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
+    for group, rate, factor in zip(
+        engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
+    """Require the states of exactly the parameters that train here, and of all buffers."""
+    if engine.zero_optimization():
+        own = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    else:
+        own = {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+    saved, held = trained_shapes(common), common["module"].keys()
+    differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
+    differing += sorted(trained_state(engine.module).keys() - held)
+    differing += sorted(held - engine.module.state_dict().keys())
+    if differing:
+        raise UserError(
+            f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
+            f"{differing[0]}); use the flags and the model of the saved run"
+        )
+
+
+def _replay_bias_correction(engine: Engine) -> None:
+    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states.
+
+    Its C++ code multiplies float32 powers from step to step, and no file contains them. A new optimizer would start
+    with `pow(beta, step)`, which rounds differently. So the steps are repeated here, on a single number. Other
+    optimizers have no such state.
+    """
+    adam = engine.basic_optimizer
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    group = adam.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    numbers = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, *settings, *numbers)
+
+
+def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
+    """The states of all ranks that saved, in rank order. `common` is `model_states(folder)`."""
+    if common["optimizer"] is not None:  # stage 0 in fp32: every rank holds everything, in a plain torch optimizer
+        names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
+        weights = [common["module"][name].flatten() for name in names]
+        fragments = [Fragment(name, 0, weights[flat].numel(), flat, 0) for flat, name in enumerate(names)]
+        return [_shard(fragments, weights, states, {})]
+    ranks = common["dp_world_size"]
+    held: dict[str, int] = defaultdict(int)
+    return [_read_shard(folder, rank, ranks, common["param_shapes"], held) for rank in range(ranks)]
+
+
+def _read_shard(
+    folder: Path, rank: int, ranks: int, shapes: Sequence[Mapping[str, torch.Size]], held: dict[str, int]
+) -> Shard:
+    """ZeRO: the file of one rank. `held`: parameter -> number of elements that lower ranks hold (stages 1 and 2)."""
+    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    found = [path for path in (folder / TAG / name, folder / TAG / f"bf16_{name}") if path.is_file()]
+    if not found:
+        raise UserError(f"{folder}: the states of rank {rank} of {ranks} are missing ({TAG}/{name})")
+    state = load_state(found[0], mapped=True)[OPTIMIZER_STATE_DICT]
+    loss_scale = {key: state[key] for key in _LOSS_SCALE if key in state}
+    if FP32_FLAT_GROUPS in state:
+        fragments = partitioned_fragments(shapes, rank, ranks)
+        return _shard(fragments, state[FP32_FLAT_GROUPS], state[OPTIMIZER_STATE_DICT]["state"], loss_scale)
+    fragments = []
+    for flat, addresses in enumerate(state[PARAM_SLICE_MAPPINGS]):
+        for name, address in addresses.items():
+            fragments.append(Fragment(name, held[name], address.numel, flat, address.start))
+            held[name] += address.numel
+    base = state[BASE_OPTIMIZER_STATE]["state"]
+    return _shard(fragments, state[SINGLE_PARTITION_OF_FP32_GROUPS], base, loss_scale)
+
+
+def _shard(
+    fragments: list[Fragment], weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]], loss_scale: dict
+) -> Shard:
+    """`states[i]` is the optimizer state of `weights[i]`; empty before the first step."""
+    flats = []
+    for number, weight in enumerate(weights):
+        moments = {key: value.flatten() for key, value in states.get(number, {}).items() if key in MOMENTS}
+        flats.append({WEIGHTS: weight} | moments)
+    steps = max((int(state["step"]) for state in states.values()), default=0)
+    return Shard(fragments, flats, steps, loss_scale)
+
+
+def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
+    """ZeRO-3 pads each parameter and divides it into equal parts, one for each rank. `shapes`: of each flat tensor."""
+    fragments = []
+    for flat, group in enumerate(shapes):
+        offset = 0
+        for name, shape in group.items():
+            part = -(-shape.numel() // ranks)
+            length = min(part, shape.numel() - rank * part)
+            if length > 0:
+                fragments.append(Fragment(name, rank * part, length, flat, offset))
+            offset += part
+    return fragments
+
+
+def _fragments_of(engine: Any) -> list[Fragment]:
+    """The fragments of this rank of the engine."""
+    if engine.zero_optimization_partition_weights():
+        return partitioned_fragments(engine._get_zero_param_shapes(), dist.rank(), dist.world_size())
+    if not engine.zero_optimization():
+        weights = flat_masters(engine)
+        return [Fragment(engine.param_names[weight], 0, weight.numel(), i, 0) for i, weight in enumerate(weights)]
+    fragments = []
+    for weight, name in engine.param_names.items():
+        held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
+        if held is not None:
+            here, there = held.lp_fragment_address, held.hp_fragment_address
+            fragments.append(Fragment(name, here.start, here.numel, held.param_group_index, there.start))
+    return fragments
+
+
+def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    """For each flat tensor a dict as in `Shard.flats`, fp32 on the host, with the elements of the `wanted` fragments.
+
+    Copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0. Moments only
+    after the first step.
+    """
+    saved = _pieces(shards)
+    keys = (WEIGHTS, *MOMENTS) if any(shard.steps for shard in shards) else (WEIGHTS,)
+    flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
+    for target in wanted:
+        _copy(saved[target.name], target, flats[target.flat])
+    return flats
+
+
+def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold. One at a
+    time: the states themselves stay in their mapped files. `common` is `model_states(folder)`."""
+    saved = _pieces(read_shards(folder, common))
+    for name, shape in trained_shapes(common).items():
+        whole = {WEIGHTS: torch.empty(shape.numel())}
+        _copy(saved[name], Fragment(name, 0, shape.numel(), 0, 0), whole)
+        yield name, whole[WEIGHTS].view(shape)
+
+
+def _pieces(shards: Sequence[Shard]) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
+    """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies in."""
+    pieces = defaultdict(list)
+    for shard in shards:
+        for fragment in shard.fragments:
+            pieces[fragment.name].append((fragment, shard.flats[fragment.flat]))
+    return pieces
+
+
+def _copy(pieces: Sequence[tuple[Fragment, dict[str, Tensor]]], target: Fragment, flat: Mapping[str, Tensor]) -> None:
+    """Copy the elements of a fragment to its place in `flat`, each exactly once."""
+    copied = 0
+    for source, states in pieces:
+        start = max(target.start, source.start)
+        length = min(target.start + target.length, source.start + source.length) - start
+        if length > 0:
+            copied += length
+            for key, values in flat.items():
+                piece = states[key].narrow(0, source.offset + start - source.start, length)
+                values.narrow(0, target.offset + start - target.start, length).copy_(piece)
+        heartbeat()  # the states of the other ranks are read from their files here
+    if copied != target.length:
+        raise UserError(f"the states hold {copied} of the {target.length} elements of {target.name}")
+
+
+def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
+    """Load the flat tensors into the engine, in the form of its state dict."""
+    masters = flat_masters(engine)
+    moments: dict[int, dict[str, Any]] = {}
+    if steps:
+        for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
+            moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
+            moments[number]["step"] = steps  # torch's AdamW converts it to a tensor
+    state = engine.optimizer.state_dict() | loss_scale
+    if not engine.zero_optimization():
+        for weight, flat in zip(masters, flats, strict=True):
+            weight.data.copy_(flat[WEIGHTS].view_as(weight))
+        engine.optimizer.load_state_dict(state | {"state": moments})
+        return
+    whole = engine.zero_optimization_partition_weights()
+    state[OPTIMIZER_STATE_DICT if whole else BASE_OPTIMIZER_STATE]["state"] = moments
+    state[FP32_FLAT_GROUPS if whole else SINGLE_PARTITION_OF_FP32_GROUPS] = [flat[WEIGHTS] for flat in flats]
+    if whole:
+        engine.optimizer.checkpoint_event_prologue()
+    engine.optimizer.load_state_dict([state] * dist.world_size(), load_from_fp32_weights=True)
+    if whole:
+        engine.optimizer.checkpoint_event_epilogue()
+    else:
+        engine.optimizer.update_lp_params()

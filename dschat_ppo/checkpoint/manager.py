@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.engine_state import save_engine
+from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
-from dschat_ppo.checkpoint.reshard import load_engine
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist

@@ -120,7 +120,7 @@ class BackgroundWriter(CheckpointEngine):
         self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """Nothing loads by way of DeepSpeed: see `reshard.load_engine`."""
+        """Nothing loads by way of DeepSpeed: see `engine_state.load_engine`."""
         raise NotImplementedError
 
     def done(self) -> bool:

@@ -21,10 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
+from dschat_ppo.checkpoint.engine_state import FROZEN, model_states, whole_weights
 from dschat_ppo.checkpoint.identity import FLAGS, is_fingerprinted_model
 from dschat_ppo.checkpoint.manager import SHARED, rank_file
-from dschat_ppo.checkpoint.reshard import whole_weights
 from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.checkpoint.store import MANIFEST, CheckpointFolder, Manifest, damage
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder

@@ -12,8 +12,8 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from dschat_ppo.checkpoint import state_files
+from dschat_ppo.checkpoint.engine_state import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.checkpoint.identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
-from dschat_ppo.checkpoint.reshard import WEIGHTS, Fragment, Shard, gather
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import atomic_files, heartbeat

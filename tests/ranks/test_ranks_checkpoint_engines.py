@@ -11,8 +11,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from launch import forked, succeed
 
-from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
-from dschat_ppo.checkpoint.reshard import Fragment, gather, read_shards
+from dschat_ppo.checkpoint.engine_state import FROZEN, Fragment, gather, model_states, read_shards
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

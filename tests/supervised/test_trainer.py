@@ -14,9 +14,8 @@ from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import ROWS as PAIRS
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from dschat_ppo.checkpoint.engine_state import save_engine
+from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
 from dschat_ppo.checkpoint.manager import RankStates
-from dschat_ppo.checkpoint.reshard import load_engine
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from dschat_ppo.checkpoint import engine_state, reshard
+from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
@@ -133,7 +133,7 @@ def own_part(weight) -> torch.Tensor:
 def without_padding(engine) -> list[torch.Tensor]:
     """The masters of this rank, whose padding is uninitialised and never used."""
     flats = engine_state.flat_masters(engine)
-    return [flats[at.flat].flatten()[at.offset :][: at.length] for at in reshard._fragments_of(engine)]
+    return [flats[at.flat].flatten()[at.offset :][: at.length] for at in engine_state._fragments_of(engine)]
 
 
 def digest(engine) -> str:
@@ -161,12 +161,12 @@ def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
             continue
-        keys = reshard.MOMENTS if engine.basic_optimizer.state else ()
+        keys = engine_state.MOMENTS if engine.basic_optimizer.state else ()
         if engine.zero_optimization():
             states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
-            found[name] = {reshard.WEIGHTS: safe_get_full_fp32_param(weight), **states}
+            found[name] = {engine_state.WEIGHTS: safe_get_full_fp32_param(weight), **states}
         else:
-            found[name] = {reshard.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
+            found[name] = {engine_state.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
     return {name: {key: value.detach().clone() for key, value in states.items()} for name, states in found.items()}
 
 
@@ -201,7 +201,7 @@ def resume(case: Case, folder: Path) -> dict:
         refuse_other_parameters(case, folder)
     engine = build(case, seed=1)
     other = digest(engine)
-    reshard.load_engine(engine, folder)
+    engine_state.load_engine(engine, folder)
     loaded = digest(engine)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {"other": other, "loaded": loaded, "after": after, "end": digest(engine)}
@@ -213,7 +213,7 @@ def refuse_other_parameters(case: Case, folder: Path) -> None:
     engine.param_names = {weight: f"other.{name}" for weight, name in engine.param_names.items()}
     before = digest(engine)
     try:
-        reshard.load_engine(engine, folder)
+        engine_state.load_engine(engine, folder)
     except UserError:
         assert digest(engine) == before
     else:
@@ -227,7 +227,7 @@ def reshard_engine(case: Case, folder: Path) -> dict:
     partitioned = [weight for weight in engine.module.parameters() if hasattr(weight, "ds_id")]
     for weight in partitioned:
         weight.all_gather()  # as a forward pass may leave it
-    reshard.load_engine(engine, folder)
+    engine_state.load_engine(engine, folder)
     settled = all((weight.ds_status == ZeroParamStatus.AVAILABLE) == weight.ds_persist for weight in partitioned)
     full = full_states(engine)
     differing = [

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat_ppo.checkpoint.engine_state import save_engine
-from dschat_ppo.checkpoint.reshard import load_engine
+from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
