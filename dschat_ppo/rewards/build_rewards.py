@@ -82,25 +82,20 @@ def check_routes(
     routes += [("--remote_reward_sources", flags.remote_reward_sources)] * bool(flags.remote_urls)
     if not any(sources for _, sources in routes):
         return
-    every = are_all_rows and len(rows) <= MOST_ROWS
     count = min(len(rows), MOST_ROWS)
     found = {str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE)) for number in range(count)}
     shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
-    for flag, sources in routes:
-        for source in sources:
-            if source not in found and every:
-                raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
-            if source not in found and source not in names:
-                logger().warning(
-                    f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}"
-                )
-    if all(sources for _, sources in routes):
-        lacking = sorted(found - {source for _, sources in routes for source in sources})
-        if lacking:
-            logger().warning(
-                f"no reward source scores prompts of the data source {', '.join(map(repr, lacking[:MOST_SHOWN]))}; "
-                f"their answers get {flags.reward_default:g} (--reward_default)"
-            )
+    for flag, source in [(flag, source) for flag, sources in routes for source in sources if source not in found]:
+        if are_all_rows and len(rows) <= MOST_ROWS:
+            raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
+        if source not in names:
+            logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
+    lacking = sorted(found - {source for _, sources in routes for source in sources})
+    if lacking and all(sources for _, sources in routes):
+        logger().warning(
+            f"no reward source scores prompts of the data source {', '.join(map(repr, lacking[:MOST_SHOWN]))}; "
+            f"their answers get {flags.reward_default:g} (--reward_default)"
+        )
 
 
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:

@@ -185,16 +185,12 @@ class FunctionReward:
     def _keep_numbers(self, row: int, numbers: dict[str, float], count: int) -> None:
         """Add the numbers of one of `count` responses to the columns of its call."""
         for name, number in numbers.items():
-            if name not in self.names:
-                if len(self.names) == MOST_NUMBERS:
-                    if not self.leaves_out:
-                        self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
-                    self.leaves_out = True
-                    continue
+            if name in self.names or len(self.names) < MOST_NUMBERS:
                 self.names.add(name)
-            if name not in self.numbers:
-                self.numbers[name] = torch.full((count,), math.nan, dtype=torch.float64)
-            self.numbers[name][row] = number
+                self.numbers.setdefault(name, torch.full((count,), math.nan, dtype=torch.float64))[row] = number
+            elif not self.leaves_out:
+                self.leaves_out = True
+                self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
         """One of the responses, as the function may see it."""

@@ -16,6 +16,7 @@ from dschat_ppo.rewards import reward_source
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
     StepScoring,
+    model_reward,
     saved_separator,
     scores_in_batches,
 )
@@ -268,3 +269,11 @@ def test_a_model_without_a_step_separator_is_no_process_reward_model():
     assert saved_separator(tiny_config(step_separator="|"), "prm") == "|"
     with pytest.raises(UserError, match="--process_reward: prm/config.json has no step_separator; train"):
         saved_separator(tiny_config(), "prm")
+
+
+def test_scores_are_standardised_by_the_moments_that_step_2_saved(engine, tokenizer, tmp_path):
+    tiny_config(reward_mean=1.5, reward_std=0.5).save_pretrained(tmp_path)
+    found = [
+        model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments for standardise in (1, 0)
+    ]
+    assert found == [(1.5, 0.5), None]

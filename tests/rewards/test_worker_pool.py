@@ -117,7 +117,7 @@ import os, signal
 calls = []
 def keeps(response):
     calls.append(response)
-    if response == "end":
+    if response == "end" and len(calls) > 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return len(calls)
 """
@@ -134,6 +134,7 @@ def test_calls_of_one_worker_share_its_state_and_need_not_be_repeated(tmp_path):
             pool.call(1, {"response": "end"}, repeat=False)
         assert pool.call(1, {"response": "a"}, repeat=False) == 1, "a new process"
         assert pool.call(0, {"response": "a"}) == 2
+        assert pool.call(0, {"response": "end"}) == 1, "repeated in a new process"
     finally:
         pool.close()
 
