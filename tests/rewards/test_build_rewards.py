@@ -134,11 +134,7 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"reward_default": float("nan")}, "--reward_default"),
-        ({"reward_model_weight": float("inf")}, "--reward_model_weight"),
-        ({"remote_reward_weight": float("nan")}, "--remote_reward_weight"),
         ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
-        ({"use_reward_model": True, "reward_model_sources": [""]}, "--reward_model_sources"),
         ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"),
         ({"reward_function": [""]}, "--reward_function"),
         ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
