@@ -88,6 +88,8 @@ def test_a_difference_in_any_of_the_first_rows_counts():
         ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
         ({"question": "1+2=", "steps": ["1+2=3"], "labels": [1], "answer": "42"}, "stepwise"),  # for rewards
         ({"user": "Why?", "assistant": "So.", "messages": None}, "user_assistant"),
+        ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
+        ({"prompt": "Q:", "output": "A reference.", "reasoning": "Hm."}, "prompt_response"),  # for rewards
     ],
 )
 def test_columns_that_repeat_each_other_are_no_second_reading(row, form):

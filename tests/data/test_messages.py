@@ -31,6 +31,12 @@ def test_messages_may_be_json_as_in_csv_files():
     assert read_messages({"role": "user", "content": "a"}, "m") == [{"role": "user", "content": "a"}]
 
 
+def test_a_list_of_json_texts_holds_messages_and_a_list_of_other_texts_turns():
+    texts = ['{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}']
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert read_messages(texts, "m") == read_messages(["a", "b"], "m") == turns
+
+
 def test_the_given_messages_are_not_changed():
     given = [{"from": "human", "value": "a", "x": None}]
     read_messages(given, "m")
