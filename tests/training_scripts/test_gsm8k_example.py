@@ -10,7 +10,7 @@ import pytest
 import yaml
 from launch import ROOT, environment, metrics_of, succeed
 
-from dschat_ppo.config.batch_plan import plan_ppo, plan_supervised
+from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.tools.evaluate_flags import read_arguments
 
@@ -135,7 +135,7 @@ def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     assert first["input_template"] == second["input_template"] == third["input_template"]
     assert second["reward_function"] == third["reward_function"]
     assert plan_ppo(grpo.ppo, 7000, ranks).updates_per_rollout == 2
-    assert plan_supervised(sft.fit, 7000, ranks).global_batch == {1: 32, 2: 32, 3: 24, 6: 48, 8: 64, 64: 512}[ranks]
+    assert SupervisedPlan(sft.fit, 7000, ranks).global_batch == {1: 32, 2: 32, 3: 24, 6: 48, 8: 64, 64: 512}[ranks]
 
 
 @pytest.mark.parametrize("name", ["run_sft.sh", "run_grpo.sh", "run_evaluate.sh"])
