@@ -134,7 +134,7 @@ def prepare(
                     if len(numbers) < len(raw):
                         used = f"{len(numbers)} of {len(raw)} rows (--data_split {flags.data_split})"
                         logger().info(f"data: {name}: this step uses {used}")
-                if fraction and own is None and not is_eval:
+                if fraction and own is None:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)
                 train, evaluation = train + parts[0], evaluation + parts[1]

@@ -102,6 +102,10 @@ def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(
     alone = prepare("sft", TOKENIZER, flags(tmp_path, str(folder / "train.jsonl")), 64, eval_fraction=0.1)
     assert alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
     assert "--eval_fraction holds no rows out of a stream" in capsys.readouterr().out
+    with (folder / "validation.jsonl").open("a") as file:
+        file.write("{no\n")
+    found = prepare("sft", TOKENIZER, flags(tmp_path, str(folder), bad_rows="skip"), 64, eval_fraction=0.1)
+    assert len(found.eval) == 7 and "skipped: 1 of 8 lines cannot be read" in capsys.readouterr().out
 
 
 def test_rows_that_are_left_out_are_replaced_by_later_ones(tmp_path):

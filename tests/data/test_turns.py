@@ -188,6 +188,12 @@ def test_without_all_turns_there_are_no_spans():
     assert (both[0].prompt, both[0].answers) == (both[1].prompt, both[1].answers)
 
 
+def test_what_precedes_an_answer_is_trained_with_it_unless_the_answer_begins_the_talk():
+    tokenizer = chat_tokenizer("bytes", "human-assistant")
+    tokenizer.chat_template = re.sub(r"\{%-? *(end)?generation *%\}", "", tokenizer.chat_template)
+    assert spans_of(tokenizer, TALK[2:]) == ["In the hall 😀</s>", "  Café\n</s>"]
+
+
 def test_tokens_of_ranges_of_characters():
     offsets = [(0, 2), (2, 2), (2, 5), (5, 6), (6, 9)]
     assert token_spans(offsets, [(2, 5)]) == [(2, 3)]
