@@ -234,9 +234,9 @@ def real_rows(batch: SFTBatch | PairBatch) -> Tensor:
     return batch.loss_mask.any(dim=1) if isinstance(batch, SFTBatch) else batch.pair_mask.repeat(2)
 
 
-def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
-    """(token rows, whether each is real). A padding row is a copy of row 0."""
-    return [rows[max(index, 0)] for index in indices], [index != PADDING_ROW for index in indices]
+def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:
+    """(token rows, (B,) bool, whether each is real). A padding row is a copy of row 0."""
+    return [rows[max(index, 0)] for index in indices], torch.tensor([index != PADDING_ROW for index in indices])
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -253,10 +253,15 @@ def data_sources_of(records: Sequence[dict[str, Any]]) -> Tensor | None:
     return torch.tensor([r["source"] for r in records]) if "source" in records[0] else None
 
 
-def mask_from(starts: Sequence[int], input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """(B, T) bool, True from position `starts` (B) of each row to its last token."""
-    columns = torch.arange(input_ids.shape[1])
-    return (columns >= torch.tensor(starts).unsqueeze(1)) & (columns < lengths.unsqueeze(1))
+def answered(
+    records: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]], real: Tensor, pad_id: int, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The prompt of each record, then an answer: `(input_ids (B, T) int64, lengths (B,) int64, mask (B, T) bool)`. The
+    mask is True on the tokens of the answers, or on all but the first with `whole`, and nowhere on rows not `real`."""
+    prompts = [record["prompt_ids"] for record in records]
+    ids, lengths = right_padded([[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)], pad_id)
+    starts, columns = torch.tensor([1 if whole else len(ids) for ids in prompts]), torch.arange(ids.shape[1])
+    return ids, lengths, (columns >= starts[:, None]) & (columns < lengths[:, None]) & real[:, None]
 
 
 def _reference(records: Sequence[dict[str, Any]], *names: str) -> Tensor | None:
@@ -271,24 +276,20 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
     the prompt that the column `prompt_spans` names ([start, end) pairs), if there is one; with `train_on_prompt` it
     covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
-    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
-    starts = [1 if train_on_prompt else len(r["prompt_ids"]) for r in records]
-    mask = mask_from(starts, ids, lengths)
-    for row, record in zip(mask, records, strict=True):
+    ids, lengths, mask = answered(records, [r["answers"][0] for r in records], real, pad_id, train_on_prompt)
+    for row, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
-            row[max(start, 1) : end] = True  # nothing predicts the first token
-    return SFTBatch(ids, mask & torch.tensor(real).unsqueeze(1), lengths, data_sources_of(records))
+            row[max(start, 1) : end] = is_real  # nothing predicts the first token
+    return SFTBatch(ids, mask, lengths, data_sources_of(records))
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
     """Each prompt once with its chosen and once with its rejected answer, and what `with_reference` added."""
     records, real = rows_at(rows, indices)
-    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][side]] for side in (0, 1) for r in records], pad_id)
-    pair_mask, margin = torch.tensor(real), torch.tensor([r["margin"] for r in records])
-    answer_mask = mask_from(2 * [len(r["prompt_ids"]) for r in records], ids, lengths)
-    answer_mask &= pair_mask.repeat(2).unsqueeze(1)
-    reference = _reference(records, *REFERENCE_COLUMNS)
-    return PairBatch(ids, lengths, answer_mask, pair_mask, margin, data_sources_of(records), reference)
+    answers = [r["answers"][side] for side in (0, 1) for r in records]
+    ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)
+    margin, reference = torch.tensor([r["margin"] for r in records]), _reference(records, *REFERENCE_COLUMNS)
+    return PairBatch(ids, lengths, mask, real, margin, data_sources_of(records), reference)
 
 
 def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
@@ -325,19 +326,12 @@ def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq
     """Each answer after its prompt, and after the prompt the answer of the row in the column `other_row`, which is cut
     at its end where the mismatched row would exceed `max_seq_len` tokens."""
     records, real = rows_at(rows, indices)
-    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
-    borrowed = [rows[r[OTHER_ROW]]["answers"][0] for r in records]
-    other_ids, other_lengths = right_padded(
-        [
-            [*r["prompt_ids"], *answer[: max(1, max_seq_len - len(r["prompt_ids"]))]]
-            for r, answer in zip(records, borrowed, strict=True)
-        ],
-        pad_id,
-    )
-    starts, row_mask = [len(r["prompt_ids"]) for r in records], torch.tensor(real)
+    ids, lengths, mask = answered(records, [r["answers"][0] for r in records], real, pad_id)
+    rooms = [max(1, max_seq_len - len(r["prompt_ids"])) for r in records]
+    borrowed = [rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)]
+    other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
     return LabelledBatch(
-        ids, mask_from(starts, ids, lengths) & row_mask.unsqueeze(1), torch.tensor([r["label"] > 0.5 for r in records]),
-        row_mask, other_ids, mask_from(starts, other_ids, other_lengths) & row_mask.unsqueeze(1), lengths,
+        ids, mask, torch.tensor([r["label"] > 0.5 for r in records]), real, other_ids, other_mask, lengths,
         data_sources_of(records), _reference(records, REF_LOGPROB), _reference(records, OTHER_REF_LOGPROB),
     )  # fmt: skip
 
@@ -345,7 +339,7 @@ def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq
 def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBatch:
     """Each prompt and its answer as one row, with the labels at the columns `step_ends` of the answer."""
     records, real = rows_at(rows, indices)
-    ids, lengths = right_padded([[*r["prompt_ids"], *r["answers"][0]] for r in records], pad_id)
+    ids, lengths, _ = answered(records, [r["answers"][0] for r in records], real, pad_id)
     mask, labels = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
     for row, (record, is_real) in enumerate(zip(records, real, strict=True)):
         columns = [len(record["prompt_ids"]) + end for end in record["step_ends"]]

@@ -77,7 +77,7 @@ def test_padding_rows_have_tokens_but_no_loss():
 def test_rows_at_marks_padding_rows():
     records, real = rows_at(sft_rows(), [2, PADDING_ROW, 0])
     assert [record["prompt_ids"] for record in records] == [[9], [1, 2, 3], [1, 2, 3]]
-    assert real == [True, False, True]
+    assert real.tolist() == [True, False, True]
 
 
 def test_pairs_put_all_chosen_answers_first():
