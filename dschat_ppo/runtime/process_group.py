@@ -72,9 +72,10 @@ def init_process_group(folder: str = "") -> torch.device:
         require_shared_memory(CPU_RANK_BYTES)
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():  # on a CPU this compiles an operator
-            backend, store = accelerator.communication_backend_name(), _store_of_this_launch(folder)
-            rank, size = dist.rank(), dist.world_size()
-            torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=dist.TIMEOUT)
+            backend, rank, size = accelerator.communication_backend_name(), dist.rank(), dist.world_size()
+            if not torch_dist.is_initialized():  # by a run before it in this process
+                store = _store_of_this_launch(folder)
+                torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=dist.TIMEOUT)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT)
         _give_deepspeeds_groups_the_timeout()
         _unlink_all_reduce_buffer()  # the first collective: NCCL connects the ranks
