@@ -1,7 +1,8 @@
 """How runs of two real ranks end: exit codes, one message, stacks of a hanging run, no process left.
 
-All cases run side by side, each under the launcher that a user has (`deepspeed`: a runner, below it launch.py, below it
-the ranks).
+Cases run side by side. Those that get a signal, and the one that faulthandler ends, have the launcher of a user
+(`deepspeed`: a runner, below it launch.py, below it the ranks); the others have launch.py alone, with forks in place of
+new processes.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import ROOT, deepspeed_command, environment
+from launch import ROOT, deepspeed_command, environment, forked, succeed
 
 from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
 
@@ -70,9 +71,9 @@ SIGNALS = {
     "SIGTERM to the runner": to_runner,
     "SIGINT to all": to_group,
 }
+HOLDS = "rank 1 holds the lock"
 FAULTS = [
     "user error on rank 1",
-    "rank 1 holds the lock",
     "rank 1 hangs",
     "rank 1 raises",
     "rank 0 raises",
@@ -127,10 +128,16 @@ def wait_until_gone(folder: Path) -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("failures")
-    cases = [*SIGNALS, *FAULTS]
-    with ThreadPoolExecutor(6) as threads:
-        runs = [threads.submit(run_case, case, folder / str(number)) for number, case in enumerate(cases)]
-        return {case: run.result() for case, run in zip(cases, runs, strict=True)}
+    with ThreadPoolExecutor() as threads:
+        runs = {case: threads.submit(run_case, case, folder / str(n)) for n, case in enumerate([*SIGNALS, HOLDS])}
+        succeed(forked(1, "tests/workers/failing_launches.py", folder, *FAULTS))
+        found = {case: run.result() for case, run in runs.items()}
+    for case in FAULTS:
+        end = json.loads((folder / case / "ended.json").read_text())
+        assert not end["left"], f"{case}: still there: {end['left']}"
+        said = [(folder / case / name).read_text() for name in ("out", "err")]
+        found[case] = Ended(end["code"], *said, folder / case)
+    return found
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -193,7 +200,7 @@ def test_a_slow_disk_is_not_a_hang_and_does_not_hide_one(ended):
 
 
 def test_a_hang_in_c_code_ends_the_run(ended):
-    run = ended["rank 1 holds the lock"]
+    run = ended[HOLDS]
     assert run.code == 5
     told = run.told()
     assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
@@ -225,7 +232,7 @@ def test_nothing_is_left_in_the_temporary_folder(ended):
     for case, run in ended.items():
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
         # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end
-        assert len(left) <= (1 if case == "rank 1 holds the lock" else 0), case
+        assert len(left) <= (1 if case == HOLDS else 0), case
 
 
 def test_every_rank_keeps_a_log(ended):

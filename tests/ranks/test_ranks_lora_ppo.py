@@ -43,7 +43,7 @@ def test_trajectories_of_dora_do_not_depend_on_ranks_or_stages(found):
             np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_hundred_switches_change_no_bit(found):
+def test_switches_change_no_bit(found):
     assert [len(result["switches"]) for result in found] == [2, 8]
     for result in found:
         for label, seen in result["switches"].items():

@@ -30,7 +30,7 @@ def test_trajectory_does_not_depend_on_ranks_micro_batches_or_zero_stage(traject
     reference = trajectories[task][f"1 ranks {REFERENCE}"]
     assert reference.shape[0] == 5
     assert np.abs(np.diff(reference, axis=0)).max() > 1e-3, "nothing was trained"
-    assert len(trajectories[task]) == 2 * (4 * 3 + {"sft": 3, "reward": 0, "ppo": 1}[task])
+    assert len(trajectories[task]) == 4 + 6 + 2 * {"sft": 3, "reward": 0, "ppo": 1}[task]
     for label, trajectory in trajectories[task].items():
         np.testing.assert_allclose(trajectory, reference, rtol=1e-4, atol=1e-6, err_msg=label)
 

@@ -23,7 +23,7 @@ from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, ppo_of, update_numbers
 from workers.quick import be_quick
 
-SWITCHES, STEPS, ROWS = 200, 3, 16
+SWITCHES, STEPS, ROWS = 25, 3, 16
 FLAGS = ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", "0", "--ppo_epochs", "3"]
 FLAGS += ["--actor_lora_dim", "4", "--critic_lora_dim", "4", "--only_optimize_lora", "--lora_alpha", "8"]
 FLAGS += ["--actor_lora_learning_rate", "0.01", "--critic_lora_learning_rate", "0.01"]

@@ -1,4 +1,4 @@
-"""Runs every ZeRO stage and micro-batch split of one number of ranks and writes each one's trajectory.
+"""Runs ZeRO stages with splits into micro-batches on one number of ranks and writes each one's trajectory.
 
 trajectory.py ASSETS OUT_FILE
 """
@@ -30,7 +30,9 @@ from workers.ppo_setup import experience_of, ppo_of, update_numbers
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 8, 5
-STAGES, MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4)
+STAGES = (0, 1, 2, 3)
+# number of ranks -> (stage, rows of a micro-batch): every stage with accumulation, stages 0 and 3 without it too
+SPLITS = {1: ((0, 4), (0, 1), (2, 1), (3, 2)), 2: ((0, 4), (0, 1), (1, 2), (2, 1), (3, 2), (3, 4))}
 
 
 def split_flags(micro: int) -> list[str]:
@@ -95,15 +97,14 @@ def main() -> None:
     device = init_process_group()
     torch.set_num_threads(1)
     found = {}
-    for stage in STAGES:
-        for micro in MICRO_BATCHES:
-            for step in ("sft", "reward", "ppo"):
-                seed_everything(1)
-                if step == "ppo":
-                    trajectory = ppo_trajectory(assets, stage, micro, device)
-                else:
-                    trajectory = fit_trajectory(step, assets, stage, micro, device)
-                found[f"{step} stage {stage} micro {micro}"] = trajectory
+    for stage, micro in SPLITS[dist.world_size()]:
+        for step in ("sft", "reward", "ppo"):
+            seed_everything(1)
+            if step == "ppo":
+                trajectory = ppo_trajectory(assets, stage, micro, device)
+            else:
+                trajectory = fit_trajectory(step, assets, stage, micro, device)
+            found[f"{step} stage {stage} micro {micro}"] = trajectory
     seed_everything(1)
     found["ppo other ids in padding"] = ppo_trajectory(assets, 3, 2, device, refill_padding=True)
     for stage, flag in ((3, "--gradient_checkpointing"), (2, "--offload"), (3, "--offload")):
