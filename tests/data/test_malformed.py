@@ -96,19 +96,13 @@ def test_malformed_config_files_are_rejected(model, name):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is above"),
-        ({"num_labels": 10**40}, "'num_labels' is above"),
-        ({"text_config": {"n_layer": 10**9}}, "'n_layer' is above"),
         ({"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion
-        ({"head_dim": 10**10}, "'head_dim' is above"),
-        ({"max_position_embeddings": 10**12}, "'max_position_embeddings' is above"),
         ({"hidden_size": 0}, "wrong shape"),
         ({"num_attention_heads": 3}, "config.json"),
         ({"num_attention_heads": 0}, "config.json"),
         ({"num_key_value_heads": 0}, "LlamaConfig"),
         ({"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
         ({"text_config": 7}, "vocab_size"),
-        ({"architectures": [1]}, "'architectures'"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_rejected_before_it_takes_memory(model, settings, words):
