@@ -45,8 +45,8 @@ _IMPORTED = (
     "datasets", "deepspeed", "peft", "pyarrow.parquet", "transformers.models.llama.modeling_llama",
     "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference",
     "dschat_ppo.tools.chat_model", "fastapi", "uvicorn",
-    "dschat_ppo.tools.data", "dschat_ppo.tools.evaluate_models", "dschat_ppo.tools.export",
-    "dschat_ppo.tools.replay", "dschat_ppo.tools.text_scorer",
+    "dschat_ppo.tools.data", "dschat_ppo.tools.evaluate_models", "dschat_ppo.tools.checkpoint_models",
+    "dschat_ppo.tools.replay_bundle", "dschat_ppo.tools.text_scorer",
 )  # fmt: skip
 
 

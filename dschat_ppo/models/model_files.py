@@ -88,6 +88,13 @@ def without_code(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+# Names of settings, and their largest values: parts that are built one by one, and sizes of tensors built on the CPU.
+_LARGEST = {
+    re.compile(r"(layers?|labels)$"): 10_000,
+    re.compile(r"(size|dim|heads|embd|positions|embeddings)$"): 5 * 10**7,
+}
+
+
 # As torch and safetensors name them: of weights, and of buffers such as positions. Numbers of 8 bits need scales, which
 # nothing here applies.
 _PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"} | {
@@ -114,11 +121,16 @@ def wants_settings_only() -> bool:
 
 
 def check_settings(folder: str, refused: str) -> None:
-    """Check `config.json` of a model folder before transformers reads it. `refused` begins the error message."""
+    """Check `config.json` of a model folder before transformers builds a model from it, which may exhaust memory.
+    `refused` begins the error message."""
     with reading(refused):
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
+    for name, value in _all_settings(settings):
+        for pattern, most in _LARGEST.items():
+            if pattern.search(name) and isinstance(value, (int, float)) and value > most:
+                raise UserError(f"{refused}: '{name}' is above {most}, which no model has")
     check_folder_settings(settings, folder, refused)
 
 

@@ -1,5 +1,6 @@
 """Model folders without a model: settings, shapes of weights, old buffers."""
 
+import json
 import os
 from shutil import copytree
 
@@ -13,10 +14,23 @@ from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_
 from dschat_ppo.models.model_folders import adapter_weights
 
 
-def test_settings_that_are_no_object_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="^refused: it is not a JSON object$"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([1], "not a JSON object"),
+        ({"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
+        ({"text_config": {"vocab_size": 50_000_001}}, "'vocab_size' is above 50000000"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused(settings, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"^refused: .*{message}"):
         check_settings(str(tmp_path), "refused")
+
+
+def test_settings_at_the_limits_pass(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 10000, "hidden_size": 50000000, "rope_theta": 1e9}')
+    check_settings(str(tmp_path), "refused")
 
 
 def test_names_and_shapes_come_from_all_files_of_one_format(tmp_path):

@@ -21,7 +21,7 @@ from dschat_ppo.session.session import open_session
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.supervised_run import MODEL
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
-from dschat_ppo.tools import export
+from dschat_ppo.tools import checkpoint_models
 from dschat_ppo.tools.export import main
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -104,7 +104,7 @@ def test_an_earlier_checkpoint_and_the_fp32_masters(runs, tmp_path):
 
 
 def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsys, monkeypatch):
-    big = export.whole_weights
+    big = checkpoint_models.whole_weights
 
     def scaled(*arguments):
         return ((name, weight * 1e6) for name, weight in big(*arguments))

@@ -25,7 +25,8 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.tools.replay import first_bad_output, main
+from dschat_ppo.tools.replay import main
+from dschat_ppo.tools.replay_bundle import first_bad_output
 from dschat_ppo.types import Experience, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
@@ -197,8 +198,10 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
 def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_path, capsys, monkeypatch):
     engine = engine_of("policy")
     engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
-    monkeypatch.setattr("dschat_ppo.tools.replay.set_random_state", lambda _: None)
-    monkeypatch.setattr("dschat_ppo.tools.replay.loss_function", lambda _, __, model, *___: used.append(model.layout))
+    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.set_random_state", lambda _: None)
+    monkeypatch.setattr(
+        "dschat_ppo.tools.replay_bundle.loss_function", lambda _, __, model, *___: used.append(model.layout)
+    )
     eager, flex = (
         bundle(assets, tmp_path / choice, "sft", "model", engine, [GOOD_SFT], {"total": 7.0},
                ("--attn_implementation", choice))
