@@ -91,7 +91,7 @@ def without_code(config: PretrainedConfig) -> PretrainedConfig:
 # Names of settings, and their largest values: parts that are built one by one, and sizes of tensors built on the CPU.
 _LARGEST = {
     re.compile(r"(layers?|labels)$"): 10_000,
-    re.compile(r"(size|dim|heads|embd|positions|embeddings)$"): 5 * 10**7,
+    re.compile(r"(size|dim|heads|embd|d_model|positions|embeddings)$"): 50_000_000,
 }
 
 

@@ -109,7 +109,7 @@ def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsy
     def scaled(*arguments):
         return ((name, weight * 1e6) for name, weight in big(*arguments))
 
-    monkeypatch.setattr(export, "whole_weights", scaled)
+    monkeypatch.setattr(checkpoint_models, "whole_weights", scaled)
     assert "--dtype fp16: lm.model." in refusal(capsys, runs / "whole", tmp_path / "out", "--dtype", "fp16")
     assert list(tmp_path.iterdir()) == []
 
