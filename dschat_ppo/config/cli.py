@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.health_flags import idle_rules
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.lora_flags import learning_rates
@@ -57,11 +57,14 @@ def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
     return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(settings)
 
 
-def _words_of(path: str, known: set[str]) -> list[str]:
-    """The settings of a YAML file as words of a command line."""
+def _words_of(path: str, known: set[str], parser: FlagParser) -> list[str]:
+    """The settings of a YAML file as words of a command line; unknown ones without values, which may be secret."""
     words: list[str] = []
     for key, value in _read_yaml(path, known)[0].items():
-        require(key != "config", f"--config {path}: 'config' cannot name another file here")
+        if f"--{key}" not in parser.names:
+            words.append(f"--{key}")
+            continue
+        require(key != "config" or value is None, f"--config {path}: 'config' cannot name another file here")
         require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
         if value is not None:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
@@ -90,7 +93,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     found = parser.parse_args(_named_file(argv))
     if found.config:
         try:
-            settings = parser.parse_args(_named_file(_words_of(found.config, set(defaults_of(step)))))
+            settings = parser.parse_args(_named_file(_words_of(found.config, set(defaults_of(step)), parser)))
         except UserError as problem:
             raise UserError(
                 str(problem) if "--config" in str(problem) else f"--config {found.config}: {problem}"

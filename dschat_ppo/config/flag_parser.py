@@ -52,7 +52,7 @@ class FlagParser(argparse.ArgumentParser):
         """What to use in place of an unknown flag, or the flag that it misspells; "" if one of its words resembles no
         word of a flag."""
         name = flag[2:].replace("-", "_")
-        if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name):
+        if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name) or self.advice(name.removeprefix("no_")):
             return hint
         for near in difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions]):
             words, theirs = near.split("_"), name.split("_")
@@ -65,11 +65,18 @@ class FlagParser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
             raise argparse.ArgumentError(action, "expected a value, got '--'")
         if getattr(action, "commas", False):
+            if action.nargs == "*" and not all(map(_between_commas, arg_strings)):
+                raise argparse.ArgumentError(action, "expected a value, got ''")
             parts = [part for word in arg_strings for part in _between_commas(word)]
             arg_strings = parts if action.nargs == "*" else [",".join(parts)]
             if action.nargs == "+":  # a text
                 return super()._get_values(action, arg_strings)[0]
         return super()._get_values(action, arg_strings)
+
+    @property
+    def names(self) -> Collection[str]:
+        """All flags with their dashes, also those that turn a switch off."""
+        return self._option_string_actions
 
     @property
     def flags(self) -> list[argparse.Action]:

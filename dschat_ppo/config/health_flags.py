@@ -179,7 +179,8 @@ def idle_rules(flags: PPOHealthFlags | FitHealthFlags) -> dict[str, str]:
 
 def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
-    window, limits, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
+    window, defaults, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
+    limits = dict(defaults)
     for text in flags.health:
         name, _, value = text.partition("=")
         if name in LEFT:
@@ -188,7 +189,7 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
             near = difflib.get_close_matches(name, [WINDOW, *limits], n=1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {WINDOW}, {', '.join(limits)}"
             raise UserError(f"--health {text}: there is no rule {name!r}; {meant}")
-        limit = limits.get(name)
+        limit = defaults.get(name)
         if name == WINDOW:
             if not value.isdecimal() or int(value) < 2:
                 raise UserError(f"--health {text}: {WINDOW} takes a whole number of 2 or more")
@@ -201,8 +202,9 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
             with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
             fits = 1 <= number < math.inf if limit > 1 else 0 <= number / limit < math.inf
-            if not fits:
+            if not fits or (name == "overfitting" and not number.is_integer()):
                 takes = "1 or above" if limit > 1 else "0 or above" if limit > 0 else "0 or below"
+                takes = "a whole number of 1 or above" if name == "overfitting" else takes
                 raise UserError(f"--health {text}: {name} takes {takes}, or off")
             limits[name] = number
             off.discard(name)

@@ -150,7 +150,7 @@ class Scores:
 class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
     weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
-    `name_2`. `routes`: name -> the data sources of which it scores rows, for sources without workers."""
+    `name_2`. `routes`: its own name -> the data sources of which it scores rows, for sources without workers."""
 
     def __init__(
         self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0,
@@ -187,7 +187,7 @@ class RewardMixture:
                 own = ~column.isnan()  # (B,) bool
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
             else:
-                route = self.routes.get(name, ())
+                route = self.routes.get(source.name, ())
                 own = torch.tensor([is_routed_to(route, row) for row in request.rows], dtype=torch.bool, device=device)
             columns.append(column.where(own, torch.nan))
             if weight != 0:

@@ -61,3 +61,17 @@ def test_a_settings_file_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=f"^--config {tmp_path}/pipe: is not a regular file$"):
         read_settings("--config", str(tmp_path / "pipe"))
+
+
+def test_an_unknown_setting_is_named_without_its_value_which_may_be_secret(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("wandb_key: SECRET\nconfig: null\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"--wandb_key") as problem:
+        read("sft", "--config", str(file))
+    assert "SECRET" not in str(problem.value)
+
+
+@pytest.mark.parametrize("flag", ["--reward_model_sources", "--health", "--eval_data_path"])
+def test_an_empty_word_is_no_list(flag):
+    with pytest.raises(UserError, match=f"^{flag} needs a value"):
+        read("ppo", flag, "")

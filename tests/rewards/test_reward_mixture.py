@@ -190,6 +190,17 @@ def test_other_numbers_carry_the_name_of_their_source():
     assert list(numbers) == ["f/acc", "f_2/acc"] and numbers["f/acc"][:2].tolist() == [1, 0]
 
 
+def test_a_route_belongs_to_its_source_whatever_a_function_is_called():
+    """The function `remote` makes the service `remote_2`; rows that the service does not get have no score of it."""
+    sources = [(Partial("remote", [1, 2, 3]), 1.0), (Fixed("remote", [NAN, 5, NAN]), 1.0)]
+    rows = [{"data_source": name} for name in ("math", "web", "math")]
+    request = RewardRequest.of(["p", "q", "r"], ["a", "b", "c"], rows)
+    sources[1][0].__class__ = type("Anywhere", (Fixed,), {"__call__": lambda self, *_: torch.tensor(self.scores)})
+    sources[0][0].__class__ = type("AnyPartial", (Partial,), {"__call__": lambda self, *_: torch.tensor(self.scores)})
+    found = RewardMixture(sources, routes={"remote": ["web"]})(request, ROLLOUT)
+    assert found.total.tolist() == [1, 7, 3]
+
+
 def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(monkeypatch):
     def mixture(other_rank: CallCounts):
         monkeypatch.undo()
