@@ -204,7 +204,7 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
             fits = 1 <= number < math.inf if limit > 1 else 0 <= number / limit < math.inf
             if not fits or (name == "overfitting" and not number.is_integer()):
                 takes = "1 or above" if limit > 1 else "0 or above" if limit > 0 else "0 or below"
-                takes = "a whole number of 1 or above" if name == "overfitting" else takes
+                takes = "whole numbers of 1 or above" if name == "overfitting" else takes
                 raise UserError(f"--health {text}: {name} takes {takes}, or off")
             limits[name] = number
             off.discard(name)

@@ -28,7 +28,7 @@ def test_a_value_is_compared_with_the_default_and_not_with_the_word_before(words
 
 def test_an_overfitting_run_is_counted_in_whole_evaluations():
     assert thresholds(FitHealthFlags(health=["overfitting=2"]))[1]["overfitting"] == 2
-    with pytest.raises(UserError, match="overfitting takes a whole number of 1 or above"):
+    with pytest.raises(UserError, match="overfitting takes whole numbers of 1 or above"):
         FitHealthFlags(health=["overfitting=1.5"])
 
 
