@@ -15,7 +15,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import ChatModel, conversation
 from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings
-from dschat_ppo.tools.web_server import refuse_other_hosts, serve_until_stopped
+from dschat_ppo.tools.web_server import refuse_web_sites, serve_until_stopped
 
 # gradio's scripts and styles are inline in part; "self" keeps the page from everything that is not this server
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'; form-action 'none'"
@@ -111,7 +111,7 @@ def page(models: Sequence[ChatModel], settings: SamplingSettings, system: str) -
         theme=gr.themes.Default(font=_FONTS),
     )  # fmt: skip
 
-    refuse_other_hosts(app)
+    refuse_web_sites(app, "127.0.0.1")
 
     @app.middleware("http")
     async def with_policy(request: Any, call_next: Any) -> Any:

@@ -5,7 +5,8 @@
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
 request may also hold "prompts" and "labels"; they have no effect. Each text is scored at its final token: the chat
 template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies `{"status": "ok"}`. Errors are
-FastAPI's: status 422 (invalid request), 400 (another host), 404 (another path) or 500 (the model failed).
+FastAPI's: status 422 (invalid request), 400 (another host), 403 (a page of a web site), 404 (another path) or 500 (the
+model failed).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.
@@ -24,18 +25,17 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime.exit_codes import exit_code_of
-from dschat_ppo.tools.web_server import OWN_NAMES, listen, refuse_other_hosts, serve_until_stopped
+from dschat_ppo.tools.web_server import listen, refuse_web_sites, serve_until_stopped
 
 
-def reward_app(score: Callable[[Sequence[str]], list[float]], is_open: bool = False) -> Any:
-    """The ASGI application of the server, which only answers this machine unless it `is_open`. `score` is called in one
-    thread at a time. If it raises, the reply is status 500, and the log has the traceback."""
+def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:
+    """The ASGI application of the server, which listens on `host`. `score` is called in one thread at a time. If it
+    raises, the reply is status 500, and the log has the traceback."""
     from fastapi import Body, FastAPI, HTTPException
 
     app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
     turn, texts = asyncio.Lock(), Body(embed=True)
-    if not is_open:
-        refuse_other_hosts(app)
+    refuse_web_sites(app, host)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -87,8 +87,7 @@ def serve(argv: Sequence[str]) -> None:
     quiet_libraries()
     scorer = TextScorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
     print_line(f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
-    # clients of another address choose its name
-    serve_until_stopped(reward_app(scorer, is_open=host not in OWN_NAMES), listening)
+    serve_until_stopped(reward_app(scorer, host), listening)
     print_line("all requests answered; stopped")
 
 

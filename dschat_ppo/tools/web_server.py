@@ -8,7 +8,7 @@ from typing import Any
 
 from dschat_ppo.errors import UserError
 
-OWN_NAMES = ["127.0.0.1", "localhost"]  # of this machine, also through an SSH tunnel from another port
+_OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
 
 
 def listen(host: str, port: int, flags: str) -> socket.socket:
@@ -42,9 +42,21 @@ def server_options(app: Any, **options: Any) -> Any:
     return uvicorn.Config(app, **(given | options))
 
 
-def refuse_other_hosts(app: Any) -> None:
-    """Let an application that listens on this machine answer requests for `OWN_NAMES` only: a web site can give a name
-    of its own the address of this machine, and would then be allowed to read the replies."""
+def refuse_web_sites(app: Any, host: str) -> None:
+    """Let an application that listens on `host` answer no page of a web site. A browser sends some requests, such as
+    uploads, to any address for any page, and says whose they are: status 403. A web site can also give a name of its
+    own the address of this machine, and would then be allowed to read the replies: on this machine, requests for
+    another name than `_OWN_NAMES` get status 400."""
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import PlainTextResponse
 
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=OWN_NAMES)
+    if host in _OWN_NAMES:  # clients of another address choose its name
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])  # as a Host header has it
+
+    @app.middleware("http")
+    async def same_origin(request: Any, call_next: Any) -> Any:
+        site, origin = request.headers.get("sec-fetch-site", "none"), request.headers.get("origin")
+        foreign = origin is not None and origin.partition("://")[2] != request.headers.get("host")
+        if foreign or site not in ("none", "same-origin"):
+            return PlainTextResponse("requests of web sites are refused", 403)
+        return await call_next(request)

@@ -5,6 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 
 import pytest
 import uvicorn
@@ -41,8 +42,9 @@ class Model:
 
 
 @pytest.fixture
-def served():
+def served(tmp_path, monkeypatch):
     """(the models, address of the page)."""
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
     models = [Model("step1"), Model("actor")]
     listening = listen("127.0.0.1", 0, "--port")
     server = uvicorn.Server(server_options(page(models, SamplingSettings(top_k=3), "be kind")))
@@ -53,19 +55,39 @@ def served():
     thread.join(20)
 
 
-def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(served):
+def status(url: str, body: bytes | None = None, **headers: str) -> int:
+    """Status of the reply; the header names have "_" for "-"."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=20) as reply:
+            return reply.status
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
+def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(served, tmp_path):
     _, address = served
     with urllib.request.urlopen(address, timeout=20) as page:
         policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'self' ") and "frame-ancestors 'none'" in policy and "http" not in policy
     for path in ("", "gradio_api/queue/join"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": "evil.example"}), timeout=20)
-        assert refused.value.code == 400
-    join = urllib.request.Request(address + "gradio_api/queue/join", b"{}", {"Content-Type": "text/plain"})
-    with pytest.raises(urllib.error.HTTPError) as refused:  # what a web site may send without asking
-        urllib.request.urlopen(join, timeout=20)
-    assert refused.value.code == 422
+        assert status(address + path, Host="evil.example") == 400
+
+    own = {"Origin": address.rstrip("/"), "Sec_Fetch_Site": "same-origin"}
+    foreign = ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"})
+    data = ["", 0, [[], []], "", *asdict(SamplingSettings()).values()]
+    join, event = address + "gradio_api/queue/join", {"data": data, "fn_index": 0, "session_hash": "abc"}
+    body = json.dumps(event).encode()
+    assert status(join, body, Content_Type="application/json", **own) == 200
+    assert status(join, body, Content_Type="text/plain") == 422, "what a web site may send without asking"
+    upload, kind = address + "gradio_api/upload", "multipart/form-data; boundary=x"  # it may send that as well
+    form = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--x--\r\n'
+    for headers in foreign:
+        assert status(join, body, Content_Type="application/json", **headers) == 403
+        assert status(upload, form, Content_Type=kind, **headers) == 403
+    assert not list(tmp_path.rglob("a.txt"))
+    assert status(upload, form, Content_Type=kind, **own) == 200
+    assert list(tmp_path.rglob("a.txt"))
 
 
 BOX = "document.querySelector('textarea[placeholder^=Message]')"

@@ -47,10 +47,10 @@ def scorer(assets):
 
 
 @contextmanager
-def served(score, is_open=False):
+def served(score, host="127.0.0.1"):
     """The address of a server."""
     listening = listen("127.0.0.1", 0, "--port")
-    server = uvicorn.Server(server_options(reward_app(score, is_open)))
+    server = uvicorn.Server(server_options(reward_app(score, host)))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -139,14 +139,34 @@ def test_health(address):
 def test_a_name_that_was_rebound_to_this_machine_is_refused(address, host, path, body):
     assert send(address + path, body, Host=host)[0] == 400
     assert send(address + path, body, Host="localhost:9")[0] == 200, "through a tunnel"
-    with served(lambda texts: [], is_open=True) as other:
+    with served(lambda texts: [], "::1") as other:
+        assert send(other + path, body, Host=host)[0] == 400
+        assert send(other + path, body, Host="[::1]:9")[0] == 200
+    with served(lambda texts: [], "0.0.0.0") as other:
         assert send(other + path, body, Host="reward.example")[0] == 200
+        assert send(other + path, body, Host="reward.example", Origin="http://evil.example")[0] == 403
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
 def test_what_a_web_site_may_send_unasked_is_refused(address, kind):
     """A browser asks the server before it sends JSON to another site."""
     assert send(f"{address}/get_reward", b'{"query": ["a"]}', **{"Content-Type": kind})[0] == 422
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": "http://localhost:9", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://localhost:1"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_web_sites_are_refused(address, headers, status):
+    assert send(f"{address}/get_reward", b'{"query": []}', Host="localhost:9", **headers)[0] == status
 
 
 @pytest.mark.parametrize(("path", "body"), [("/", None), ("/get_reward", None), ("/other", b'{"query": []}')])
