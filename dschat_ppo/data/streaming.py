@@ -118,7 +118,8 @@ class StreamSource:
 
 class _Reader:
     """Reads one source: `rows` gives its token rows, and None after each batch of raw rows. `position` is behind the
-    last token row: the position before its batch, and how many token rows of the batch are used."""
+    last token row: the position before its batch, and how many token rows from there on are used; reading from there
+    may divide the rows into other batches."""
 
     def __init__(self, source: StreamSource, position: Position):
         self.source, self.position, self.rows = source, position, self._read()
@@ -136,7 +137,7 @@ class _Reader:
                 self.position = {"before": before, "used": number + 1}
                 yield rows[number]
             yield None
-            before, used = batch.place, 0
+            before, used = batch.place, max(0, used - len(rows))
 
     def end_chunk(self) -> tuple[Counter[str], str]:
         """`counts` and `problem` of the chunk. `UserError` if `--bad_rows` refuses so many unusable rows."""

@@ -13,14 +13,16 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 from test_encode import chat_tokenizer
 
-from dschat_ppo.data import streaming
+from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
-from dschat_ppo.data.parts import Batch
+from dschat_ppo.data.parts import Batch, FilePart
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import (
     READ,
@@ -105,6 +107,27 @@ def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_b
         again = list(chunks_of(source_of(file), first=number, position=json.loads(text)))
         assert again == whole[number:] and min(file.read) >= rows[-1] - 7
         assert len(text) < 1000 and json.loads(text)["taken"] == [8 * number]
+
+
+def tokens_of_text(batch: Batch) -> Tokens:
+    return tokens_of(replace(batch, rows=[{"n": int(row["n"])} for row in batch.rows]))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    if kind == "parquet":  # batches cross its row groups, and reading begins with a row group
+        pyarrow.parquet.write_table(pa.table({"n": range(99)}), tmp_path / "a.parquet", row_group_size=11)
+    else:  # the bad rows behind the last batch of a file are a batch without rows
+        (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28)) + "1,2\n" * 3)
+        (tmp_path / "b.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28, 99)))
+    files = [FilePart(path, "--data_path") for path in sorted(tmp_path.iterdir())]
+    source = source_of(*files, make=tokens_of_text, policy="skip")
+    whole = [(rows, end.after) for rows, _, end in chunks_of(source, num_rows=90)]
+    assert sum((rows for rows, _ in whole), []) == expected(range(99))[:90]
+    for number, (_, position) in enumerate(whole[:-1], start=1):
+        again = [rows for rows, _, _ in chunks_of(source, num_rows=90, first=number, position=position)]
+        assert again == [rows for rows, _ in whole[number:]]
 
 
 def test_counts_cover_each_raw_row_once():
