@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, TypeVar
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime.processes import signal_when_parent_ends
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
@@ -35,8 +36,9 @@ def worker_count(chosen: int | None, rows: int) -> int:
 def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[Result]:
     """[work(0), ..., work(count - 1)], each in a forked process of its own; without forks for a `count` of 1.
 
-    A `UserError` or `OSError` of `work` is raised here. `UserError` if a process ends without a result, and
-    `StopRequested` if the run is to stop while it `doing`; then the others are killed.
+    An error of `work` is raised here; one that nobody expects is a `RuntimeError` with its traceback. `UserError` if a
+    process ends without a result, and `StopRequested` if the run is to stop while it `doing`; then the others are
+    killed.
     """
     if count == 1:
         return [work(0)]
@@ -46,7 +48,7 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
     try:
         for number in range(count):
             reader, writer = fork.Pipe(duplex=False)
-            process = fork.Process(target=_send, args=(writer, work, number))
+            process = fork.Process(target=_send, args=(writer, work, number, os.getpid()))
             process.start()
             processes.append(process)
             waiting[reader] = number
@@ -55,7 +57,7 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
             raise_if_stop_requested(doing)
             for ready in connection.wait(list(waiting), _POLL_SECONDS):
                 found = _receive(ready, doing)
-                if isinstance(found, (UserError, OSError)):
+                if isinstance(found, Exception):
                     raise found
                 results[waiting.pop(ready)] = found
     finally:
@@ -65,14 +67,19 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
     return [results[number] for number in range(count)]
 
 
-def _send(writer: Any, work: Callable[[int], object], number: int) -> None:
+def _send(writer: Any, work: Callable[[int], object], number: int, parent: int) -> None:
     """Body of a process."""
     signal_when_parent_ends(signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
+    found: object
     try:
         found = work(number)
-    except (UserError, OSError) as problem:
+    except (UserError, OSError, StopRequested) as problem:
         found = problem
+    except Exception:  # noqa: BLE001  the process that waits raises it
+        found = RuntimeError(f"in a process that prepares data:\n{traceback.format_exc()}")
     writer.send(found)
 
 

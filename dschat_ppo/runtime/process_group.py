@@ -182,8 +182,8 @@ def wait_for_all_ranks(store: Store) -> None:
         text = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {len(names)}"
         if now - began > JOIN_SECONDS:
             raise UserError(f"{text} did not start within {JOIN_SECONDS:.0f} s; see the output of that machine")
-        if ranks.is_main():
-            print_line(f"waiting for {text}")
+        if ranks.local_rank() == 0:  # another launch may hold the port, and these ranks wait alone
+            print_line(f"rank {ranks.rank()} waits for {text}")
     sizes = sorted({int(store.get(name)) for name in names})
     if len(sizes) > 1:
         raise UserError(

@@ -319,8 +319,9 @@ def remove_checkpoints(output: Path) -> bool:
     """Remove the checkpoints of a run whose `result.json` is written, on rank 0. If the run ends in between, the same
     command removes the rest (`check_earlier_outputs`). They stay, and False is returned, if a saved model cannot be
     read: only they can give that model again."""
-    roles = [role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
-    models = [output / role for role in dict.fromkeys(["actor", *roles])] if roles else [output]  # of step 3: the actor
+    models = [output]
+    if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
+        models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
     if not all(map(_is_readable, models)):
         return False
     try:

@@ -43,9 +43,11 @@ def _evaluate(wanted: Wanted) -> None:
     from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, tables
 
     quiet_libraries()
-    path = wanted.words.json and Path(wanted.words.json)
+    path = None if wanted.words.json is None else Path(wanted.words.json)
     if path is not None and not path.resolve().parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
+    if path is not None and path.is_dir():
+        raise UserError(f"--json {path}: is a folder; name a file")
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *tables(found), *notes(found)]:
         print(line)

@@ -1,6 +1,7 @@
 """Processes that prepare data: the run ends when one is killed, and they end when the run is killed or stopped."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,8 +17,8 @@ from dschat_ppo.runtime import dataset_workers, stop_requests
 from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
 
 
-def left() -> list[psutil.Process]:
-    return psutil.Process().children()
+def left() -> list[multiprocessing.Process]:
+    return multiprocessing.active_children()
 
 
 def test_each_part_is_the_result_of_a_process_in_order(monkeypatch):
@@ -44,6 +45,15 @@ def test_an_error_of_one_process_ends_the_others(problem):
     with pytest.raises(type(problem)) as raised:
         in_processes(2, work, "worked")
     assert str(raised.value) == str(problem) and left() == []
+
+
+def test_an_error_that_nobody_expects_comes_with_its_traceback():
+    def work(number):
+        return {}[number]
+
+    with pytest.raises(RuntimeError, match=r"(?s)return \{\}\[number\].*KeyError"):
+        in_processes(2, work, "worked")
+    assert left() == []
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
@@ -86,7 +96,6 @@ in_processes(2, work, "worked")
 def test_the_processes_end_with_a_killed_process():
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
         workers = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
-        time.sleep(0.2)  # until both have asked for the signal
         process.kill()
         _, orphans = psutil.wait_procs(workers, timeout=10)
         for orphan in orphans:

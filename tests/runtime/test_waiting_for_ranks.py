@@ -98,7 +98,7 @@ def test_ranks_that_do_not_start_are_named(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"^ranks 2, 3 of 4 did not start within 1 s"):
         wait_for_all_ranks(store)
-    assert set(capfd.readouterr().out.splitlines()) == {"waiting for ranks 2, 3 of 4"}
+    assert set(capfd.readouterr().out.splitlines()) == {"rank 0 waits for ranks 2, 3 of 4"}
 
 
 @pytest.mark.parametrize("others", [[2, 2, 2], [2, 2, 1]])
@@ -111,3 +111,18 @@ def test_machines_have_the_same_number_of_ranks(others):
     else:
         with pytest.raises(UserError, match=r"different numbers of ranks \(1, 2\)"):
             wait_for_all_ranks(store)
+
+
+def test_ranks_of_another_start_share_no_names(monkeypatch):
+    """torchrun keeps its store when it starts the ranks again."""
+    shared = HashStore()
+    monkeypatch.setattr(process_group, "connect", lambda *_: shared)
+    monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda _: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    stores = []
+    for start in ("0", "1", "0"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        stores.append(process_group._store_of_this_launch("out"))
+    stores[0].set("name", "first")
+    assert [store.check(["name"]) for store in stores] == [True, False, True]

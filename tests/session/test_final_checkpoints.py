@@ -31,11 +31,18 @@ def test_checkpoints_are_removed_and_those_set_aside_stay(output, assets, said):
 
 
 def test_the_folder_goes_with_the_last_checkpoint(tmp_path, assets):
-    (tmp_path / "model.safetensors").symlink_to(assets / "lm/model.safetensors")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(assets / "lm" / name)
     save_checkpoint(tmp_path, 1)
     remove_checkpoints(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     remove_checkpoints(tmp_path)  # nothing is left to remove
+
+
+def test_a_model_beside_folders_of_other_models_is_the_one_that_counts(output, assets):
+    (output / "critic").symlink_to(assets / "reward")
+    (output / "config.json").write_text("{}", encoding="utf-8")
+    assert not remove_checkpoints(output) and "step_000003" in left(output)  # it has no weights
 
 
 @pytest.mark.parametrize(
