@@ -78,6 +78,11 @@ def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list
     return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
 
 
+def sharing_pays(prompt: int, answers: int, tokens: int) -> bool:
+    """Whether to run the `prompt` tokens of so many answers once. `tokens`: of their rows, each with its prompt."""
+    return prompt >= LEAST_TOKENS and (answers - 1) * prompt >= 2 * LEAST_SAVING * tokens
+
+
 def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Tensor]:
     """Groups of rows whose prompt is worth sharing, those with the most tokens first, and the other rows (k,)."""
     members: dict[int, list[int]] = {}
@@ -86,8 +91,7 @@ def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Ten
     sizes, shared = lengths.tolist(), prompts.tokens.tolist()
     groups = [
         rows for rows in members.values()
-        if shared[rows[0]] >= LEAST_TOKENS
-        and (len(rows) - 1) * shared[rows[0]] >= 2 * LEAST_SAVING * sum(sizes[row] for row in rows)
+        if sharing_pays(shared[rows[0]], len(rows), sum(sizes[row] for row in rows))
     ]  # fmt: skip
     groups.sort(key=lambda rows: -sum(sizes[row] for row in rows))
     together = {row for rows in groups for row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
-from dschat_ppo.models.micro_batches import COPIED
+from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.role_memory import FP32, Memory, Role
 from dschat_ppo.rollout.memory import LOGITS_BYTES
@@ -101,15 +102,14 @@ def ppo_phases(
     """The phases of step 3, and the number of sequences that are decoded at a time. `device_memory`: bytes that this
     rank's tensors may take; `sleeps`: whether tensors sleep in the rollout."""
     ppo, ema = config.ppo, config.ppo.enable_ema
-    # answers that share their prompt (`models/micro_batches.py`): where an update has all answers to its prompts
-    answers = plan.samples if plan.rollout_rows == plan.global_batch else 1
-    prompt, group = ppo.max_prompt_seq_len, ppo.max_prompt_seq_len + answers * ppo.max_answer_seq_len
-    # tokens of a micro-batch on this rank: a row may be longer than the budget; ranks may share it
-    groups = plan.micro_batch_tokens // (group + (answers - 1) * (prompt // COPIED))
-    budget = max(prompt + ppo.max_answer_seq_len, groups * group or plan.micro_batch_tokens)
-    all_tokens = plan.rows_per_rank * group // answers
+    # answers that share their prompt: where an update has all answers to its prompts, and ranks do not divide its rows
+    answers = plan.samples if plan.rollout_rows == plan.global_batch and plan.shared == 1 else 1
+    prompt, answer = ppo.max_prompt_seq_len, ppo.max_answer_seq_len
+    # tokens of a pass on this rank: answers shorter than the longest fill it up to the budget, if there are enough
+    budget = max(prompt + answer, plan.micro_batch_tokens)  # a row may be longer; ranks may share it
+    all_tokens = plan.rows_per_rank // answers * group_tokens(prompt, answer, answers)
     tokens = -(-min(budget, all_tokens * plan.shared) // plan.shared)
-    scored = -(-tokens * answers * ppo.max_answer_seq_len // group)  # of answers
+    scored = -(-tokens * answers * answer // (prompt + answers * answer))  # of answers
     micro_batches = -(-all_tokens * ppo.ppo_epochs // (plan.updates_per_rollout * tokens))
     rollout, rows = _rollout_phase(config, plan, roles, actor_config, device_memory, sleeps)
     phases = [rollout, _score_phase(roles, tokens, scored, ema)]
@@ -122,6 +122,15 @@ def ppo_phases(
         for phase in phases[1:]:  # the host memory is kept from the first rollout on (`engine/hybrid_engine.py`)
             _add_host_copies(phase, roles)
     return phases, rows
+
+
+def group_tokens(prompt: int, answer: int, answers: int) -> int:
+    """Most tokens of the answers to a prompt, as `split_by_tokens` counts them: they share the longest prompt and copy
+    its keys and values, or each runs the longest prompt that is not worth sharing. `prompt`, `answer`: most tokens."""
+    sizes = range(prompt + 1)
+    shared = bisect_left(sizes, True, key=lambda size: sharing_pays(size, answers, answers * (size + answer)))
+    together = prompt + answers * answer + (answers - 1) * (prompt // COPIED)
+    return max(together, answers * (shared - 1 + answer))  # prompts below `shared` tokens are not shared
 
 
 def _score_phase(roles: Sequence[Role], tokens: int, scored: int, ema: bool) -> Phase:

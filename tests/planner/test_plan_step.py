@@ -8,6 +8,8 @@ import torch
 from transformers import LlamaConfig
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.models.micro_batches import split_by_tokens
+from dschat_ppo.models.shared_prompts import LEAST_SAVING, RowPrompts
 from dschat_ppo.planner import plan_step as plan_module
 from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, full_text, plan_step, show_memory_plan
 from dschat_ppo.tools.plan import flags_that_fit
@@ -112,21 +114,51 @@ def test_one_base_counts_once():
     assert held(shared, "scoring", "reward", "weights").device == 2 * 64  # its head
 
 
+def tokens_of_a_pass(prompt, answer, samples, prompts, rows, words="", ranks=1):
+    """Tokens of the actor's update: without gradient checkpointing it holds what each of them saves."""
+    sizes = f"--max_prompt_seq_len {prompt} --max_answer_seq_len {answer} --n_samples_per_prompt {samples}"
+    sizes += f" --per_device_generation_batch_size {prompts} --per_device_training_batch_size {rows}"
+    plan = plan_ppo(f"--advantage_estimator grpo {sizes} {words}", SMALL, ranks)
+    return held(plan, "actor update", "actor", "activations").device / plan.roles[0].parts.saved.whole
+
+
 def test_answers_of_a_group_share_their_prompt():
-    """Without gradient checkpointing an update holds what each token of a micro-batch saves."""
-    words = "--advantage_estimator grpo --max_prompt_seq_len 384 --max_answer_seq_len 64 --n_samples_per_prompt 8"
-    words += " --per_device_generation_batch_size 16 --micro_batch_tokens 8192 --per_device_training_batch_size"
+    # a group takes 384 + 8 x 64 tokens and seven copies of 384 / 8: 1,232, where rows apart take 8 x 448 = 3,584
+    assert tokens_of_a_pass(384, 64, 8, 16, 128) == 16 * 1232
+    assert tokens_of_a_pass(384, 64, 8, 16, 64) == 64 * 448, "an update of half of the rows may have no whole groups"
+    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 8192") == 8192, "shorter answers fill it"
+    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 100") == 448, "no row is divided"
+    # 3 x 64 tokens are less than a tenth of 4 x 576
+    assert tokens_of_a_pass(64, 512, 4, 7, 28) == 28 * 576
+    # a prompt of 132 tokens saves less than a tenth, 7 x 132 of 8 x 1,156, and one of 133 does not. Rows with the first
+    # take 9,248 tokens, more than the 512 + 8 x 1,024 + 7 x 64 = 9,152 of a shared one
+    assert tokens_of_a_pass(512, 1024, 8, 1, 8) == 8 * (132 + 1024)
+    divided = tokens_of_a_pass(384, 64, 8, 2, 32, "--sequence_parallel_size 2", ranks=2)
+    assert divided == 32 * 448 / 2, "ranks that divide rows share no prompts"
 
-    def tokens(rows):
-        plan = plan_ppo(f"{words} {rows}", SMALL, ranks=1)
-        return held(plan, "actor update", "actor", "activations").device / plan.roles[0].parts.saved.whole
 
-    # a group takes 384 + 8 x 64 tokens and seven copies of 384 / 8: 1232, six times within 8192; without copies 896
-    assert tokens(16 * 8) == 6 * 896
-    assert tokens(64) == 8192 // 448 * 448, "an update of half of the rows has no whole groups"
-    # a group of 384 + 8 x 1024 tokens does not fit, and is divided
-    words = words.replace("seq_len 64", "seq_len 1024")
-    assert tokens(16 * 8) == 8192
+@pytest.mark.parametrize(
+    ("prompt", "answer", "samples", "rows", "least"),
+    [(512, 1024, 8, 8, 11_264), (512, 1024, 8, 16, 23_136), (256, 1024, 8, 13, 16_192), (64, 512, 4, 7, 4_032)],
+)
+def test_a_plan_holds_what_training_makes_of_shorter_answers(prompt, answer, samples, rows, least):
+    """No micro-batch of `split_by_tokens` exceeds the planned one; a longer search found one of `least` tokens."""
+    planned = tokens_of_a_pass(prompt, answer, samples, rows, rows, f"--gradient_accumulation_steps {samples}")
+    assert planned >= least
+    generator = torch.Generator().manual_seed(0)
+    largest = 0
+    for trial in range(60):
+        groups = torch.arange(rows).repeat_interleave(samples)
+        longest = int(torch.randint(1, answer + 1, (), generator=generator)) if trial else answer
+        answers = torch.randint(1, longest + 1, groups.shape, generator=generator)
+        shortest = 1 if trial % 2 else prompt
+        prompts = RowPrompts(groups, torch.randint(shortest, prompt + 1, (rows,), generator=generator)[groups])
+        lengths = prompts.tokens + answers
+        for part in split_by_tokens(lengths, rows * (prompt + answer), prompts):
+            each = dict(zip(groups[part].tolist(), prompts.tokens[part].tolist(), strict=True))
+            whole, once = int(lengths[part].sum()), int(answers[part].sum()) + sum(each.values())
+            largest = max(largest, once if whole - once >= LEAST_SAVING * whole else whole)
+    assert 0.9 * planned < largest <= planned
 
 
 def test_the_average_is_in_host_memory():
