@@ -218,15 +218,20 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
     found = []
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
         located = _located(kind, columns, rows, by_flag)
-        if kind.uses(located) and set(by_flag) <= set(located) and (wanted or kind.by_flag or not by_flag):
-            found.append(_try(kind, located, rows, flags))
+        says_the_same = all(column in kind.roles.get(role, "").split() for role, column in by_flag.items())
+        if kind.uses(located) and set(by_flag) <= set(located) and (wanted or kind.by_flag or says_the_same):
+            one = _try(kind, located, rows, flags)
+            # an answer that a flag names makes no lists of answers or steps of texts, so that prompts alone were read
+            if one.fits or wanted or "response" not in by_flag or kind.name not in ("ranked", "stepwise"):
+                found.append(one)
     if not found:
         names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
         raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
     closest = max(reversed(found), key=lambda one: len(one.form.columns))  # its reader says what is wrong with each row
-    fitting = [one for one in found if one.fits and not one.repeats_prompt()] or [closest]
+    fits = [one for one in found if one.fits and not one.repeats_prompt()]
+    fitting = [one for one in fits if one.form.kind.by_flag or not by_flag] or fits or [closest]
     talks = [one for one in fitting if one.form.kind.rendering == "chat"]
     return talks[0] if talks and not fitting[0].is_chat else fitting[0]
 

@@ -37,7 +37,8 @@ class Kind:
     Attributes:
         roles: role -> names of columns that have it; the first one that exists counts.
         needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
-        by_flag: whether it can be found if column flags name columns; `--data_format` allows any form.
+        by_flag: whether it can be found if column flags name other columns than the form itself; `--data_format`
+            allows any form.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
             (chat if there is a chat template).
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.

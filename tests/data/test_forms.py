@@ -48,6 +48,25 @@ def test_columns_that_flags_name_leave_no_second_reading():
     assert rows == [Example("Q: Name the colour.\nA: ", ["Yellow."])]
 
 
+@pytest.mark.parametrize(
+    ("row", "column", "name"), [(ALPACA, "output", "alpaca"), (QUESTION, "answer", "question_answer")]
+)
+def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, name):
+    form = form_of([row], response_column=column)
+    assert (form.name, form.warning) == (name, "")
+    assert form.read(row, "sft", "row") == form_of([row]).read(row, "sft", "row")
+    assert form_of([row | {"prompt": "Q:"}], response_column=column).name == "prompt_response"
+
+
+@pytest.mark.parametrize("more", [{}, {"labels": [1]}])
+def test_a_flag_that_names_one_text_as_answer_makes_no_list_of_answers(more):
+    row = {"question": "Why?", "gold": "So.", **more}
+    with pytest.raises(UserError, match="which fit no known form; name them with --prompt_column"):
+        form_of([row], response_column="gold")
+    ranked = {"question": "Why? ", "gold": ["So.", "No."], "scores": [1, 0]}
+    assert form_of([ranked], response_column="gold").name == "ranked"
+
+
 def test_a_column_that_a_flag_names_has_no_second_role():
     form = form_of([{"prompt": "a", "response": "b"}], prompt_column="response")
     assert form.uses == ("prompt",)
