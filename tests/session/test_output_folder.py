@@ -167,7 +167,8 @@ def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_p
 def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
     write_config(flatten(config_of(tmp_path, "--keep_final_checkpoint", str(before))), tmp_path)
     (tmp_path / "result.json").write_text("{}")
-    shutil.copy(assets / "lm/model.safetensors", tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(assets / "lm" / name, tmp_path)
     save_checkpoint(tmp_path, 4)
     problem, done = earlier(tmp_path, "--keep_final_checkpoint", str(now))
     assert problem is None and done is not None and "this run is done" in done
