@@ -103,11 +103,19 @@ def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "erro
 
 def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str, cut: str = "") -> Rows:
     """The rows of splits, in the order of their parts; of one split perhaps a slice such as "train[:10%]"."""
-    skip = bad_rows != "error"
-    rows = joined_rows([
-        _stored(cache_dir, rows_key(part.key, part.name, skip), read_part(part, skip), f"{part.flag} {part.name}")
-        for part in found.parts(names)
-    ])  # fmt: skip
+    skip, tables, by_kind = bad_rows != "error", list[Rows](), dict[str, tuple[str, tuple[str, ...]]]()
+    for part in found.parts(names):
+        key = rows_key(part.key, part.name, skip)
+        tables.append(_stored(cache_dir, key, read_part(part, skip), f"{part.flag} {part.name}"))
+        if isinstance(part, FilePart):
+            by_kind[str(part.kind)] = part.path.name, tables[-1].columns
+    if len({frozenset(columns) for _, columns in by_kind.values()}) > 1:  # some are not the data, such as notes.txt
+        shown = "; ".join(
+            f"{kind}: {name} has {shorten(', '.join(columns), 200)}" for kind, (name, columns) in by_kind.items()
+        )
+        way = "name one of the files, or move the others away"
+        raise UserError(f"{found.what}: holds files of different kinds with different columns ({shown}); {way}")
+    rows = joined_rows(tables)
     if not cut:
         return rows
     with reading(f"{found.what}: the split '{cut}'"):

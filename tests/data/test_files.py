@@ -163,6 +163,20 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_lines(tmp_path):
     assert splits.train.problem.startswith(f"{folder / 'b.jsonl'}, line 2 is not JSON")
 
 
+def test_files_of_different_kinds_need_the_same_columns(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"p": "x", "q": "1"}\n{"q": "2", "p": "y"}\n')
+    (folder / "b.csv").write_text("q,p\n3,z\n")
+    assert column(load(tmp_path, folder).train, "p") == ["x", "y", "z"]
+    (folder / "notes.txt").write_text("a note\n" * 30)
+    for bad_rows in ("error", "skip"):
+        with pytest.raises(
+            UserError, match=r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"
+        ):
+            load(tmp_path, folder, bad_rows)
+
+
 MUTATED = {**{f"d{kind}": content for kind, content in CONTENT.items()}, "d.txt": b"some\ntext\n" * 20}
 MUTATED["plain.parquet"] = parquet(compression="none", use_dictionary=False)
 MUTATED |= {
