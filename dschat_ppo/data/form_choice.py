@@ -201,6 +201,9 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
         unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
         found = {role: column for role, column in found.items() if role not in unused}
+    asked = found.get("prompt", "") if kind.name == "implicit_preference" else ""
+    if asked and not any(has_value(row, asked) and value_at(row, asked) != "" for row in rows):
+        del found["prompt"]  # an empty column: the prompt is what both answers start with
     # a column whose partner is missing, as chosen without rejected, has no role
     needed = [roles for _, roles in kind.choices()]
     served = set().union(*(roles for roles in needed if roles <= set(found)))
@@ -229,7 +232,8 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
         raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
-    closest = max(reversed(found), key=lambda one: len(one.form.columns))  # its reader says what is wrong with each row
+    # its reader says what is wrong with each row; of equal ones not the one that looks for the prompt in the answers
+    closest = max(reversed(found), key=lambda one: len(one.form.columns) - one.form.kind.inside)
     fits = [one for one in found if one.fits and not one.repeats_prompt()]
     fitting = [one for one in fits if one.form.kind.by_flag or not by_flag] or fits or [closest]
     talks = [one for one in fitting if one.form.kind.rendering == "chat"]

@@ -140,8 +140,8 @@ _DETECTED = (
     ),
     Kind(
         "implicit_preference",
-        {"chosen": "chosen", "rejected": "rejected"}, {"sft preference prompt": "chosen rejected"},
-        read_implicit_preference, by_flag=True, inside=True,
+        {"prompt": "prompt question query instruction input", "chosen": "chosen", "rejected": "rejected"},
+        {"sft preference prompt": "chosen rejected"}, read_implicit_preference, by_flag=True, inside=True,
     ),
     Kind(
         "messages",

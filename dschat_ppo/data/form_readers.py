@@ -222,10 +222,16 @@ def _same(one: Prompt | None, other: Prompt | None) -> bool:
 
 
 def read_implicit_preference(cells: Cells, use: Use) -> Found:
-    """Two conversations or texts that start with the same prompt; that of texts ends where they begin to differ."""
+    """Two conversations or texts that start with the same prompt; that of texts is what a column holds, or else it ends
+    where they begin to differ."""
     if all(_is_chat(cells, role) for role in ("chosen", "rejected")):
         return read_columns(cells, use)
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
+    if cells.has("prompt"):
+        prompt = cells.text("prompt")
+        if not one.startswith(prompt) or not two.startswith(prompt):
+            raise UserError(f"chosen and rejected do not both start with the text of '{cells.columns['prompt']}'")
+        return prompt, pair_of([one[len(prompt) :], two[len(prompt) :]])
     cut = len(commonprefix([one, two]))
     if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
         cut -= 1  # of a text with which the other starts, the last character is the answer, as in TRL

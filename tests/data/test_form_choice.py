@@ -201,6 +201,14 @@ def test_prompts_that_the_answers_repeat_are_read_once():
     row = {"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}
     assert form_of([row]).name == "implicit_preference"
     assert read([row], "preference") == [Example("Q: a\nA:", [" yes", " no"])]
+    alike = {"prompt": "Q0: ", "chosen": "Q0: good day", "rejected": "Q0: great no"}
+    for flags in ({}, {"data_format": "implicit_preference"}):
+        form = form_of([row, alike], **flags)
+        assert form.read(alike, "preference", "row 2") == [Example("Q0: ", ["good day", "great no"])], "no 'ood day'"
+        with pytest.raises(UserError, match="row 3: chosen and rejected do not both start with the text of 'prompt'"):
+            form.read(alike | {"rejected": "Q0 no"}, "sft", "row 3")
+    for empty in ("", None):
+        assert read([row | {"prompt": empty}], "preference") == read([row], "preference")
     apart = row | {"chosen": "yes"}
     assert form_of([row, apart], apply_chat_template=False).name == "preference"
     assert read([row], "sft", data_format="preference") == [Example("Q: a\nA:", ["Q: a\nA: yes"])]
