@@ -376,29 +376,58 @@ def _checked_row(row: Any, text: str) -> Row:
 
 
 def _json_rows(path: Path, bad: BadRows) -> Iterator[tuple[int, Row]]:
-    """The rows of one array, of one object of columns, or of objects over several lines each. The file is read whole,
-    and an error in its JSON ends it, even if bad rows are skipped: the next one cannot be found."""
+    """The rows of one array, of one object of columns, or of objects over several lines each. The text of the file is
+    in memory, the rows are made one at a time."""
     with _opened(path) as file:
-        text = _text(file.read().removeprefix(_BOM)).strip()
-    values, place = list[Any](), 0
-    while place < len(text):
-        try:
-            value, place = _decoded(_DECODER.raw_decode, text, place)
-        except UserError as problem:
-            place = getattr(problem.__cause__, "pos", place)
-            near = text[max(0, place - AROUND_CHARACTERS) : place + AROUND_CHARACTERS]
-            raise UserError(f"{problem}: {near!r}") from None
-        values.append(value)
-        place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
-    if len(values) == 1:
-        values = values[0] if isinstance(values[0], list) else _rows_of_object(values[0]) or values
-    for number, value in enumerate(values, start=1):
+        text = _text(file.read().removeprefix(_BOM)).lstrip()
+    values = _json_values(text)
+    first = list(islice(values, 2))
+    if len(first) == 1 and not text.startswith("["):
+        first = _rows_of_object(first[0]) or first
+    for number, value in enumerate(chain(first, values), start=1):
         row = {"text": value} if isinstance(value, str) else value
         written = _decoded(json.dumps, row)
         try:
             yield number, _checked_row(row, written)
         except UserError as problem:
             bad.add(f"row {number} {problem}: {_quoted(written)}")
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """The elements of one array, or values that follow each other. An error in the JSON ends the file, even if bad rows
+    are skipped: the next value cannot be found."""
+    in_array = text.startswith("[")
+    place = _behind_space(text, int(in_array))
+    while text[place : place + 1] != ("]" if in_array else ""):
+        try:
+            value, place = _decoded(_json_value, text, place, in_array)
+        except UserError as problem:
+            place = getattr(problem.__cause__, "pos", place)
+            near = text[max(0, place - AROUND_CHARACTERS) : place + AROUND_CHARACTERS]
+            raise UserError(f"{problem}: {near!r}") from None
+        yield value
+
+
+def _json_value(text: str, place: int, in_array: bool) -> tuple[Any, int]:
+    """The value at a place, and the place of the next value or of the end of the array."""
+    value, place = _DECODER.raw_decode(text, place)
+    place = _behind_space(text, place)
+    if not in_array:
+        return value, place
+    if text.startswith("]", place):
+        if (after := _behind_space(text, place + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, after)
+        return value, place
+    if not text.startswith(",", place):
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+    place = _behind_space(text, place + 1)
+    if text.startswith("]", place):
+        raise json.JSONDecodeError("Illegal trailing comma before end of array", text, place)
+    return value, place
+
+
+def _behind_space(text: str, place: int) -> int:
+    return _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
 
 
 def _rows_of_object(table: Any) -> list[Row] | None:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import pandas
@@ -11,6 +12,7 @@ import pytest
 from test_splits import column, load, origins_of
 
 from dschat_ppo.data import parts
+from dschat_ppo.data.parts import FilePart
 from dschat_ppo.errors import UserError
 
 
@@ -149,7 +151,9 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
         ('[{"p": "a"}, {"p": "b"}', r"is not JSON \(Expecting ',' delimiter at column 24\)"),
         ('[{"p": "a"} {"p": "b"}]', r"is not JSON \(Expecting ',' delimiter at column 13\)"),
         ('[{"p": "a"},\n {"p" "b"}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 7 .*\): .*\"p\" \"b\""),
-        ('[{"p": "a"}] x', r"is not JSON \(Expecting value at column 14\)"),
+        ('[{"p": "a"}] x', r"is not JSON \(Extra data at column 14\)"),
+        ('[{"p": "a"}, ]', r"is not JSON \(Illegal trailing comma before end of array at column 14\): '.*a.*, ]'"),
+        ('[{"p": "a"}, {"p": Infinity}]', r"is not JSON \(Infinity is no number\): '.*Infinity"),
         ('[{"p": "a"}, 7]', "row 2 is not an object"),
         ('[{"p": "a"}, 7.5e+10]', "row 2 is not an object"),
         ('[{"p": "a"}, {"p": "\\ud83d\\ude00"}, {"p": "\\ud83d"}]', "row 3 holds half of a surrogate pair"),
@@ -158,6 +162,22 @@ def test_one_object_with_lists_of_objects_is_one_row(tmp_path):
 def test_a_broken_array_is_a_one_line_error(tmp_path, text, cause):
     with pytest.raises(UserError, match=f"d.json: {cause}"):
         read(tmp_path, text.encode(), name="d.json")
+
+
+def test_the_rows_of_an_array_are_made_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    rows = [{"conversations": [{"from": "human", "value": "hi"}] * 4, "id": n} for n in range(5000)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    tracemalloc.start()
+    try:
+        numbers = [
+            row["id"] for batch in parts.read_part(FilePart(tmp_path / "d.json", ""), False) for row in batch.rows
+        ]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert numbers == list(range(5000))
+    assert peak < 3 * (tmp_path / "d.json").stat().st_size  # its bytes and its text
 
 
 def test_a_skipped_element_of_an_array_is_counted(tmp_path):
