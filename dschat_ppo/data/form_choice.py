@@ -218,8 +218,10 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
     first. `by_flag` are the columns of content that flags name. `UserError` if no form has the columns."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
     wanted = known or (flags.data_format if flags.data_format != "auto" else "")
-    found = []
+    found, filled = [], {column for column in columns if any(row.get(column) is not None for row in rows)}
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
+        if not wanted and filled.difference(by_flag.values()) & set(kind.not_with.split()):
+            continue
         located = _located(kind, columns, rows, by_flag)
         says_the_same = all(column in kind.roles.get(role, "").split() for role, column in by_flag.items())
         if kind.uses(located) and set(by_flag) <= set(located) and (wanted or kind.by_flag or says_the_same):

@@ -39,6 +39,8 @@ class Kind:
         needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
         by_flag: whether it can be found if column flags name other columns than the form itself; `--data_format`
             allows any form.
+        not_with: columns of a conversation or pair: rows with them say more than this form reads, also if no form can
+            read them.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
             (chat if there is a chat template).
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
@@ -52,6 +54,7 @@ class Kind:
     needs: dict[str, str]
     read: Callable[[Cells, Use], Found]
     by_flag: bool = False
+    not_with: str = ""
     rendering: str = "as given"
     inside: bool = False
     labelled: bool = False
@@ -136,12 +139,13 @@ _DETECTED = (
         "hh",
         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
         {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
-        read_transcript, by_flag=True, inside=True,
+        read_transcript, by_flag=True, not_with="conversations", inside=True,
     ),
     Kind(
         "implicit_preference",
         {"prompt": "prompt question query instruction input", "chosen": "chosen", "rejected": "rejected"},
-        {"sft preference prompt": "chosen rejected"}, read_implicit_preference, by_flag=True, inside=True,
+        {"sft preference prompt": "chosen rejected"},
+        read_implicit_preference, by_flag=True, not_with="conversations", inside=True,
     ),
     Kind(
         "messages",
@@ -156,13 +160,13 @@ _DETECTED = (
     Kind(
         "user_assistant",
         {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
-        read_columns, rendering="content",
+        read_columns, not_with="messages conversation conversations", rendering="content",
     ),
     Kind(
         "prompt_response",
         {"prompt": "prompt query", "response": "response completion", "history": "history"},
         {"sft": "prompt response", "prompt": "prompt"},
-        read_columns, by_flag=True, alone=True,
+        read_columns, by_flag=True, not_with="chosen", alone=True,
     ),
     Kind("text", {"response": "text"}, {"sft": "response"}, read_text, rendering="text", inside=True),
 )  # fmt: skip

@@ -116,6 +116,29 @@ def test_columns_that_only_look_like_a_form_are_warned_of(answers, words):
     assert read([row], "prompt", prompt_column="question") == [Example("Why?", [])]
 
 
+STRANGERS = [{"from": "customer", "value": "Why?"}, {"from": "agent", "value": "So."}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "words"),
+    [
+        ([{"user": "Ann", "model": "m-1", "conversations": STRANGERS}], "sharegpt", "role 'customer'.*--role_names"),
+        ([{"chosen": "a b", "rejected": "a c", "conversations": STRANGERS}], "sharegpt", "role 'customer'.*--role_na"),
+        ([{"conversation": STRANGERS}], "sharegpt", "role 'customer'.*--role_names"),
+        ([{"user": "Ann", "model": "m-1", "messages": None}] * 9 + [{"user": "Bo", "model": "m", "messages": TALK}],
+         "messages", "'messages' is null"),
+        ([{"prompt": [{"role": "system", "content": "Be brief."}, ASK], "chosen": [ASK, HALL],
+           "rejected": [ASK, ROOF]}], "preference", "the messages of 'chosen' do not start with those of the prompt"),
+    ],
+)  # fmt: skip
+def test_rows_that_no_form_can_read_say_what_is_wrong_with_their_messages(rows, name, words):
+    """No form that reads less of them offers to leave the messages out."""
+    form = form_of(rows)
+    assert form.name == name and form.warning.startswith("most of the first rows do not fit")
+    with pytest.raises(UserError, match=words):
+        form.read(rows[0], form.uses[0], "row 1")
+
+
 # Prompts and answers without anything between them
 
 
