@@ -328,8 +328,8 @@ def _is_json_lines(path: Path) -> bool:
         return first[:1] != b"["
     try:
         json.loads(first)
-    except (ValueError, RecursionError):  # a bad line, or an object over several
-        return first != b"{" and ".json" not in path.suffixes
+    except (ValueError, RecursionError):  # a bad line, or an object over several, perhaps with a list of objects
+        return first != b"{" and (".json" not in path.suffixes or (second[:1] == b"{" and second[-1:] != b","))
     return bool(second)  # an object by itself may hold columns
 
 

@@ -262,9 +262,19 @@ def test_the_text_around_the_first_byte_that_is_not_utf8_is_shown(tmp_path, name
         ('{ "p": "a",\n  "q": "b" }\n', ["a"]),
         ('{"p": ["a", "b"],\n "q": ["c", "d"]}\n', ["a", "b"]),
         ('{"p": "a"}\n{"p": \xff\n', ["a"]),
+        ('{"p": \n{"p": "b"}\n{"p": "c"}\n', ["b", "c"]),
+        ('{"p": [\n{"q": 1},\n{"q": 2}]}\n', [[{"q": 1}, {"q": 2}]]),
         (f'{{"p": ["{"x" * 2**20}", "b"]}}', ["x" * 2**20, "b"]),
     ],
-    ids=["long first line", "object over lines", "columns over lines", "bad last line", "long columns"],
+    ids=[
+        "long first line",
+        "object over lines",
+        "columns over lines",
+        "bad last line",
+        "bad first line",
+        "objects in a list over lines",
+        "long columns",
+    ],
 )
 def test_lines_and_values_over_several_lines_are_told_apart(tmp_path, text, values):
     assert column(read(tmp_path, text, "skip", "d.json").train, "p") == values
