@@ -18,6 +18,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import (
     CONTEXT,
     THOUGHTS,
+    WEIGHTS,
     Example,
     Row,
     Use,
@@ -42,16 +43,15 @@ from dschat_ppo.errors import UserError
 Rendering = Literal["chat", "text"]
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
-_WEIGHTS = ("weight", "weights", "loss_mask")
 # Columns that no flag can name, and that say what the model sees or what is trained
-ALWAYS_CONTENT = {*PICTURES, *_WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
+ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
 # are names that mostly stand for who asked, and which model answered.
 CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
     name for kind in KINDS.values() for role, names in kind.roles.items() for name in names.split()
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
-_NO_COPIES = (*PICTURES, *_WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
+_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
 _AS_CHAT = "--apply_chat_template True makes chat messages of the prompts"
 NAME_COLUMNS = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column or --messages_column"
@@ -338,11 +338,13 @@ def _suffix(*answers: Answer) -> str:
 
 
 def _is_content(column: str, value: Any) -> bool:
-    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do switches of thoughts
-    (`reasoning: "on"`) and labels of classes."""
+    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do measured losses,
+    names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`) and labels of classes."""
     if column in ("label", "labels"):
         return is_label(value)
-    if column in _WEIGHTS:
+    if column in ("train", "training", "loss") and not isinstance(value, list):
+        return str(value).strip().lower() in ("0", "0.0", "false")
+    if column in WEIGHTS:
         return leaves_out(value)
     if column in THOUGHTS and str(value).strip().lower() in ("on", "off", "yes", "no", "true", "false"):
         return False

@@ -166,6 +166,13 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
         ("images", [], ["a.png"]),
         ("loss_mask", None, [0]),
         ("weight", 1, 0),
+        ("mask", [1, 1], [0, 1]),
+        ("mask", 1, 0),
+        ("train", 1, 0),
+        ("train", True, "false"),
+        ("trainable", True, False),
+        ("training", "train", 0),
+        ("loss", 0.7, 0),
         ("input", "", MARK),
         ("context", None, MARK),
         ("thinking", "a", MARK),  # a copy in the first rows
