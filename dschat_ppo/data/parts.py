@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,10 @@ def read_part(part: Part, skip: bool, place: Any = None) -> Iterator[Batch]:
             if bad.count:
                 yield Batch([], [], place, bad.count, f"{name}, {bad.first}")
     except UserError as problem:
-        raise UserError(f"{part.flag} {name}: {problem}") from problem.__cause__
+        cause = problem.__cause__
+        is_damaged = isinstance(cause, EOFError | zlib.error) or "Truncated compressed" in str(cause)
+        hint = "; copy or download it again" if is_damaged else ""
+        raise UserError(f"{part.flag} {name}: {problem}{hint}") from cause
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,6 +461,9 @@ def _separated_rows(path: Path, bad: BadRows) -> Iterator[tuple[int, Row]]:
             name = _text(field.encode(errors="surrogateescape"))
             candidates = chain([name or f"Unnamed: {place}"], (f"{name}.{number}" for number in count(1)))
             names.append(next(word for word in candidates if word not in names))
+        if len(names) == 1 and (marks := [mark for mark in ";\t," if mark in names[0] and mark != delimiter]):
+            wrong = f"the header is one column, {_quoted(names[0])}, with the separator {marks[0]!r}"
+            raise UserError(f"{wrong}; a .csv file needs commas and a .tsv file tabs")
         number = 0
         while True:
             before = lines.line_num

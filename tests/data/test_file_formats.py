@@ -208,6 +208,21 @@ def test_fields_of_tsv_may_hold_commas(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "mark"),
+    [
+        ("d.csv", "p;q\na, b;c\n", "';'"),
+        ("d.csv", "p\tq\na\tb\n", r"'\\t'"),
+        ("d.tsv", "p,q\na,b\n", "','"),
+    ],
+)
+def test_another_separator_is_named(tmp_path, name, text, mark):
+    with pytest.raises(
+        UserError, match=rf"{name}: the header is one column, 'p.*q', with the separator {mark}; a .csv"
+    ):
+        read(tmp_path, text, "skip", name)
+
+
+@pytest.mark.parametrize(
     ("row", "cause", "lines"),
     [
         ("one", "row 2 has 1 fields, the header has 2", 1),
