@@ -110,6 +110,14 @@ def test_the_readme_of_a_hub_clone_lists_its_configurations(clone):
     assert files_of(clone) == {"train": ["socratic/x.jsonl", "socratic/y.jsonl"]}
 
 
+def test_the_files_that_a_readme_lists_are_read_in_the_order_of_their_paths(tmp_path):
+    folder = make(tmp_path / "d", "b.jsonl", "a.jsonl", "c.jsonl")
+    text = "---\nconfigs:\n- config_name: default\n  data_files: [c.jsonl, a.jsonl, b.jsonl]\n---\n"
+    (folder / "README.md").write_text(text)
+    assert files_of(folder) == {"train": ["c.jsonl", "a.jsonl", "b.jsonl"]}
+    assert column(load(tmp_path, folder).train, "a") == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
 def test_files_that_the_readme_lists_must_be_there(clone):
     (clone / "main/test-00000-of-00001.jsonl").unlink()
     with pytest.raises(UserError, match=r"clone: the config.* names one\): .*format for all splits"):

@@ -396,6 +396,21 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         assert "--bad_rows" not in str(stopped.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said, streaming):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"prompt": f"p{n}", "response": "a"} for n in range(99)])
+    write_jsonl(folder / "eval.jsonl", ROWS[:1])
+    with (folder / "eval.jsonl").open("a") as file:
+        file.write("{no\n")
+    stream = {"streaming": True, "streaming_rows": 20} if streaming else {}
+    flags = flags_for(tmp_path, str(folder), bad_rows="skip", **stream)
+    assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 1
+    assert any(f"skipped: 1 of {2 if streaming else 101} lines cannot be read" in line for line in said)
+    assert any("eval.jsonl, line 2 is not JSON" in line for line in said)
+
+
 @pytest.mark.parametrize("form", ["messages", "prompt"])
 def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path, said, form):
     rows = [{"prompt": f"p {n // 3}", "completion": f"yes {n}", "label": n % 3 != 0} for n in range(9)]
