@@ -312,8 +312,10 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     value = (
         json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
     )  # JSON means its nulls
-    found = checked([] if value is None else value, list, f"'{column}'", "a list of tool descriptions or its JSON")
-    return [checked(json_value(tool), dict, f"a tool of '{column}'", "an object") for tool in found] or None
+    way = "; --ignore_columns tools leaves it out" if column == "tools" else ""  # and not what holds messages too
+    expected = f"a list of tool descriptions or its JSON{way}"
+    found = checked([] if value is None else value, list, f"'{column}'", expected)
+    return [checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}") for tool in found] or None
 
 
 def tools_beside(value: Any) -> Any:

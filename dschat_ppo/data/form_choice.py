@@ -179,7 +179,7 @@ def _columns_by_flag(
     if len(missing) == len(wanted) and not is_only:
         return {}, f"has none of the columns that flags name ({', '.join(missing.values())}), so they do not apply"
     named = ", ".join(f"--{role}_column {column}" for role, column in missing.items())
-    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}")
+    raise UserError(f"{named}: {name} has no such column; it has {_listed(columns)}{_rows_inside(rows)}")
 
 
 def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
@@ -189,6 +189,13 @@ def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
 
 def _listed(columns: list[str]) -> str:
     return ", ".join(map(repr, columns))
+
+
+def _rows_inside(rows: list[Row]) -> str:
+    """A hint for a file that is one object with all rows in one of its values; "" for other files."""
+    values = rows[0].items() if len(rows) == 1 else ()
+    lists = [name for name, value in values if isinstance(value, list) and {type(one) for one in value} == {dict}]
+    return f"; the rows seem to be inside '{lists[0]}': write each on a line of a .jsonl file" if lists else ""
 
 
 def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
@@ -233,7 +240,9 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
-        raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
+        raise UserError(
+            f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}{_rows_inside(rows)}"
+        )
     # its reader says what is wrong with each row; of equal ones not the one that looks for the prompt in the answers
     closest = max(reversed(found), key=lambda one: len(one.form.columns) - one.form.kind.inside)
     fits = [one for one in found if one.fits and not one.repeats_prompt()]

@@ -259,10 +259,10 @@ class Form:
             is_copy = bool(lines) and all(line in everything for line in lines)
             holds_all = all(line in "\n".join(lines) for line in needed)
             if column in _NO_COPIES or not (is_copy or holds_all):
-                what = " and the placeholders of pictures" if column in PICTURES else ""
+                way = "leaves out the column and its placeholders in texts" if column in PICTURES else "leaves it out"
                 raise UserError(
                     f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; "
-                    f"--ignore_columns {column} leaves it out{what}; --prompt_column, --response_column, ... and "
+                    f"--ignore_columns {column} {way}; --prompt_column, --response_column, ... and "
                     "--data_format choose another reading"
                 )
 

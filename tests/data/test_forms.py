@@ -21,6 +21,15 @@ def test_columns_of_no_form_are_listed():
         form_of([{"a": 1, "b": 2}])
 
 
+def test_rows_inside_a_value_of_one_object_are_guessed():
+    rows = [{"version": "1", "data": [{"prompt": "Q:", "response": "a"}] * 2}]
+    for flags in ({}, {"prompt_column": "prompt"}):
+        with pytest.raises(UserError, match=r"; the rows seem to be inside 'data': write each on a line of a \.jsonl"):
+            form_of(rows, **flags)
+    with pytest.raises(UserError, match="--messages_column$"):
+        form_of(rows * 2)
+
+
 def test_mixed_renderings_are_named_with_the_flag_that_ends_them():
     chat = form_of([{"messages": [user("a"), assistant("b")]}])
     text = form_of([{"prompt": "Why? ", "response": "So"}])
@@ -207,7 +216,9 @@ def test_tools_need_chat_messages():
     with pytest.raises(UserError, match="'tools' describes tools, which need the chat template"):
         read([{"prompt": "a b", "tools": [TOOL]}], "prompt")
     assert read([{"prompt": "a b", "tools": []}], "prompt") == [Example("a b", [])]
-    with pytest.raises(UserError, match="'tools' is str .'a hammer'.; expected a list of tool descriptions"):
+    with pytest.raises(
+        UserError, match="'tools' is str .'a hammer'.; expected a list of .*; --ignore_columns tools leaves it"
+    ):
         read([{"prompt": "a b", "tools": "a hammer"}], "prompt")
     assert read([{"prompt": [ASK], "tools": [TOOL]}], "prompt")[0].tools == [TOOL]
 
