@@ -103,7 +103,11 @@ def detect_form(
     used |= set(SYSTEM_COLUMNS) if flags.system_column is not None else set()
     left = used | set(flags.ignore_columns) | (_OF_REWARDS if chosen.form.uses == ("prompt",) else set())
     left |= {"label", "labels"} if kind.name == "text" else set()  # classes of texts
-    known = ALWAYS_CONTENT if by_choice or flags.data_format != "auto" else CONTENT
+    chosen_by_flag = flags.data_format != "auto" or (by_choice and kind.by_flag)  # other forms are found without flags
+    settled = {
+        name for role in by_choice for name in kind.roles[role].split()
+    }  # other columns of a role that a flag named
+    known = ALWAYS_CONTENT if chosen_by_flag else CONTENT - settled
 
     # What was understood of the data set, for the log
     parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})", about_prompts]
@@ -230,8 +234,14 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         if not wanted and filled.difference(by_flag.values()) & set(kind.not_with.split()):
             continue
         located = _located(kind, columns, rows, by_flag)
-        says_the_same = all(column in kind.roles.get(role, "").split() for role, column in by_flag.items())
-        if kind.uses(located) and set(by_flag) <= set(located) and (wanted or kind.by_flag or says_the_same):
+        says_the_same = "prompt" in kind.roles and all(
+            column in kind.roles.get(role, "").split() for role, column in by_flag.items()
+        )
+        if (
+            kind.uses(located)
+            and set(by_flag) <= set(located)
+            and (wanted or kind.by_flag or says_the_same or not by_flag)
+        ):
             one = _try(kind, located, rows, flags)
             # an answer that a flag names makes no lists of answers or steps of texts, so that prompts alone were read
             if one.fits or wanted or "response" not in by_flag or kind.name not in ("ranked", "stepwise"):

@@ -65,6 +65,14 @@ def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, nam
     assert (form.name, form.warning) == (name, "")
     assert form.read(row, "sft", "row") == form_of([row]).read(row, "sft", "row")
     assert form_of([row | {"prompt": "Q:"}], response_column=column).name == "prompt_response"
+    assert form_of([row | {"response": "other"}], response_column=column).name == name
+    with pytest.raises(UserError, match=r"'text' holds content, 'Why\?', that the form .*--ignore_columns text"):
+        form_of([row | {"text": "Why?"}], response_column=column)
+
+
+def test_a_question_beside_the_text_that_a_flag_names_is_not_lost():
+    with pytest.raises(UserError, match="which fit no known form; name them with --prompt_column"):
+        form_of([{"question": "Why?", "text": "So."}], response_column="text")
 
 
 @pytest.mark.parametrize("more", [{}, {"labels": [1]}])
