@@ -202,9 +202,12 @@ def test_the_command(assets, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "wins against lm" in out and "\nprompt 1:\n" in out and "prompt 2:" not in out
     assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
-    assert main([*words, "--json", str(tmp_path)]) == 4
+    assert main([*words, "--json", str(tmp_path / ("x" * 300))]) == 4
     out, err = capsys.readouterr()
-    assert "wins against lm" in out and "cannot be written (Is a directory)" in err
+    assert "wins against lm" in out and "cannot be written (File name too long)" in err
+    for folder in (str(tmp_path), ""):
+        assert main([*words, "--json", folder]) == 2
+        assert "is a folder; name a file" in capsys.readouterr().err
     assert main([*words, "--json", str(tmp_path / "none" / "a.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main([*words, "--max_tokens", "10000"]) == 2
