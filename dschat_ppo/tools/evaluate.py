@@ -46,7 +46,7 @@ def _evaluate(wanted: Wanted) -> None:
     path = None if wanted.words.json is None else Path(wanted.words.json)
     if path is not None and not path.resolve().parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
-    if path is not None and path.is_dir():
+    if path is not None and os.path.isdir(path):
         raise UserError(f"--json {path}: is a folder; name a file")
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *tables(found), *notes(found)]:
