@@ -14,7 +14,7 @@ CASES = {
     "wrong column": (
         "reward",
         "--data_path {a}/sft.jsonl",
-        ["sft.jsonl", "prompt/chosen/rejected"],
+        ["sft.jsonl", "a prompt and two answers"],
     ),
     "empty data set": ("sft", "--data_path {b}/empty.jsonl", ["empty.jsonl", "empty"]),
     "unreadable ending": ("sft", "--data_path {b}/notes.pdf", ["notes.pdf", ".jsonl"]),
@@ -158,14 +158,18 @@ CASES = {
         "--objective dpo --center_rewards_coef 0.1",
         ["--center_rewards_coef", "--objective dpo", "--objective reward"],
     ),
-    "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["prompt/chosen/rejected"]),
+    "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["a prompt and two answers"]),
     "chat template that refuses system turns": (
         "sft",
         "--model_name_or_path {b}/strict --data_path {b}/system.jsonl --data_split 1,0,0",
         ["system.jsonl, row 2", "System role not supported"],
     ),
     "lines of null, which crash pyarrow": ("sft", "--data_path {b}/nulls.jsonl", ["nulls.jsonl", "line 1"]),
-    "tokenizer that is none": ("sft", "--model_name_or_path {b}/no_tokenizer", ["no_tokenizer", "its tokenizer"]),
+    "tokenizer that is none": (
+        "sft",
+        "--model_name_or_path {b}/no_tokenizer",
+        ["no_tokenizer", "one that cannot be loaded"],
+    ),
     "heads that do not divide": (
         "sft",
         "--model_name_or_path {b}/heads",

@@ -87,7 +87,7 @@ def test_the_log_says_how_the_rows_are_read_alike_in_every_step(runs, name, form
     assert len(lines) == 1, lines
     start = "\n\nHuman: Hi." if form == "hh" else "<|user|>"
     assert all(re.search(r"a sample[^\n]*:\n" + re.escape(start), text) for text in said)
-    rendering = "text is used as it is" if form == "hh" else "rendered by the chat template"
+    rendering = "prompts are text, without the chat template" if form == "hh" else "rendered by the chat template"
     assert rendering in lines.pop()
 
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from dschat_ppo.engine.build_engine import OptimizerSettings, build_optimizer
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.runtime.process_group import init_process_group
-from dschat_ppo.runtime.processes import find_process
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,9 @@ def test_a_compilation_that_a_stop_ended_is_no_failure(monkeypatch, asked):
 
     monkeypatch.setattr(stop_requests, "requested", lambda: asked)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("dschat_ppo.runtime.process_group._store_of_this_launch", lambda _: HashStore())
     monkeypatch.setattr("deepspeed.init_distributed", killed)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", killed)
     settings = OptimizerSettings(0.1, 0.0, "constant", 0, 1, (0.9, 0.95), 1e-8)
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -164,7 +166,7 @@ def test_a_compilation_that_a_stop_ended_is_no_failure(monkeypatch, asked):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_launcher_that_was_killed_before_install_is_detected(monkeypatch, works):
-    monkeypatch.setattr(stop_requests, "ancestor", lambda word: (5, find_process(os.getpid())) if works else None)
+    monkeypatch.setattr(stop_requests, "ancestor", lambda word: 5 if works else None)
     stop_requests.install()
     assert stop_requests.reason() is None, "started by hand"
     monkeypatch.setenv("CROSS_RANK", "0")
