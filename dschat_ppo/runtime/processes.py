@@ -28,7 +28,7 @@ def deny_access_to_memory() -> None:
 @dataclass(frozen=True)
 class Process:
     """A process. `parent`: its number; `started`: clock ticks since the machine started, which distinguish processes of
-    one number; `ended`: it is a zombie; `ticks`: clock ticks of CPU time."""
+    one number; `ended`: it is a zombie."""
 
     parent: int
     started: int
