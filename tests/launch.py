@@ -29,11 +29,12 @@ def forked(
     timeout: int = 300,
     folder: Path = ROOT,
     stdin: str | Path = os.devnull,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As `deepspeed`, for a worker: its ranks are forked from a process that has imported the libraries.
 
     For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU. The ranks run in
-    `folder` and read the file `stdin`; with a GPU, the launcher gives them no input.
+    `folder`, read the file `stdin` and have `env` in their environment; with a GPU they have neither of these two.
     """
     if torch.cuda.is_available():
         return run(deepspeed_command(ranks, script, *words), timeout, folder)
@@ -41,7 +42,14 @@ def forked(
         out, err = Path(temporary, "out"), Path(temporary, "err")
         out.touch(), err.touch()
         launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
-        launch |= {"folder": str(folder), "stdin": str(stdin), "out": str(out), "err": str(err), "timeout": timeout}
+        launch |= {
+            "env": env or {},
+            "folder": str(folder),
+            "stdin": str(stdin),
+            "out": str(out),
+            "err": str(err),
+            "timeout": timeout,
+        }
         server = _fork_server()
         print(json.dumps(launch), file=server.stdin, flush=True)
         answer = server.stdout.readline()

@@ -1,6 +1,7 @@
 """The benchmark of faults, apart from its runs: which faults, what counts as survived, what is compared."""
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -192,14 +193,10 @@ def test_without_root_the_benchmark_of_power_says_so_in_one_line(tmp_path, monke
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_one_of_the_faults_with_real_ranks(tmp_path, monkeypatch):
-    """In two steps in place of four, and under the launcher only where the fault is met. The others are for
-    `python benchmarks/faults.py`."""
-    launch = faults.Bench._launch
+    """In two steps in place of four, by forked ranks. The others are for `python benchmarks/faults.py`."""
 
     def started(bench, words, settings, log):
-        if settings != {"FAULT": "{}"}:
-            return launch(bench, words, settings, log)
-        ended = forked(2, *words)
+        ended = forked(2, *words, env=settings)
         with log.open("a") as file:
             file.write(ended.stdout + ended.stderr)
         return SimpleNamespace(wait=lambda: ended.returncode)
@@ -210,4 +207,4 @@ def test_one_of_the_faults_with_real_ranks(tmp_path, monkeypatch):
     bench.run_whole()
     outcome = bench.meet(faults.Fault("killed", {"rank": 1, "place": "saving", "count": 5, "act": "kill"}))
     assert outcome.survived, outcome
-    assert outcome.code in (5, 247), outcome
+    assert outcome.code == 256 - signal.SIGKILL, outcome

@@ -1,6 +1,6 @@
 """The three steps by their command lines on two ranks, PPO under the launcher as a user runs it; one by plain python.
 
-`tests/docs/test_commands.py` runs all three under the launcher.
+`tests/docs/test_commands.py` runs SFT under the launcher.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Trains tiny models with LoRA at every ZeRO stage and writes each one's trajectory and what it changed.
+"""Trains tiny models with LoRA at several ZeRO stages and writes each one's trajectory and what it changed.
 
 adapters.py ASSETS FOLDER OUT_FILE
 """
@@ -29,6 +29,7 @@ from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_d
 from workers.quick import be_quick
 
 STEPS, ROWS = 4, 8
+STAGES = {1: (0,), 2: (2, 3)}  # for this many ranks
 FROZEN = ["--lora_dim", "4", "--only_optimize_lora"]
 CASES = {
     "lora": ("sft", [*FROZEN, "--lora_learning_rate", "0.02"]),
@@ -79,7 +80,7 @@ def trained(case: str, stage: int, assets: Path, settings: Path, out: Path) -> d
         [found["loss"], found["grad_norm"]] for found in (trainer.train_step(part) for part in trainer.steps_left())
     ]
     after = gather_state(trainer.engine.module)
-    if stage in (0, 3):
+    if stage != 2:
         trainer.save(out / f"{case}{stage}", AutoTokenizer.from_pretrained(assets / "lm"))
     changed = sorted(name for name in names if not torch.equal(before[name], after[name]))
     last = {name: after[name].double().sum().item() for name in changed[:: max(1, len(changed) // 6)]}
@@ -97,7 +98,7 @@ def main() -> None:
     found = {
         f"{case} {stage}": trained(case, stage, assets, settings, folder / str(dist.world_size()))
         for case in CASES
-        for stage in (0, 1, 2, 3)
+        for stage in STAGES[dist.world_size()]
     }
     if dist.is_main():
         out.write_text(json.dumps(found))

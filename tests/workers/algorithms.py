@@ -1,6 +1,6 @@
-"""Updates by several estimators and losses from one stored rollout, for several micro-batch sizes.
+"""Updates by several estimators and losses from one stored rollout.
 
-algorithms.py ASSETS OUT_FILE ZERO_STAGE
+algorithms.py ASSETS OUT_FILE ZERO_STAGE MICRO_BATCH_SIZE
 """
 
 import json
@@ -89,11 +89,11 @@ def numbers_of(assets: Path, stage: int, micro: int, case: str, device) -> list[
 def main() -> None:
     be_quick()
     advantages.CLIP_COV_BOUNDS = (-9.0, 9.0)  # few tokens of this batch are within those of the paper
-    assets, out, stage = Path(sys.argv[-3]), Path(sys.argv[-2]), int(sys.argv[-1])
+    assets, out, stage, micro = Path(sys.argv[-4]), Path(sys.argv[-3]), int(sys.argv[-2]), int(sys.argv[-1])
     quiet_libraries()
     device = init_process_group()
     torch.set_num_threads(1)
-    found = {f"{case}, micro {m}": numbers_of(assets, stage, m, case, device) for case in CASES for m in (1, 4)}
+    found = {case: numbers_of(assets, stage, micro, case, device) for case in CASES}
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()

@@ -2,8 +2,9 @@
 
 fork_ranks.py      reads a line of JSON for each launch, answers each with its exit code, and ends with its input
 
-    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "folder": path where it
-        runs, "stdin": path, "out": path, "err": path, "timeout": seconds, after which the exit code is -SIGALRM}
+    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "env": name -> text,
+        "folder": path where it runs, "stdin": path, "out": path, "err": path, "timeout": seconds, after which the exit
+        code is -SIGALRM}
 """
 
 import gc
@@ -47,7 +48,7 @@ def run_rank(rank: int, launch: dict) -> None:
     signal_when_parent_ends(signal.SIGKILL)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
     os.environ.update({key: str(number) for key, number in numbers.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
+    os.environ.update(launch["env"], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
     redirect(launch["stdin"], launch["out"], launch["err"])
     os.chdir(launch["folder"])
     run_script(launch["script"], [f"--local_rank={rank}", *launch["words"]])

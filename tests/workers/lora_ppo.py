@@ -102,22 +102,22 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict = {"trajectories": {}, "dora": {}, "switches": {}}
     several = dist.world_size() > 1
-    for stage in (0, 2, 3) if several else (0,):
-        more = CHECKPOINTING if stage == 3 else []
-        labels = {"own bases": [], "one base": ["--share_base"]}
-        if stage == 3:
-            labels["one base, offloaded"] = ["--share_base", "--offload"]
-        for label, words in labels.items():
-            ppo = ppo_with(assets, "lm", "reward_adapter", stage, device, "--dtype", "fp32", *FULL_KL, *more, *words)
-            found["trajectories"][f"stage {stage} {label}"] = trajectory(ppo, assets)
-    for stage in (0, 1, 2, 3) if several else (3,):  # on one rank ZeRO-3 does not copy what it gathers
+    bases = [(0, "own bases", []), (3, "one base", ["--share_base"])]
+    if several:
+        offloaded = ["--share_base", "--offload", *CHECKPOINTING]
+        bases = [(2, "own bases", []), (3, "own bases", CHECKPOINTING), (3, "one base, offloaded", offloaded)]
+    for stage, label, words in bases:
+        ppo = ppo_with(assets, "lm", "reward_adapter", stage, device, "--dtype", "fp32", *FULL_KL, *words)
+        found["trajectories"][f"stage {stage} {label}"] = trajectory(ppo, assets)
+    # on one rank ZeRO-3 does not copy what it gathers
+    layouts = [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")] if several else [(3, "fp32")]
+    for stage, dtype in layouts:
         critic, kind = ("reward_dora", ["--use_dora"]) if stage % 2 else ("reward_adapter", [])
-        for dtype in ("fp32", "bf16"):
-            ppo = ppo_with(assets, "lm", critic, stage, device, "--dtype", dtype, "--share_base", *kind)
-            numbers = trajectory(ppo, assets)
-            if kind and dtype == "fp32":
-                found["dora"][f"stage {stage}"] = numbers
-            found["switches"][f"stage {stage} {dtype}"] = switch_often(ppo, assets)
+        ppo = ppo_with(assets, "lm", critic, stage, device, "--dtype", dtype, "--share_base", *kind)
+        numbers = trajectory(ppo, assets)
+        if kind and dtype == "fp32":
+            found["dora"][f"stage {stage}"] = numbers
+        found["switches"][f"stage {stage} {dtype}"] = switch_often(ppo, assets)
     if dist.is_main():
         out.write_text(json.dumps(found))
     dist.shutdown()
