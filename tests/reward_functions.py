@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +10,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-
-LOADED = time.time_ns()  # tells one import of this file from another
 
 
 def lengths(prompts, responses):
@@ -56,10 +55,6 @@ class Counter:
 
 
 counter = Counter()
-
-
-def when_imported(response):
-    return LOADED % 10**6
 
 
 def who(response):
@@ -129,10 +124,6 @@ def forge(reply):
 
 FAULTS = {
     "garbage": lambda: forge(b"no JSON\n"),
-    "a number": lambda: forge(b'{"value": 7}\n'),
-    "a list": lambda: forge(b'{"value": [[[1], {}]]}\n'),
-    "no name": lambda: forge(b'{"value": [[1.0, 2.0]]}\n'),
-    "endless": lambda: forge(b"0" * 2**16) or FAULTS["endless"](),
     "raise": lambda: 1 / 0,
     "unprintable": lambda: fail(UnprintableError()),
     "nameless": lambda: fail(NamelessError()),
@@ -177,25 +168,27 @@ def wrong_length(responses):
     return [1.0, 2.0] if responses == ["two"] else [len(responses[0])]
 
 
-def no_list(responses):
-    return dict.fromkeys(range(len(responses)), 1.0) if responses[0] == "dictionary" else 3.0
-
-
 def waits(response):
     time.sleep(0.3)
     return 1.0
 
 
 def leaves_a_process(response):
-    """Starts a process, writes its id into the file that the response names, then waits."""
+    """Starts a process, writes its id and the own one into the file that the response names, then waits."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    Path(response).write_text(f"{child.pid} {os.getpid()} {os.getppid()}")
+    Path(response).write_text(f"{child.pid} {os.getpid()}")
     time.sleep(60)
 
 
+def never_releases_the_lock(response):
+    """A regular expression that backtracks for ever, after its process id is in the file that the response names."""
+    Path(response).write_text(f"{os.getpid()} {os.getpid()}")
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
 def ends_its_processes(response):
-    """Writes its process ids into the file that the response names, waits, and ends two child processes by SIGTERM."""
-    Path(response).write_text(f"{os.getpid()} {os.getppid()} 0")
+    """Writes its process id twice into the file that the response names, and ends two child processes by SIGTERM."""
+    Path(response).write_text(f"{os.getpid()} {os.getpid()}")
     time.sleep(1.0)
     forked = os.fork()
     if not forked:

@@ -17,6 +17,7 @@ from dschat_ppo.data.examples import ADDED, MESSAGES
 
 LOGGERS = ("log_extra", "log_metric")  # callables that TRL passes; the worker provides them
 NO_NUMBER = "returned a value that is not a number"
+LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
 _LONGEST_NAME = 64
 
 
@@ -205,17 +206,20 @@ def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
 
 
 class Returned(NamedTuple):
-    """The result for one response. `score` is a number (which may be NaN or infinite), None if the function leaves the
-    response to other sources, or the reason why there is none. `numbers`: other finite numbers to log, by name."""
+    """The result for one response. `score` is a finite number, None if the function leaves the response to other
+    sources, or the reason why there is none. `numbers`: other finite numbers to log, by name."""
 
     score: float | str | None
     numbers: dict[str, float]
 
 
-def returned_rows(result: Any, per_row: bool) -> list[Returned]:
-    """The results in what a function returned, one for each response; `TypeError` for another form."""
+def returned_rows(result: Any, per_row: bool, logged: dict[str, Any] | None = None) -> list[Returned]:
+    """The results in what a function returned, one for each response; `TypeError` for another form. `logged`: what a
+    function of TRL's form logged beside them."""
     if per_row:
         return [_returned(result)]
+    if logged:
+        result = {"rewards": list(result), "extra_logs": logged}
     if isinstance(result, dict) and "rewards" in result:
         result = _rows_of_openrlhf(result)
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
@@ -245,7 +249,9 @@ def _returned(value: Any) -> Returned:
         keys = ", ".join(map(clean_name, list(value)[:8]))
         return Returned(f"returned a dict without 'score' (its keys: {keys or 'none'})", {})
     score = value["score"]
-    number = _number(score)
+    number: float | str | None = _number(score)
+    if isinstance(number, float) and not abs(number) <= LARGEST:
+        number = f"returned {number}, which is not a finite fp32 number"
     others = _finite_numbers({key: other for key, other in value.items() if key != "score"})
     return Returned(NO_NUMBER if number is None and score is not None else number, others)
 
@@ -269,30 +275,3 @@ def _finite_numbers(values: dict[Any, Any]) -> dict[str, float]:
 def clean_name(key: Any) -> str:
     """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and `@`."""
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", str(key)[:_LONGEST_NAME]) or "_"
-
-
-@dataclass(frozen=True)
-class CallLog:
-    """What a function of TRL's form logs during one call, by clean name."""
-
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-
-    def log_metric(self, name: Any, value: Any) -> None:
-        """One number for the whole call; of several with the same name, the mean counts."""
-        for key, number in _finite_numbers({name: value}).items():
-            self.metrics.setdefault(key, []).append(number)
-
-    def log_extra(self, column: Any, values: Any) -> None:
-        """One value for each response of the call; those that are not numbers are ignored."""
-        self.columns[clean_name(column)] = list(values)
-
-    def added_to(self, rows: list[Returned]) -> list[Returned]:
-        """The rows with the logged numbers; those that the function returned itself take precedence."""
-        metrics = {name: math.fsum(values) / len(values) for name, values in self.metrics.items()}
-        columns = {name: values for name, values in self.columns.items() if len(values) == len(rows)}
-        found = []
-        for place, row in enumerate(rows):
-            logged = _finite_numbers({name: values[place] for name, values in columns.items()})
-            found.append(Returned(row.score, metrics | logged | row.numbers))
-        return found

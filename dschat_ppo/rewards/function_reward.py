@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
@@ -35,8 +34,6 @@ RULES = {
 }  # fmt: skip
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 MOST_WARNINGS = 3
-MOST_NUMBERS = 256  # names of the numbers beside the scores
-LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -135,12 +132,10 @@ class FunctionReward:
         self.default = default
         self.counts = CallCounts()
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
-        self.names: set[str] = set()  # of all numbers so far
-        self.leaves_out = False  # numbers of other names
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         try:
             start = (worker_process.__name__, spec.path, spec.name, json.dumps(dict(spec.settings)))
-            self.pool = WorkerPool(start, workers, timeout, _returned)
+            self.pool = WorkerPool(start, workers, timeout)
         except CallError as problem:
             raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
         self.signature = Signature(**self.pool.ready)
@@ -171,7 +166,9 @@ class FunctionReward:
                 scores[row] = self.default
             elif found.score is not None:
                 scores[row] = found.score
-            self._keep_numbers(row, found.numbers, len(request))
+            for name, number in found.numbers.items():
+                column = self.numbers.setdefault(name, torch.full((len(request),), math.nan, dtype=torch.float64))
+                column[row] = number
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(causes) > MOST_WARNINGS:
@@ -181,16 +178,6 @@ class FunctionReward:
             first += f" (no row has a column {_either(self.missing)})"
         self.counts = self.counts.plus(sum(found.score is not None for found in results), len(causes), first)
         return scores
-
-    def _keep_numbers(self, row: int, numbers: dict[str, float], count: int) -> None:
-        """Add the numbers of one of `count` responses to the columns of its call."""
-        for name, number in numbers.items():
-            if name in self.names or len(self.names) < MOST_NUMBERS:
-                self.names.add(name)
-                self.numbers.setdefault(name, torch.full((count,), math.nan, dtype=torch.float64))[row] = number
-            elif not self.leaves_out:
-                self.leaves_out = True
-                self._warn(f"more than {MOST_NUMBERS} metrics; further numbers are left out")
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
         """One of the responses, as the function may see it."""
@@ -217,16 +204,17 @@ class FunctionReward:
         if not self.signature.call.per_row and len(answers) > 1:
             [reply] = self.pool.map([arguments_of(self.signature, answers, columns, step)])
             if not isinstance(reply, CallError) and len(reply) == len(answers):
-                return reply
+                return [Returned(*row) for row in reply]
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
             self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
         results = []
         for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
-            if not isinstance(reply, CallError) and len(reply) == 1:
-                results += reply
-                continue
-            cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
-            results.append(Returned(str(cause), {}))
+            if isinstance(reply, CallError):
+                results.append(Returned(str(reply), {}))
+            elif len(reply) != 1:
+                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
+            else:
+                results.append(Returned(*reply[0]))
         return results
 
     def _warn(self, text: str) -> None:
@@ -239,19 +227,6 @@ class FunctionReward:
 
 def _either(columns: set[str]) -> str:
     return " or ".join(map(repr, sorted(columns)))
-
-
-def _returned(reply: Any) -> list[Returned]:
-    """The results in a reply, with a reason in place of a score that is not a finite fp32 number. A function may have
-    written the reply itself: any JSON. `TypeError` or `ValueError` if it is no list of results."""
-    found = []
-    for score, numbers in reply:
-        if not isinstance(score, float | str | None) or not isinstance(numbers, dict):
-            raise TypeError
-        if isinstance(score, float) and not abs(score) <= LARGEST:
-            score, numbers = f"returned {score}, which is not a finite fp32 number", {}
-        found.append(Returned(score, {name: float(number) for name, number in numbers.items()}))
-    return found
 
 
 def function_files(flag: str, functions: Sequence[str]) -> list[tuple[str, str | None]]:

@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pickle import PicklingError, dumps
@@ -16,10 +16,8 @@ from typing import Any
 
 from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
 
-_INVALID_REPLY = "its process sent an invalid reply"
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
-_MOST_BYTES = 2**28  # of a reply
 _START_CODE = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[2]).main(*sys.argv[3:])"
@@ -43,13 +41,11 @@ class Worker:
             standard input, and writes a line of JSON when it is ready and for each call: {"value": ...} or
             {"error": cause}. The trainer unpickles nothing that a worker wrote.
         seconds: for each call.
-        read: what a reply means; `TypeError` or `ValueError` for one that the function forged.
     """
 
-    def __init__(self, main: Sequence[str], seconds: float, read: Callable[[Any], Any]):
+    def __init__(self, main: Sequence[str], seconds: float):
         self.main = main
         self.seconds = seconds
-        self.read = read
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Any:
@@ -72,12 +68,7 @@ class Worker:
         if self.process is None:
             self.start()
         late = f"took longer than {self.seconds:g} s (--reward_timeout) and was killed"
-        reply = self._exchange(request, self.seconds, late)
-        try:
-            return self.read(reply)
-        except (TypeError, ValueError):
-            self.stop()  # its true reply may follow, and would be taken for that to the next call
-            raise CallError(_INVALID_REPLY) from None
+        return self._exchange(request, self.seconds, late)
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -104,7 +95,7 @@ class Worker:
             raise CallError(late) from None
         except (ValueError, AttributeError):
             self.stop()
-            raise CallError(_INVALID_REPLY) from None
+            raise CallError("its process sent an invalid reply") from None
         if kind == "error":
             if ends:
                 self.stop()
@@ -133,8 +124,6 @@ class Worker:
                 if not part:
                     raise BrokenPipeError
                 line += part
-                if len(line) > _MOST_BYTES:
-                    raise ValueError
             heartbeat()  # a call that hangs is found by its own time limit
         return line
 
@@ -143,8 +132,8 @@ class WorkerPool:
     """`size` worker processes with the same `main`. Other arguments as for `Worker`. `ready`: what the first said when
     it was ready."""
 
-    def __init__(self, main: Sequence[str], size: int, seconds: float, read: Callable[[Any], Any]):
-        self.workers = [Worker(main, seconds, read) for _ in range(size)]
+    def __init__(self, main: Sequence[str], size: int, seconds: float):
+        self.workers = [Worker(main, seconds) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:

@@ -4,12 +4,8 @@ Requests arrive on standard input: pickled keyword arguments, one call after ano
 standard output, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself gets an
 empty standard input, and its prints go to standard error.
 
-The process forks. The child runs the function. The parent watches whether the trainer is alive, because a function that
-never releases the interpreter's lock (such as a regular expression that backtracks for ever) blocks every thread of its
-process. When the trainer ends for any reason, the watcher kills the whole process group.
-
-Both processes ignore SIGTERM and SIGINT: DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to
-stop, and the trainer still needs the rewards of its last step.
+The kernel kills the process when the trainer ends for any reason. It ignores SIGTERM and SIGINT: DeepSpeed's launcher
+sends SIGTERM to all its descendants when the run is to stop, and the trainer still needs the rewards of its last step.
 """
 
 from __future__ import annotations
@@ -19,29 +15,24 @@ import inspect
 import json
 import os
 import pickle
-import select
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load
 from dschat_ppo.errors import printable_line
-from dschat_ppo.rewards.call_forms import LOGGERS, CallLog, Returned, Signature, describe, returned_rows
-
-_POLL_MILLISECONDS = 1000
+from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
+from dschat_ppo.runtime.processes import signal_when_parent_ends
 
 
 def main(where: str, name: str, settings: str) -> None:
     """Serve the function `name` of a file or module. `settings`: as JSON."""
-    parent = os.getppid()
+    signal_when_parent_ends(signal.SIGKILL)
     outlive_signals()
-    child = os.fork()
-    if child:
-        _watch(parent, child)
     os.register_at_fork(after_in_child=restore_signals)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")  # descriptors are not inherited
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -75,13 +66,13 @@ def _call(
     function: Callable[..., Any], signature: Signature, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> list[Returned]:
     """The results of one call, one for each response."""
-    log = CallLog()
+    logged: dict[str, Any] = {}
     if signature.form == "trl":
-        arguments = {name: getattr(log, name) for name in LOGGERS if signature.wants(name)} | arguments
+        arguments = dict.fromkeys(filter(signature.wants, LOGGERS), logged.__setitem__) | arguments
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = loop.run_until_complete(result)
-    return log.added_to(returned_rows(result, signature.call.per_row))
+    return returned_rows(result, signature.call.per_row, logged)
 
 
 def outlive_signals() -> None:
@@ -94,18 +85,6 @@ def restore_signals() -> None:
     """Default handlers in processes that the function forks: `multiprocessing` ends its pools by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _watch(parent: int, child: int) -> NoReturn:
-    """End when the child ends; kill the whole process group when the trainer closes the pipe or ends."""
-    os.close(1)
-    hang_up = select.poll()
-    hang_up.register(0, 0)  # without events `poll` reports only that the other end closed
-    while not hang_up.poll(_POLL_MILLISECONDS) and os.getppid() == parent:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            os._exit(0)
-    os.killpg(os.getpid(), signal.SIGKILL)  # this process leads the group
-    os._exit(1)
 
 
 def file_of(function: Callable[..., Any]) -> str | None:

@@ -16,14 +16,14 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
-from dschat_ppo.rewards.worker_pool import CallError, Worker, WorkerDiedError, WorkerPool
+from dschat_ppo.rewards.worker_pool import CallError, WorkerDiedError, WorkerPool
 
 MAIN = "dschat_ppo.rewards.worker_process"
 PARENT = """
 import sys
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
 from dschat_ppo.rewards.reward_source import RewardRequest
-reward = FunctionReward(FunctionSpec(sys.argv[1], "leaves_a_process"), 2, 60.0, 0.0)
+reward = FunctionReward(FunctionSpec(sys.argv[1], "never_releases_the_lock"), 2, 60.0, 0.0)
 reward(RewardRequest.of(["", ""], sys.argv[2:], [{}, {}]), None)
 """
 
@@ -35,18 +35,7 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
             monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
-            WorkerPool((MAIN, str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0, list)
-
-
-def test_a_worker_that_failed_to_start_is_started_again_by_the_next_call(tmp_path):
-    file = tmp_path / "mended.py"
-    file.write_text("1 / 0")
-    worker = Worker((MAIN, str(file), "f", "{}"), 5.0, list)
-    with pytest.raises(CallError, match="ZeroDivisionError"):
-        worker.call({})
-    file.write_text("def f():\n    return [4]\n")
-    assert worker.call({}) == [[4.0, {}]]
-    worker.stop()
+            WorkerPool((MAIN, str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0)
 
 
 def alive(pid: int) -> bool:
@@ -60,7 +49,7 @@ def alive(pid: int) -> bool:
 def numbers_in(path: Path) -> list[int]:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if path.exists() and len(path.read_text().split()) == 3:
+        if path.exists() and len(path.read_text().split()) == 2:
             return [int(word) for word in path.read_text().split()]
         time.sleep(0.02)
     raise AssertionError("the function was not called")
@@ -85,13 +74,12 @@ def test_a_function_survives_the_signals_of_the_launcher(tmp_path):
     """The launcher sends SIGTERM to all its descendants while the trainer still needs the rewards of its last step."""
     file, called = tmp_path / "numbers", list[int]()
 
-    def signal_both_halves():
+    def signal_the_worker():
         called.extend(numbers_in(file))
-        for pid in called[:2]:
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGINT)
+        os.kill(called[0], signal.SIGTERM)
+        os.kill(called[0], signal.SIGINT)
 
-    thread = threading.Thread(target=signal_both_halves)
+    thread = threading.Thread(target=signal_the_worker)
     thread.start()
     try:
         assert ask("ends_its_processes", of_responses(str(file)), workers=1) == ([30.0], 0)  # two ended by signal 15
@@ -105,7 +93,7 @@ def test_no_process_outlives_the_trainer(tmp_path, how):
     files = [tmp_path / "one", tmp_path / "two"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, FILE, *map(str, files)], env=environment)
-    pids = [pid for file in files for pid in numbers_in(file)]
+    pids = [numbers_in(file)[0] for file in files]
     assert all(map(alive, pids))
     parent.send_signal(how)
     parent.wait()
@@ -126,15 +114,20 @@ def keeps(response):
 def test_calls_of_one_worker_share_its_state_and_need_not_be_repeated(tmp_path):
     """An episode is the state of a worker over several calls: repeating one in a new process would answer another."""
     (tmp_path / "mine.py").write_text(KEPT)
-    pool = WorkerPool((MAIN, str(tmp_path / "mine.py"), "keeps", "{}"), 2, 20.0, lambda reply: reply[0][0])
+    pool = WorkerPool((MAIN, str(tmp_path / "mine.py"), "keeps", "{}"), 2, 20.0)
+
+    def call(worker, response, repeat=True):
+        [[score, _]] = pool.call(worker, {"response": response}, repeat)
+        return score
+
     try:
-        assert [pool.call(1, {"response": "a"}, repeat=False) for _ in range(2)] == [1, 2]
-        assert pool.call(0, {"response": "a"}) == 1
+        assert [call(1, "a", repeat=False) for _ in range(2)] == [1, 2]
+        assert call(0, "a") == 1
         with pytest.raises(WorkerDiedError):
-            pool.call(1, {"response": "end"}, repeat=False)
-        assert pool.call(1, {"response": "a"}, repeat=False) == 1, "a new process"
-        assert pool.call(0, {"response": "a"}) == 2
-        assert pool.call(0, {"response": "end"}) == 1, "repeated in a new process"
+            call(1, "end", repeat=False)
+        assert call(1, "a", repeat=False) == 1, "a new process"
+        assert call(0, "a") == 2
+        assert call(0, "end") == 1, "repeated in a new process"
     finally:
         pool.close()
 
@@ -168,7 +161,7 @@ SLOW = """
 from threading import Thread
 from dschat_ppo.rewards.sandbox import Limits, run_tests
 from dschat_ppo.rewards.worker_pool import WorkerPool
-pool = WorkerPool(("dschat_ppo.rewards.worker_process", {file!r}, "slow", "{{}}"), 1, 4.0, list)
+pool = WorkerPool(("dschat_ppo.rewards.worker_process", {file!r}, "slow", "{{}}"), 1, 4.0)
 call = Thread(target=lambda: print(pool.map([dict(response="")])))
 program = Thread(target=lambda: print(run_tests("import time; time.sleep(2)", ["1"], Limits(wall_seconds=4.0))))
 print("ready", flush=True)
@@ -186,7 +179,7 @@ def test_a_limit_waits_while_all_processes_are_stopped(tmp_path):
     assert parent.stdout.readline() == "ready\n"
     time.sleep(1.0)
     every = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
-    assert len(every) >= 5  # both halves of the worker and of the sandbox
+    assert len(every) >= 4  # the worker and both halves of the sandbox
     for process in every:
         process.suspend()
     time.sleep(6.0)
@@ -194,10 +187,6 @@ def test_a_limit_waits_while_all_processes_are_stopped(tmp_path):
         process.resume()
     printed, _ = parent.communicate(timeout=30)
     assert "[[[7.0, {}]]]" in printed and "[True]" in printed, printed
-
-
-def test_large_rows_go_through_the_pipe():
-    assert ask("lengths", of_responses("a" * 3_000_000, "b"))[0] == [3_000_000, 1]
 
 
 def test_heartbeats_are_sent_while_a_call_runs(monkeypatch):
@@ -222,14 +211,6 @@ def test_a_worker_that_hung_is_replaced():
     assert reward(of_responses("abcd"), None).tolist() == [4]
     assert reward.pool.workers[0].process.pid != old
     assert reward.counts == CallCounts(5, 2, "took longer than 1 s (--reward_timeout) and was killed")
-    reward.close()
-
-
-def test_hung_rows_time_out_in_parallel():
-    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 4, 1.0, 0.0)
-    started = time.monotonic()
-    assert reward(of_responses(*["hang"] * 4), None).tolist() == [0, 0, 0, 0]
-    assert 1.0 <= time.monotonic() - started < 4.0, "four times the limit: one after another"
     reward.close()
 
 
@@ -266,25 +247,9 @@ def test_where_a_function_may_be(tmp_path, monkeypatch):
         reward.close()
 
 
-def test_a_module_is_imported_once_for_each_worker():
-    reward = FunctionReward(FunctionSpec(FILE, "when_imported"), 1, 10.0, 0.0)
-    first, second = reward(REQUEST, None), reward(REQUEST, None)
-    reward.close()
-    assert len(set(first.tolist() + second.tolist())) == 1
-
-
 def test_prints_do_not_change_the_scores(capfd):
     assert ask("noisy", of_responses("a", "b")) == ([1, 1], 0)
     assert capfd.readouterr().err.splitlines().count("a child prints too") == 2
-
-
-def test_unusual_exceptions_do_not_end_the_worker():
-    reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 10.0, -9.0)
-    before = reward.pool.workers[0].process.pid
-    faults = ["unprintable", "nameless", "unpicklable", "long", "surrogate", "subclass"]
-    assert reward(of_responses(*faults, "ab"), None).tolist() == [-9] * 6 + [2]
-    assert reward.pool.workers[0].process.pid == before
-    reward.close()
 
 
 def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
