@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import socket
 import time
@@ -21,7 +19,7 @@ from typing import Any
 import yaml
 
 from dschat_ppo.checkpoint.identity import LENGTH, compare_configs, format_diff, is_inside
-from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
 from dschat_ppo.common.heartbeat import watchdog_paused
@@ -164,52 +162,38 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
-    """See `check_earlier_outputs`."""
-    saved_names = CheckpointFolder(folder).names()
+    """See `check_earlier_outputs`. Where there is a checkpoint to resume from, `find_checkpoint` decides."""
+    checkpoints = CheckpointFolder(folder).names()
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
-    outputs += [path.name for path in folder.glob("*.safetensors")] + saved_names
+    outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
     if run.overwrite_output_dir or not outputs:
         return
-    resume, force = config.safety.resume, config.safety.resume_force
+    resume, is_done = config.safety.resume, is_finished(folder)
     refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
         raise UserError(f"{refusal}; to resume there give --resume auto, else {ways_out}")
-
-    is_done = is_finished(folder)
-    is_damaged = RESULT in outputs and not is_done
-    if saved_names and (not is_done or resume != AUTO or force):
-        if is_damaged:
-            logger().warning(f"{folder / RESULT} is damaged, so the run does not count as done")
-        return  # `find_checkpoint` decides whether the run can resume
-    if is_damaged:
-        raise UserError(f"{folder / RESULT} is damaged, and there is no checkpoint to finish that run from; {ways_out}")
-
+    if checkpoints and (not is_done or resume != AUTO or config.safety.resume_force):
+        return
     saved = read_config(folder)
     if saved is None:
         raise UserError(f"{refusal} and no readable {CONFIG}; {ways_out}")
-    compared = compare_configs(saved, flatten(config))
-    changes = [change for change in compared if change.matters]
-    has_other_length = any(change.name in LENGTH for change in compared)
-    if is_done and has_other_length and not saved_names:
-        raise UserError(
-            f"--output_dir {folder}: the run there is finished and its checkpoints were removed, so its length "
-            "cannot change: to train longer, start another run from its model, or repeat it (--overwrite_output_dir) "
-            "with --keep_final_checkpoint"
-        )
-    if changes and (outputs != [METRICS] or _has_steps(folder / METRICS)):
-        if saved_names:  # of a finished run: unfinished ones are left to `find_checkpoint`
-            ways_out = f"add --resume_force to continue from its last checkpoint; to start over, {ways_out}"
-        elif force:
-            ways_out = f"--resume_force has no effect without a checkpoint, and the folder has none, so {ways_out}"
-        raise UserError(f"{refusal} of a run with other settings; {ways_out}. What changed:\n{format_diff(changes)}")
-    if is_done and not has_other_length:
-        raise StopRequested(_done(folder, config, saved))
-    if not is_done and (folder / METRICS).exists():  # done, with another length: it continues with the same rates
+    if not is_done:
+        if outputs != [METRICS]:
+            raise UserError(f"{refusal} and no checkpoint to resume from; {ways_out}")
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
-            f"--output_dir {folder}: an earlier run with {'other' if changes else 'these'} settings ended before its "
-            f"first {'step' if changes else 'checkpoint'}; starting over (its metrics are kept as {kept.name})"
+            f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting over (its metrics are "
+            f"kept as {kept.name})"
+        )
+        return
+    changes = [change for change in compare_configs(saved, flatten(config)) if change.matters or change.name in LENGTH]
+    if not changes:
+        raise StopRequested(_done(folder, config, saved))
+    if not checkpoints:
+        raise UserError(
+            f"{refusal} of a finished run with other settings, and no checkpoint to continue from "
+            f"(--keep_final_checkpoint); {ways_out}. What changed:\n{format_diff(changes)}"
         )
 
 
@@ -220,14 +204,6 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
         saved = None
     return saved if isinstance(saved, dict) else None
-
-
-def _has_steps(metrics: Path) -> bool:
-    """Whether `metrics.jsonl` has lines of training; True if it is not as a run writes it."""
-    try:
-        return any(json.loads(line)["step"] > 0 for line in metrics.read_bytes().splitlines())
-    except (ValueError, KeyError, TypeError):  # not JSON, without a step, not an object
-        return True
 
 
 def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
@@ -266,21 +242,14 @@ def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resum
 
 
 def restore_metrics(output: Path, checkpoint: Path) -> None:
-    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved.
-
-    A file with other lines is kept under another name. `MetricsWriter` cuts off what follows them, since these steps
-    are repeated.
-    Checkpoints of an earlier version hold no copy of the metrics: then nothing is done.
-    """
-    manifest, path = Manifest.read(checkpoint), output / METRICS
-    saved = manifest.files.get(METRICS)
-    if saved is None:
-        return
-    content = path.read_bytes() if path.exists() else b""
-    if hashlib.sha256(content[: saved["bytes"]]).hexdigest() == saved["sha256"]:
+    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved; a file with other lines is
+    kept under another name. `MetricsWriter` cuts off what follows them, since these steps are repeated."""
+    path = output / METRICS
+    saved, content = (place.read_bytes() if place.exists() else b"" for place in (checkpoint / METRICS, path))
+    if content.startswith(saved):
         return
     kept = keep_old_metrics(path) if content else None
-    write_file(path, (checkpoint / METRICS).read_bytes())
+    write_file(path, saved)
     logger().warning(
         f"{path} is not as the run wrote it: it is restored from checkpoint {checkpoint.name}"
         + (f", and the old file is kept as {kept.name}" if kept else "")

@@ -2,335 +2,194 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from checkpoints import config_of, identity_of, save_checkpoint
+from checkpoints import config_of, save_checkpoint
 
-from dschat_ppo.checkpoint.identity import find_checkpoint
-from dschat_ppo.common.logging import logger
+from dschat_ppo.checkpoint import store
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import flatten
-from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
 from dschat_ppo.monitor.writers import write_config
+from dschat_ppo.session.kept_models import KeptModels, clear_partials
 from dschat_ppo.session.output_folder import (
     check_earlier_outputs,
     prepare_output_folder,
     refuse_model_folders,
     refuse_pipes,
+    remove_checkpoints,
 )
-from dschat_ppo.session.session import begin_run
 
 
-def earlier(output: Path, *more: str) -> tuple[str | None, str | None]:
-    """(why the run is refused, why nothing is left to do); None: it is not."""
+def earlier(output: Path, *more: str) -> str:
+    """What becomes of a run in this folder: "" (it goes on), "done: ..." or "refused: ..."."""
     config = config_of(output, *more)
     try:
         check_earlier_outputs(output, config, config.run)
     except UserError as problem:
-        return str(problem), None
+        return f"refused: {problem}"
     except StopRequested as done:
-        return None, str(done)
-    return None, None
+        return f"done: {done}"
+    return ""
 
 
-def test_an_empty_folder_and_an_unfinished_run_with_a_checkpoint_are_accepted(tmp_path):
-    assert earlier(tmp_path) == (None, None)
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    save_checkpoint(tmp_path, 1)
-    assert earlier(tmp_path) == (None, None)
-    assert (tmp_path / "metrics.jsonl").exists()
+def leave(output: Path, what: str, *flags: str) -> None:
+    """Leave these outputs of an earlier run with these flags; `checkpoint` and `config` are not written as texts."""
+    for name in what.split():
+        if name == "config":
+            write_config(flatten(config_of(output, *flags)), output)
+        elif name == "checkpoint":
+            save_checkpoint(output, 4)
+        else:
+            (output / name).write_text("{}")
 
 
-def test_an_adapter_folder_counts_as_an_earlier_output(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    problem, _ = earlier(tmp_path)
-    assert problem is not None and "holds earlier outputs (adapter_config.json)" in problem
+FINISHED, UNFINISHED = "config metrics.jsonl result.json", "config metrics.jsonl"
+OVERWRITE, FORCE = ["--overwrite_output_dir", "True"], ["--resume_force", "True"]
+CONSTANT, LONGER = ["--lr_scheduler_type", "constant"], ["--max_steps", "9"]
+HERE = ["--resume", "checkpoints/step_000004"]
+EARLIER = [
+    ("", [], ""),
+    (f"{UNFINISHED} checkpoint", ["--seed", "5"], ""),  # `find_checkpoint` decides
+    (f"{UNFINISHED} checkpoint", ["--resume", "never"], "refused: .*resume there give --resume auto"),
+    (f"{UNFINISHED} checkpoint", ["--resume", "/elsewhere"], "refused: .*holds earlier outputs .metrics.jsonl"),
+    ("config checkpoint", ["--resume", "never"], r"refused: .*holds earlier outputs \(step_000004\)"),
+    ("config checkpoint", OVERWRITE, ""),
+    (f"{UNFINISHED} config.json", [], "refused: .*no checkpoint to resume from; name another folder"),
+    ("adapter_config.json", [], r"refused: .*\(adapter_config.json\) and no readable config.yaml; name"),
+    ("model-00001-of-00002.safetensors", [], "refused: .*no readable config.yaml"),
+    ("result.json checkpoint", [], "refused: .*no readable config.yaml"),
+    (FINISHED, [], "done: .*this run is done .to train longer, start another run from its model"),
+    (FINISHED, ["--zero_stage", "3"], "done: "),
+    (FINISHED, LONGER, "refused: .*no checkpoint to continue from .--keep_final_checkpoint.*\n  --max_steps"),
+    (FINISHED, ["--seed", "5", *FORCE], "refused: .*\n  --seed: 1234 -> 5"),
+    (FINISHED, OVERWRITE, ""),
+    (f"{FINISHED} checkpoint", ["--keep_final_checkpoint", "True"], "done: .*raise --num_train_epochs or --max_steps"),
+    (f"{FINISHED} checkpoint", LONGER, ""),
+    (f"{FINISHED} checkpoint", FORCE, ""),
+    (f"{FINISHED} checkpoint", HERE, ""),
+    (f"{FINISHED} checkpoint", ["--resume", "link/checkpoints/step_000004"], ""),
+    (f"{FINISHED} checkpoint", ["--resume", "never"], r"refused: .*\(result.json\)"),
+]  # fmt: skip
 
 
-def test_the_output_is_not_written_over_the_base_of_an_adapter(tmp_path):
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    refuse_model_folders(tmp_path / "out", [str(adapter)])
-    for output in (base, adapter):
-        with pytest.raises(UserError, match="would be written over a model that is read"):
-            refuse_model_folders(output, [str(adapter)])
+@pytest.mark.parametrize(("what", "flags", "outcome"), EARLIER)
+def test_earlier_outputs_decide_what_becomes_of_a_run(tmp_path, monkeypatch, what, flags, outcome):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    leave(tmp_path, what)
+    kept = sorted(tmp_path.rglob("*"))
+    found = earlier(tmp_path, *flags)
+    assert re.match(outcome, found, re.DOTALL) if outcome else found == ""
+    assert sorted(tmp_path.rglob("*")) == kept
 
 
-def test_checkpoints_alone_count_as_earlier_outputs(tmp_path):
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    save_checkpoint(tmp_path, 1)
-    for resume in ("never", str(tmp_path.parent / "elsewhere")):
-        problem, _ = earlier(tmp_path, "--resume", resume)
-        assert problem is not None and "holds earlier outputs (step_000001)" in problem
-    assert earlier(tmp_path) == earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
+@pytest.mark.parametrize("content", [b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
+def test_a_configuration_that_cannot_be_read_is_that_of_another_run(tmp_path, content):
+    leave(tmp_path, "result.json")
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert "(result.json) and no readable config.yaml; name" in earlier(tmp_path)
 
 
-def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_path):
-    write_config(flatten(config_of(tmp_path)), tmp_path)
+@pytest.mark.parametrize("flags", [[], ["--seed", "5"]])
+def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_path, said, flags):
+    leave(tmp_path, "config")
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
-        assert earlier(tmp_path) == (None, None)
+        assert earlier(tmp_path, *flags) == ""
         assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
-    (tmp_path / "metrics.jsonl").write_text("3\n")
-    problem, _ = earlier(tmp_path, "--seed", "5")
-    assert problem is not None and "  --seed: 1234 -> 5" in problem and "--overwrite_output_dir" in problem
-    assert "--resume_force" not in problem, "there is no checkpoint to continue from"
-    problem, _ = earlier(tmp_path, "--seed", "5", "--resume_force", "True")
-    assert problem is not None and "--resume_force has no effect without a checkpoint" in problem
-    assert (tmp_path / "metrics.jsonl").exists(), "nothing was touched"
+    assert "ended before its first checkpoint; starting over (its metrics are kept as metrics.2.jsonl)" in said[1]
 
 
-@pytest.mark.parametrize(("lines", "did_steps"), [
-    ("", False), ('{"step": 0, "eval/score": 1.0}\n', False), ('{"step": 0}\n{"step": 1}\n', True),
-    ('{"step": 0', True),
-])  # fmt: skip
-def test_a_run_that_did_no_step_does_not_block_one_with_other_settings(tmp_path, said, lines, did_steps):
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    problem, _ = earlier(tmp_path, "--seed", "5")
-    if did_steps:
-        assert problem is not None and "  --seed: 1234 -> 5" in problem
-    else:
-        assert problem is None and "with other settings ended before its first step; starting over" in said[0]
-        assert (tmp_path / "metrics.1.jsonl").read_text() == lines
-
-
-def test_a_model_blocks_a_run_with_other_settings_also_without_a_step(tmp_path):
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "model.safetensors").touch()
-    problem, _ = earlier(tmp_path, "--seed", "5")
-    assert problem is not None and "  --seed: 1234 -> 5" in problem
-
-
-def test_a_finished_run_is_reported_and_other_runs_are_refused(tmp_path, monkeypatch):
-    write_config(flatten(config_of(tmp_path, "--keep_final_checkpoint", "True")), tmp_path)
-    (tmp_path / "result.json").write_text("{}")
+@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
+def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, content):
+    leave(tmp_path, "config")
+    (tmp_path / "result.json").write_bytes(content)
+    assert "and no checkpoint to resume from" in earlier(tmp_path)
     save_checkpoint(tmp_path, 4)
-    problem, done = earlier(tmp_path)
-    assert problem is None and done is not None and "is done" in done
-    assert "raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate depends" in done
-    assert earlier(tmp_path, "--zero_stage", "3")[1] == done, "the result would be the same"
-    problem, done = earlier(tmp_path, "--num_train_epochs", "2")
-    assert done is None and problem is not None and "result.json" in problem
-    assert "add --resume_force to continue from its last checkpoint" in problem
-    assert earlier(tmp_path, "--num_train_epochs", "2", "--resume_force", "True") == (None, None)
-    assert earlier(tmp_path, "--overwrite_output_dir", "True") == (None, None)
-    problem, _ = earlier(tmp_path, "--resume", str(tmp_path.parent / "elsewhere"))
-    assert problem is not None and "result.json" in problem
-    monkeypatch.chdir(tmp_path)
-    problem, _ = earlier(tmp_path, "--resume", "never")
-    assert problem is not None and "result.json" in problem
-    assert earlier(tmp_path, "--resume", "checkpoints/step_000004") == (None, None)
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert earlier(tmp_path, "--resume", str(tmp_path / "link/checkpoints/step_000004")) == (None, None)
+    assert earlier(tmp_path) == ""
 
 
-def test_a_finished_run_whose_rate_does_not_depend_on_its_length_may_be_extended(tmp_path):
-    constant = ("--lr_scheduler_type", "constant")
-    write_config(flatten(config_of(tmp_path, *constant)), tmp_path)
-    (tmp_path / "result.json").write_text("{}")
-    save_checkpoint(tmp_path, 4)
-    for length in (("--num_train_epochs", "2"), ("--num_train_epochs", "0.5"), ("--max_steps", "9")):
-        assert earlier(tmp_path, *constant, *length) == (None, None)
-    assert earlier(tmp_path, *constant)[1] is not None, "the same length"
-    save_checkpoint(tmp_path, 4)
-    problem, _ = earlier(tmp_path, *constant, "--max_steps", "9", "--seed", "5")
-    assert (
-        problem is not None
-        and "  --seed: 1234 -> 5" in problem
-        and "--max_steps" not in problem.split("add --resume")[0]
-    )
-
-
-def test_a_finished_run_without_checkpoints_is_done_and_cannot_be_extended(tmp_path):
-    constant = ("--lr_scheduler_type", "constant")
-    write_config(flatten(config_of(tmp_path, *constant)), tmp_path)
-    (tmp_path / "result.json").write_text("{}")
-    problem, done = earlier(tmp_path, *constant)
-    assert problem is None and done is not None and "this run is done (to train longer, start another run" in done
-    for longer in (["--num_train_epochs", "2"], ["--max_steps", "9", "--resume_force", "True"]):
-        problem, done = earlier(tmp_path, *constant, *longer)
-        assert done is None and problem is not None and "\n" not in problem
-        assert "its checkpoints were removed, so its length cannot change" in problem
-        assert "--keep_final_checkpoint" in problem
-
-
-@pytest.mark.parametrize(("before", "now"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("before", "now"), [("True", "False"), ("False", "False"), ("False", "True"), (None, "False")])
 def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
-    write_config(flatten(config_of(tmp_path, "--keep_final_checkpoint", str(before))), tmp_path)
-    (tmp_path / "result.json").write_text("{}")
+    leave(tmp_path, f"{FINISHED} checkpoint", "--keep_final_checkpoint", before or "False")
+    if before is None:  # of a version without the flag
+        flags = yaml.safe_load((tmp_path / "config.yaml").read_text())
+        del flags["keep_final_checkpoint"]
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(flags))
     for name in ("config.json", "model.safetensors"):
         shutil.copy(assets / "lm" / name, tmp_path)
-    save_checkpoint(tmp_path, 4)
-    problem, done = earlier(tmp_path, "--keep_final_checkpoint", str(now))
-    assert problem is None and done is not None and "this run is done" in done
-    assert (tmp_path / "checkpoints").exists() == (before or now)
+    assert "this run is done" in earlier(tmp_path, "--keep_final_checkpoint", now)
+    assert (tmp_path / "checkpoints").exists() == (before != "False" or now == "True")
     assert (tmp_path / "result.json").exists()
 
 
 @pytest.mark.parametrize("place", [".", "actor"])
 def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    (tmp_path / "result.json").write_text("{}")
+    leave(tmp_path, f"{FINISHED} checkpoint")
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "model.safetensors").write_bytes(b"damaged")
-    save_checkpoint(tmp_path, 4)
-    problem, done = earlier(tmp_path)
-    assert problem is None and done is not None and "a saved model cannot be read: add --resume_force" in done
-    assert (tmp_path / "checkpoints/step_000004").exists()
-    assert earlier(tmp_path, "--resume_force", "True") == (None, None)
-
-
-def test_checkpoints_of_a_version_without_the_flag_stay(tmp_path):
-    path = write_config(flatten(config_of(tmp_path)), tmp_path)
-    flags = yaml.safe_load(path.read_text())
-    del flags["keep_final_checkpoint"]
-    path.write_text(yaml.safe_dump(flags))
-    (tmp_path / "result.json").write_text("{}")
-    save_checkpoint(tmp_path, 4)
-    assert "raise --num_train_epochs or --max_steps" in (earlier(tmp_path)[1] or "")
+    assert "a saved model cannot be read: add --resume_force" in earlier(tmp_path)
     assert (tmp_path / "checkpoints/step_000004").exists()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "model-00001-of-00002.safetensors", "result.json"])
-@pytest.mark.parametrize("config", [None, b"", b"\xff", b"a: [", b"[1]"])
-def test_outputs_without_their_configuration_are_refused(tmp_path, name, config):
-    (tmp_path / name).write_text("{}\n")
-    if config is not None:
-        (tmp_path / "config.yaml").write_bytes(config)
-    problem, _ = earlier(tmp_path)
-    assert problem is not None and f"holds earlier outputs ({name}) and no readable config.yaml; name" in problem
-    assert "\n" not in problem
+OF_A_RUN = [
+    "eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/bundle.pt", "trackers.json",
+    "best.old/model.safetensors", "best.partial/model.safetensors", "health.jsonl", "samples.jsonl", "starts.jsonl",
+    "report.html", "tensorboard/events.out.tfevents.1",
+]  # fmt: skip
+OF_SOME_RUNS = ["actor_ema/model.safetensors", "critic/model.safetensors"]
+OF_OTHERS = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
 
 
-def test_a_run_without_metrics_starts_over(tmp_path):
-    (tmp_path / "config.json").write_text("{}\n")
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    assert earlier(tmp_path) == (None, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.yaml"]
-
-
-def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tmp_path):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tmp_path, overwrite):
     config = config_of(tmp_path)
-    marks = [
-        "actor_ema/model.safetensors",
-        "critic/model.safetensors",
-        "eval/step_000004.jsonl",
-        "best/actor/model.safetensors",
-        "nonfinite/step_1/bundle.pt",
-        "trackers.json",
-    ]
-    marks += ["tensorboard/events.out.tfevents.1", "best.old/model.safetensors", "best.partial/model.safetensors"]
-    others = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
-    for mark in [*marks, *others]:
+    for mark in [*OF_A_RUN, *OF_SOME_RUNS, *OF_OTHERS]:
         (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mark).write_text("x")
+    prepare_output_folder(tmp_path, config, config.run)
+    assert all((tmp_path / mark).exists() for mark in OF_A_RUN), "no run of this project made them"
     saved = save_checkpoint(tmp_path, 1)
-    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=True)
+    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=overwrite)
     prepare_output_folder(tmp_path, config, run, resumed=saved)
-    assert saved.exists() and all((tmp_path / mark).exists() for mark in marks)
+    assert saved.exists() and all((tmp_path / mark).exists() for mark in OF_A_RUN)
     prepare_output_folder(tmp_path, config, run)
-    assert not saved.exists() and not any((tmp_path / mark).exists() for mark in marks)
-    assert all((tmp_path / other).exists() for other in others)
-    assert (tmp_path / "config.yaml").exists()
+    assert not saved.exists() and not any((tmp_path / mark).exists() for mark in OF_A_RUN)
+    assert [(tmp_path / mark).exists() for mark in OF_SOME_RUNS] == [not overwrite] * 2
+    assert all((tmp_path / other).exists() for other in [*OF_OTHERS, "config.yaml"])
 
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_the_result_is_removed_after_the_other_earlier_outputs(tmp_path, monkeypatch, resumed):
-    config = config_of(tmp_path)
-    (tmp_path / "result.json").write_text("{}")
+    config, removed = config_of(tmp_path), []
+    leave(tmp_path, "config result.json")
     saved = save_checkpoint(tmp_path, 1)
-    removed = []
-
-    def rmtree(path):
-        removed.append(path.name)
-        assert (tmp_path / "result.json").exists()
-
-    write_config(flatten(config), tmp_path)
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: removed.append((path.name, (tmp_path / "result.json").exists())))
     prepare_output_folder(tmp_path, config, config.run, saved if resumed else None)
-    assert removed == ([] if resumed else ["checkpoints"])
+    assert removed == ([] if resumed else [("checkpoints", True)])
     assert not (tmp_path / "result.json").exists()
 
 
-def test_folders_that_no_run_made_are_kept(tmp_path):
-    config = config_of(tmp_path)
-    mine = ["checkpoints/thesis.txt", "best/photo.jpg", "critic/model.safetensors", "actor_ema/notes"]
-    for name in mine:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    prepare_output_folder(tmp_path, config, config.run)
-    assert all((tmp_path / name).exists() for name in mine)
-    prepare_output_folder(tmp_path, config, config.run)
-    assert (tmp_path / "critic/model.safetensors").exists(), "not without --overwrite_output_dir"
-
-
-@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
-def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, monkeypatch, content):
-    warnings = []
-    monkeypatch.setattr(logger(), "warning", warnings.append)
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    (tmp_path / "result.json").write_bytes(content)
-    identity = identity_of(tmp_path)
-    problem, done = earlier(tmp_path)
-    assert done is None and problem is not None and "\n" not in problem
-    assert "result.json is damaged, and there is no checkpoint to finish that run from" in problem
-    saved = save_checkpoint(tmp_path, 4)
-    assert earlier(tmp_path) == (None, None) and find_checkpoint(tmp_path, SafetyFlags(), identity) == saved
-    assert warnings == [f"{tmp_path}/result.json is damaged, so the run does not count as done"]
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity, overwrite=True) == saved, "it was interrupted"
-    (tmp_path / "result.json").write_text("{}")
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity, overwrite=True) is None
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
-def test_a_finished_run_with_an_unreadable_configuration_is_another_run(tmp_path, assets, content):
-    shutil.copy(assets / "lm/model.safetensors", tmp_path)
-    if content is not None:
-        (tmp_path / "config.yaml").write_bytes(content)
-    (tmp_path / "result.json").write_text("{}")
-    save_checkpoint(tmp_path, 4)
-    problem, done = earlier(tmp_path)
-    assert done is None and "holds earlier outputs (result.json) and no readable config.yaml; name" in problem
-
-
-@pytest.mark.parametrize("name", ["health.jsonl", "samples.jsonl", "starts.jsonl", "report.html"])
-def test_a_run_from_scratch_removes_the_records_of_an_earlier_run(tmp_path, name):
-    config = config_of(tmp_path)
-    (tmp_path / name).write_text("{}\n")
-    prepare_output_folder(tmp_path, config, config.run)
-    assert (tmp_path / name).exists(), "no run of this project made it"
-    prepare_output_folder(tmp_path, config, config.run)
-    assert not (tmp_path / name).exists()
-
-
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_old_tensorboard_files_of_an_earlier_run_are_removed(tmp_path, inside, ours):
-    board = tmp_path / ("out/board" if inside else "shared_board")
-    board.mkdir(parents=True)
-    (board / "events.out.tfevents.1").write_text("old")
-    config = config_of(tmp_path / "out", "--tensorboard_path", "board" if inside else str(board))
-    if ours:
-        (tmp_path / "out").mkdir(exist_ok=True)
-        write_config(flatten(config), tmp_path / "out")
-    prepare_output_folder(tmp_path / "out", config, config.run)
-    assert (board / "events.out.tfevents.1").exists() is not (inside and ours)
+def test_tensorboard_files_outside_of_the_output_folder_stay(tmp_path):
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board/events.out.tfevents.1").write_text("of another run")
+    config = config_of(tmp_path / "out", "--tensorboard_path", str(tmp_path / "board"))
+    for _ in range(2):
+        prepare_output_folder(tmp_path / "out", config, config.run)
+    assert (tmp_path / "board/events.out.tfevents.1").exists()
 
 
 @pytest.mark.parametrize(("given", "folder"), [
-    ("board", "out/board"), ("./out", "out"), ("out/board", "out/board"), ("outer", "out/outer"), (".", "out"),
-    ("{here}/shared", "shared"), ("{here}/out", "out"),
+    ("board", "out/board"), ("./out", "out"), ("out/board", "out/board"), ("outer", "out/outer"),
+    ("{here}/shared", "shared"),
 ])  # fmt: skip
-@pytest.mark.parametrize("output", ["out", "./out/", "{here}/out"])
+@pytest.mark.parametrize("output", ["./out/", "{here}/out"])
 def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monkeypatch, given, folder, output):
     monkeypatch.chdir(tmp_path)
     words = ["--tensorboard_path", given.format(here=tmp_path)]
@@ -338,18 +197,129 @@ def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monke
     assert board.resolve() == tmp_path / folder
 
 
-@pytest.mark.parametrize("model", ["out", "out/actor", "out/critic"])
-def test_an_output_folder_with_an_input_model_is_rejected(tmp_path, model):
-    config = config_of(tmp_path / "out", "--overwrite_output_dir")
-    with pytest.raises(UserError, match="written over a model"):
-        begin_run("sft", config, [str(tmp_path / model)])
+def test_the_output_is_not_written_over_a_model_or_the_base_of_an_adapter(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    refuse_model_folders(tmp_path / "out", [str(adapter)])
+    places = [(base, adapter), (adapter, adapter), *((tmp_path, tmp_path / part) for part in ("critic", "hf/step_1"))]
+    for output, model in places:
+        with pytest.raises(UserError, match="would be written over a model that is read"):
+            refuse_model_folders(output, [str(model)])
 
 
 def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
-    refuse_pipes(tmp_path / "new")
     (tmp_path / "logs").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     refuse_pipes(tmp_path)
     os.mkfifo(tmp_path / "logs" / "rank_0.log")
     with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
         refuse_pipes(tmp_path)
+
+
+def left(output) -> list[str]:
+    return sorted(path.name for path in output.glob("checkpoints/*"))
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A folder with two checkpoints, and one that is set aside."""
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints/step_000001").rename(tmp_path / "checkpoints/step_000001.set_aside")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("models", "is_whole"), [
+    ({"actor": "lm"}, True), ({"actor": "lm", "critic": "reward"}, True), ({"critic": "reward"}, False), ({}, False),
+    ({"actor": "lm", "critic": "cut"}, False), ({"actor": "lm", "critic": "empty"}, False), ({".": "lm"}, True),
+    ({".": "empty", "critic": "reward"}, False),
+])  # fmt: skip
+def test_checkpoints_go_once_every_saved_model_can_be_read(finished, assets, said, models, is_whole):
+    for place, content in models.items():
+        folder = finished / place
+        folder.mkdir(exist_ok=True)
+        source = assets / ("reward" if content == "reward" else "lm")
+        shutil.copy(source / "config.json", folder)
+        if content != "empty":
+            shutil.copy(source / "model.safetensors", folder)
+        if content == "cut":
+            os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+    assert remove_checkpoints(finished) is is_whole
+    assert "step_000001.set_aside" in left(finished) and ("step_000003" in left(finished)) is not is_whole
+    assert ("(--keep_final_checkpoint keeps" if is_whole else "checkpoints are kept, because") in said[-1]
+
+
+def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(finished, assets, monkeypatch, said):
+    (finished / "actor").symlink_to(assets / "lm")
+    remove, removed = store.remove_folder, []
+
+    def fails_at_the_second(path):
+        removed.append(path.name)
+        if len(removed) == 2:
+            raise OSError("cut")
+        remove(path)
+
+    monkeypatch.setattr(store, "remove_folder", fails_at_the_second)
+    remove_checkpoints(finished)
+    assert removed == ["step_000002.partial", "step_000003.partial"]
+    assert any("cannot be removed (cut)" in line for line in said)
+    monkeypatch.undo()
+    CheckpointFolder(finished).clear_partials()  # as every start does
+    remove_checkpoints(finished)
+    assert left(finished) == ["step_000001.set_aside"]
+
+
+def writer_of(*names):
+    """Saves files of these names."""
+
+    def save(folder):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(name)
+
+    return save
+
+
+def files(folder) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_models_of_steps_are_kept_side_by_side_and_the_best_replaces_the_one_before(tmp_path):
+    KeptModels(tmp_path, 1, True, writer_of("actor/a", "critic/b")).save_step(1)
+    kept = KeptModels(tmp_path, 10, True, writer_of("actor/a"))
+    assert [step for step in range(1, 21) if kept.is_due(step)] == [10, 20]
+    kept.save_step(20)
+    assert files(tmp_path) == ["hf/step_000001/actor/a", "hf/step_000001/critic/b", "hf/step_000020/actor/a"]
+    kept.save_step(1)  # again, after a resume from an earlier checkpoint
+    KeptModels(tmp_path, 0, True, writer_of("old")).save_best()
+    kept.save_best()
+    assert files(tmp_path) == ["best/actor/a", "hf/step_000001/actor/a", "hf/step_000020/actor/a"]
+
+
+@pytest.mark.parametrize("problem", [NonFiniteError("a weight"), StorageError("the disk")])
+def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(tmp_path, problem):
+    KeptModels(tmp_path, 1, True, writer_of("a")).save_best()
+
+    def fail(folder):
+        writer_of("b")(folder)
+        raise problem
+
+    kept = KeptModels(tmp_path, 1, True, fail)
+    for save in (kept.save_best, lambda: kept.save_step(7)):
+        with pytest.raises(type(problem)):
+            save()
+    assert files(tmp_path) == ["best.partial/b", "best/a", "hf/step_000007.partial/b"]
+    writer_of("c")(tmp_path / "hf/step_000001.old")  # a folder that was being replaced gets its name back
+    writer_of("d")(tmp_path / "hf/step_000002.old")
+    writer_of("e")(tmp_path / "hf/step_000002")
+    (tmp_path / "hf/mine.partial").write_text("")  # not of a run
+    clear_partials(tmp_path)
+    assert files(tmp_path) == ["best/a", "hf/mine.partial", "hf/step_000001/c", "hf/step_000002/e"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "hf").write_text("a file")
+    with pytest.raises(StorageError, match=r"hf/step_000003: cannot be written \(Not a directory\)"):
+        KeptModels(tmp_path, 3, True, writer_of()).save_step(3)

@@ -1,5 +1,6 @@
 """Sessions: what a run resumes from and what it leaves, with a trainer that trains nothing."""
 
+import json
 from dataclasses import replace
 from itertools import count
 
@@ -8,7 +9,7 @@ import torch
 from checkpoints import manifest_of
 from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
 
-from dschat_ppo.checkpoint.identity import FLAGS, is_inside, rows_fingerprint
+from dschat_ppo.checkpoint.identity import FLAGS, rows_fingerprint
 from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.checkpoint.state_files import save_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
@@ -42,45 +43,6 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_before_anything_is_changed(tmp_path):
-    run(tmp_path, 4)
-    (tmp_path / "result.json").write_text("{}")
-    force = ("--resume_force", "True")
-    for steps, refused in ((3, True), (4, False), (5, False)):
-        (tmp_path / "result.json").write_text("{}")
-        if refused:
-            with pytest.raises(UserError, match="step_000004 is beyond the end of this run, which has 3 steps: raise"):
-                open_run(tmp_path, *force, steps=steps)
-        else:
-            assert open_run(tmp_path, *force, steps=steps).checkpoint is not None
-        assert (tmp_path / "result.json").exists() is refused
-
-
-@pytest.mark.parametrize(("steps", "refused"), [(4, True), (5, False)])
-def test_a_checkpoint_inside_the_step_after_the_last_is_refused(tmp_path, steps, refused):
-    run(tmp_path, 4)
-    folder = tmp_path / "checkpoints/step_000004"
-    manifest = replace(Manifest.read(folder), update=1)
-    manifest.write(folder)
-    if refused:
-        with pytest.raises(UserError, match="beyond the end of this run, which has 4 steps"):
-            open_run(tmp_path, steps=steps)
-    else:
-        assert open_run(tmp_path, steps=steps).checkpoint == folder
-
-
-def test_the_flags_choose_when_and_how_many_checkpoints_are_saved(tmp_path):
-    assert run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3").position == (9, 0)
-    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
-
-
-def test_a_saved_state_is_not_saved_again(tmp_path):
-    run(tmp_path, 2)
-    written = (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns
-    assert run(tmp_path, 2).position == (2, 0)
-    assert (tmp_path / "checkpoints/step_000002/manifest.json").stat().st_mtime_ns == written
-
-
 def test_a_manifest_holds_flags_derived_batch_sizes_and_the_fingerprint_of_the_rows(tmp_path):
     run(tmp_path, 1)
     manifest = Manifest.read(tmp_path / "checkpoints/step_000001")
@@ -103,40 +65,6 @@ def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("{}")
     longer = open_run(tmp_path, "--resume_force", "True")
     assert longer.checkpoint == tmp_path / "checkpoints/step_000003", "--resume_force extends a finished run"
-
-
-def test_an_unhealthy_run_ends_with_a_checkpoint_and_a_report(tmp_path, capsys):
-    trainer = Trainer()
-
-    def until_end(writer, checkpointer):
-        trainer.to(2)(writer, checkpointer)
-        checkpointer.stop_if("entropy_collapse")
-
-    with pytest.raises(UnhealthyRun, match="entropy_collapse .saved as .*step_000002; run the same command again"):
-        train(open_run(tmp_path), trainer, until_end)
-    assert names(tmp_path) == ["step_000002"] and (tmp_path / "report.html").exists()
-    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
-
-
-def test_a_run_that_ends_with_nan_leaves_a_report(tmp_path):
-    trainer = Trainer()
-
-    def until_end(writer, checkpointer):
-        trainer.to(2)(writer, checkpointer)
-        raise NonFiniteError("the loss is NaN")
-
-    with pytest.raises(NonFiniteError):
-        train(open_run(tmp_path), trainer, until_end)
-    assert (tmp_path / "report.html").exists()
-
-
-def test_a_run_that_ends_before_its_first_step_says_nothing_about_a_report(tmp_path, capsys):
-    def until_end(writer, checkpointer):
-        raise StopRequested("before the first step")
-
-    with pytest.raises(StopRequested):
-        train(open_run(tmp_path), Trainer(), until_end)
-    assert "report" not in capsys.readouterr().out and not (tmp_path / "report.html").exists()
 
 
 def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsys):
@@ -215,13 +143,6 @@ def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkey
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_without_trackers_none_is_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "open_trackers", None)
-    run(tmp_path, 1)
-    run(tmp_path, 2, "--report_to", "none", "--enable_tensorboard")
-    assert steps_of(tmp_path) == [1, 2]
-
-
 def test_on_another_number_of_ranks_streams_are_seeded_by_seed_and_step(tmp_path, monkeypatch):
     """A checkpoint of two ranks: the streams of this rank are seeded from `--seed` and the step."""
     run(tmp_path, 2)
@@ -237,15 +158,6 @@ def test_on_another_number_of_ranks_streams_are_seeded_by_seed_and_step(tmp_path
     assert seeds == [52]
 
 
-def test_a_checkpoint_is_inside_its_output_folder_alone(tmp_path):
-    out = tmp_path / "out"
-    (out / "checkpoints/step_000001").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(out)
-    assert is_inside(out / "checkpoints/step_000001", out)
-    assert is_inside(tmp_path / "link/checkpoints/step_000001", out)
-    assert not is_inside(tmp_path / "output/checkpoints/step_000001", out)
-
-
 @pytest.mark.parametrize("opened_first", [False, True])
 def test_a_stop_before_training_changes_nothing(tmp_path, monkeypatch, opened_first):
     run(tmp_path, 2)
@@ -259,3 +171,83 @@ def test_a_stop_before_training_changes_nothing(tmp_path, monkeypatch, opened_fi
         else:
             open_run(tmp_path, "--resume", "never", "--overwrite_output_dir")
     assert sorted(path.name for path in tmp_path.rglob("*")) == kept and trainer.position == (0, 0)
+
+
+@pytest.mark.parametrize(("steps", "update", "refused"), [(3, 0, True), (4, 0, False), (4, 1, True), (5, 1, False)])
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_before_anything_is_changed(tmp_path, steps, update, refused):
+    run(tmp_path, 4)
+    folder = tmp_path / "checkpoints/step_000004"
+    replace(Manifest.read(folder), update=update).write(folder)
+    (tmp_path / "result.json").write_text("{}")
+    if refused:
+        with pytest.raises(UserError, match=f"step_000004 is beyond the end of this run, which has {steps} steps: rai"):
+            open_run(tmp_path, "--resume_force", "True", steps=steps)
+    else:
+        assert open_run(tmp_path, "--resume_force", "True", steps=steps).checkpoint == folder
+    assert (tmp_path / "result.json").exists() is refused
+
+
+@pytest.mark.parametrize("problem", [UnhealthyRun, NonFiniteError, StopRequested])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_that_ends_early_leaves_a_report_of_its_steps(tmp_path, capsys, problem, steps):
+    trainer = Trainer()
+
+    def until_end(writer, checkpointer):
+        trainer.to(steps)(writer, checkpointer)
+        if problem is UnhealthyRun:
+            checkpointer.stop_if("entropy_collapse")
+        raise problem("the loss is NaN")
+
+    with pytest.raises(problem) as ended:
+        train(open_run(tmp_path), trainer, until_end)
+    if problem is UnhealthyRun:
+        assert f"entropy_collapse (saved as {tmp_path}/checkpoints/step_00000{steps}; run the" in str(ended.value)
+    assert (tmp_path / "report.html").exists() is (steps > 0)
+    assert (f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out) is (steps > 0)
+
+
+DAMAGE = {
+    "a line twice": lambda lines: [lines[0], *lines],
+    "CRLF": lambda lines: [line.replace(b"\n", b"\r\n") for line in lines],
+    "zeros": lambda lines: [bytes(len(b"".join(lines)))],
+    "cut": lambda lines: [lines[0], lines[1][:5]],
+    "empty": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_changed_metrics_are_kept_under_another_name_and_restored_from_the_checkpoint(tmp_path, said, damage):
+    run(tmp_path, 3)
+    place = tmp_path / "metrics.jsonl"
+    written = place.read_bytes()
+    changed = b"".join(damage(written.splitlines(keepends=True)))
+    place.write_bytes(changed)
+    said.clear()
+    assert run(tmp_path, 5).position == (5, 0)
+    assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
+    [warning] = [line for line in said if f"{place} is not as the run wrote it" in line]
+    assert "step_000003" in warning and ("kept as metrics.1.jsonl" in warning) is (changed != b"")
+    if changed:
+        assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed
+
+
+@pytest.mark.parametrize("later", [b"", b'{"step": 4}\n{"step": 5}\n', b'{"step": 4}\n{"st', bytes(40)])
+def test_later_lines_of_the_run_itself_are_no_damage(tmp_path, said, later):
+    run(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(later)
+    run(tmp_path, 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and not any("as the run wrote it" in line for line in said)
+    assert not (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_every_checkpoint_has_the_metrics_up_to_it(tmp_path):
+    run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3")
+    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
+    for name in names(tmp_path):
+        lines = (tmp_path / "checkpoints" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, int(name[5:]) + 1))
+    (tmp_path / "metrics.jsonl").unlink()
+    trainer = Trainer()
+    train(open_run(tmp_path, "--resume", str(tmp_path / "checkpoints/step_000006")), trainer, trainer.to(7))
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
