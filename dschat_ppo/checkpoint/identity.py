@@ -33,8 +33,10 @@ from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished
 
-# A flag that is in none of these tables matters: a new flag stops a resumed run until its author adds it to a table.
-WHERE_AND_WHEN = frozenset({
+# Flags that may change when a run resumes. A flag that is not here matters: a new flag stops a resumed run until its
+# author adds it.
+HARMLESS = frozenset({
+    # where and when something is written, and how long something may take
     "output_dir", "overwrite_output_dir", "local_rank", "config", "dry_run", "dry_run_ranks",
     "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
     "save_hf_steps", "metric_for_best", "lora_merge",
@@ -48,11 +50,8 @@ WHERE_AND_WHEN = frozenset({
     "reward_workers", "reward_timeout", "allow_weak_sandbox",
     "remote_reward_timeout",
     "stop_on_health", "health",
-})  # fmt: skip
-
-# The result is the same up to rounding: these flags choose how the work is laid out on the machine.
-# (`--per_device_eval_batch_size` also decides where an evaluation bounded by `--eval_iters` ends, but no training.)
-HOW_IT_IS_COMPUTED = frozenset({
+    # how the work is laid out on the machine: the result is the same up to rounding (`--per_device_eval_batch_size`
+    # also decides where an evaluation bounded by `--eval_iters` ends, but no training)
     "zero_stage", "actor_zero_stage", "critic_zero_stage",
     "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
     "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
@@ -61,12 +60,11 @@ HOW_IT_IS_COMPUTED = frozenset({
     "sleep_in_rollout", "inference_tp_size", "tp_gather_partition_size", "deterministic",
     "sequence_parallel_size", "tiled_mlp", "offload_activations", "attn_implementation",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
+    *WITHOUT_EFFECT,
 })  # fmt: skip
 
-HARMLESS = WHERE_AND_WHEN | HOW_IT_IS_COMPUTED | set(WITHOUT_EFFECT)
-
-# Flag -> derived batch size of which it is a factor. If both configurations hold the derived batch size, it is compared
-# instead of the flag: with twice the ranks, half the rows on each give the same step.
+# Flag -> derived batch size of which it is a factor. While that is the same, the flag may change: with twice the ranks,
+# half the rows on each give the same step.
 PRODUCTS = {
     "per_device_train_batch_size": "rows_per_update",
     "per_device_training_batch_size": "rows_per_update",
@@ -223,44 +221,29 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class ConfigChange:
-    """A setting (flag, derived batch size or input) that differs. `before` and `after` are its values as shown.
-    `matters`: whether the run would compute something else, or in another order."""
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The settings by which this run would compute something else than the run that saved, or in another order; each
+    with its values, "before -> after".
 
-    name: str
-    before: str
-    after: str
-    matters: bool
-
-
-def compare_configs(saved: dict[str, Any], now: dict[str, Any]) -> list[ConfigChange]:
-    """The differences between the configurations of a checkpoint and of this run, those that matter first.
-
-    They hold flags, fingerprints of the inputs, and the derived batch sizes `rows_per_update` (rows of an optimizer
+    Both hold flags, fingerprints of the inputs, and the derived batch sizes `rows_per_update` (rows of an optimizer
     step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it affects more
     than rounding, `ranks`.
     """
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
-    saved = {name: value for name, value in saved.items() if name not in RETIRED or value != NOW_FIXED.get(name, value)}
-    names = [*now, *(name for name in saved if name not in now)]
-    changes = []
-    for name in names:
+    found = {}
+    for name in [*now, *(name for name in saved if name not in now and (name not in RETIRED or name in NOW_FIXED))]:
         before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
-        if before != after and _resolved(before) != _resolved(after):
-            product = PRODUCTS.get(name)
-            matters = name not in HARMLESS and not (product in saved and product in now)
-            matters = matters and not (name in LENGTH and _rates_ignore_length(saved) and _rates_ignore_length(now))
-            if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
-                matters = False
-            changes.append(ConfigChange(name, _as_text(before), _as_text(after), matters))
-    return sorted(changes, key=lambda change: not change.matters)
-
-
-def _rates_ignore_length(config: dict[str, Any]) -> bool:
-    """Whether no learning rate depends on the number of steps of the run."""
-    return config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio")
+        if before == after or name in HARMLESS or _resolved(before) == _resolved(after):
+            continue
+        product = PRODUCTS.get(name)
+        if product in saved and saved[product] == now.get(product):
+            continue
+        if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
+            continue
+        left = ", always: this version has no such flag" if name in RETIRED else ""
+        found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"
+    return found
 
 
 def _with_place(name: str) -> str:
@@ -282,30 +265,11 @@ def _resolved(value: Any) -> Any:
     return os.path.realpath(text[:end]) + text[end:] if end else value
 
 
-def format_diff(changes: Sequence[ConfigChange]) -> str:
-    """The changes, one per line: `  --flag: before -> after`. Of many, the first `MOST_LINES` and how many follow."""
-    lines = []
-    for change in changes[:MOST_LINES]:
-        name = f"--{change.name}" if change.name in FLAGS or change.name in RETIRED else change.name
-        left = ", always: this version has no such flag" if change.name in RETIRED else ""
-        lines.append(f"  {name}: {change.before} -> {change.after}{left}")
-    if len(changes) > MOST_LINES:
-        lines.append(f"  and {len(changes) - MOST_LINES} more")
-    return "\n".join(lines)
-
-
-def refuse_changes(folder: Path, changes: Sequence[ConfigChange], force: bool) -> None:
-    """Refuse, without `--resume_force`, to resume under a configuration that computes something else. The message shows
-    the changes that matter, and flags that are factors of a changed batch size."""
-    matter = {change.name for change in changes if change.matters}
-    if matter and not force:
-        shown = [change for change in changes if change.matters or PRODUCTS.get(change.name) in matter]
-        back = "" if matter <= set(RETIRED) else "use the saved settings to resume, or "
-        raise UserError(
-            f"{folder} was saved under settings that compute something else; {back}"
-            "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
-            f"--output_dir. What changed:\n{format_diff(shown)}"
-        )
+def format_diff(changes: Mapping[str, str]) -> str:
+    """The differences, one per line: `  --flag: before -> after`; of many the first `MOST_LINES`."""
+    lines = [f"  {'--' if name in FLAGS or name in RETIRED else ''}{name}: {text}" for name, text in changes.items()]
+    more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    return "\n".join([*lines[:MOST_LINES], *more])
 
 
 def _as_text(value: Any) -> str:
@@ -367,15 +331,22 @@ def is_inside(checkpoint: Path, output: Path) -> bool:
 
 
 def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:
-    """Compare the identity of the run with that in the manifest, and log the differences that are allowed."""
+    """Refuse a checkpoint of another run; with `--resume_force` only one whose state this run cannot use."""
     manifest = Manifest.read(checkpoint)
     if manifest.kind != identity.kind:
         raise UserError(f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'")
-    changes = compare_configs(manifest.config, identity.config)
+    changes = differences(manifest.config, identity.config)
+    configs = (manifest.config, identity.config)
+    if all(config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio") for config in configs):
+        changes = {name: text for name, text in changes.items() if name not in LENGTH}
     if manifest.data != identity.data:
-        change = ConfigChange("training rows (SHA-256)", manifest.data[:12], identity.data[:12], matters=True)
-        changes.insert(0, change)
-    refuse_changes(checkpoint, changes, flags.resume_force)
+        changes = {"training rows (SHA-256)": f"{manifest.data[:12]} -> {identity.data[:12]}", **changes}
+    if changes and not flags.resume_force:
+        raise UserError(
+            f"{checkpoint} was saved under settings that compute something else; use the saved settings to resume, or "
+            "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
+            f"--output_dir. What changed:\n{format_diff(changes)}"
+        )
     saved_rows, rows = manifest.config.get("rows_per_update"), identity.config.get("rows_per_update")
     if manifest.update and saved_rows != rows:
         raise UserError(
@@ -384,6 +355,5 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
         )
     if left := note_on_retired(manifest.config):
         logger().info(f"note: {checkpoint.name} was saved by an earlier version; {left}")
-    shown = [change for change in changes if change.name not in WHERE_AND_WHEN]
-    if shown:
-        logger().info(f"settings that changed since {checkpoint.name} was saved:\n{format_diff(shown)}")
+    if changes:
+        logger().info(f"settings that changed since {checkpoint.name} was saved:\n{format_diff(changes)}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.checkpoint.identity import LENGTH, compare_configs, format_diff, is_inside
+from dschat_ppo.checkpoint.identity import differences, format_diff, is_inside
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
@@ -187,7 +187,7 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
             f"kept as {kept.name})"
         )
         return
-    changes = [change for change in compare_configs(saved, flatten(config)) if change.matters or change.name in LENGTH]
+    changes = differences(saved, flatten(config))
     if not changes:
         raise StopRequested(_done(folder, config, saved))
     if not checkpoints:

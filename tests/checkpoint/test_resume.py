@@ -13,10 +13,6 @@ from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import UserError
 
 
-def test_without_checkpoints_a_run_starts_from_scratch(tmp_path):
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) is None
-
-
 def test_a_run_resumes_from_the_newest_intact_checkpoint_and_reports_damage(tmp_path, capsys):
     first, second = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 2, 3)
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == second
@@ -28,6 +24,8 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint_and_reports_damage(tmp_
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path))
+    assert find_checkpoint(tmp_path, SafetyFlags(resume="never"), identity_of(tmp_path)) is None
+    assert find_checkpoint(tmp_path / "empty", SafetyFlags(), identity_of(tmp_path)) is None
 
 
 def test_overwrite_restarts_a_finished_run_and_resumes_an_interrupted_one(tmp_path, capsys):
@@ -56,11 +54,6 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_one_note(tmp_path, monk
     assert said.count("--gone") == len(said.splitlines()) == 1 and "flags that this version does not have" in said
 
 
-def test_resume_never_does_not_check_the_folder(tmp_path):
-    flip(save_checkpoint(tmp_path, 1) / "shared.pt")
-    assert find_checkpoint(tmp_path, SafetyFlags(resume="never"), identity_of(tmp_path)) is None
-
-
 def test_later_checkpoints_than_the_named_one_are_set_aside(tmp_path):
     first, second, third = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 1, 2), save_checkpoint(tmp_path, 4)
     assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
@@ -76,12 +69,6 @@ def test_later_checkpoints_than_the_named_one_are_set_aside(tmp_path):
     assert set_aside.exists() and not fourth.exists()
 
 
-def test_a_checkpoint_of_another_folder_leaves_those_of_this_one(tmp_path):
-    elsewhere, here = save_checkpoint(tmp_path / "a", 1), save_checkpoint(tmp_path / "b", 2)
-    assert find_checkpoint(tmp_path / "b", SafetyFlags(resume=str(elsewhere)), identity_of(tmp_path)) == elsewhere
-    assert here.exists()
-
-
 def test_a_run_cannot_resume_inside_a_ppo_step_with_updates_of_another_size(tmp_path):
     between, inside, force = (
         save_checkpoint(tmp_path, 1),
@@ -94,6 +81,27 @@ def test_a_run_cannot_resume_inside_a_ppo_step_with_updates_of_another_size(tmp_
         find_checkpoint(tmp_path, force, other)
     assert find_checkpoint(tmp_path, replace(force, resume=str(between)), other) == between
     assert not inside.exists()
+
+
+LENGTHS = [["--num_train_epochs", "2"], ["--num_train_epochs", "0.5"], ["--max_steps", "7"]]
+RATES = [
+    ("--lr_scheduler_type cosine", True), ("--lr_scheduler_type constant", False),
+    ("--lr_scheduler_type constant_with_warmup", False),
+    ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("rates", "matters"), RATES)
+def test_the_length_matters_where_a_learning_rate_depends_on_it(tmp_path, length, rates, matters):
+    saved = save_checkpoint(tmp_path, 1)
+    config = identity_of(tmp_path, *rates.split()).config
+    replace(Manifest.read(saved), config=config).write(saved)
+    if not matters:
+        assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *rates.split(), *length)) == saved
+    with pytest.raises(UserError, match=f"  {length[0]}: "):  # both schedules must ignore it
+        now = rates.split() if matters else ["--lr_scheduler_type", "linear"]
+        find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *now, *length))
 
 
 def test_a_named_folder_that_is_no_intact_checkpoint_is_refused(tmp_path):
@@ -126,10 +134,11 @@ def test_settings_that_change_the_result_are_refused_unless_forced(tmp_path, cap
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
     assert capsys.readouterr().out == ""
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--zero_stage", "3")) == saved
-    assert "since step_000001 was saved:\n  --zero_stage: 2 -> 3\n" in capsys.readouterr().out
+    assert capsys.readouterr().out == ""
     with pytest.raises(UserError, match="step_000001 was saved under .*What changed:\n  --seed: 1234 -> 5$"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"))
     assert find_checkpoint(tmp_path, SafetyFlags(resume_force=True), identity_of(tmp_path, "--seed", "5")) == saved
+    assert "since step_000001 was saved:\n  --seed: 1234 -> 5\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"something else; .*:\n  training rows .*: a+ -> b+\n  --seed"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5", data="b" * 64))
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import identity_of, save_checkpoint
 from datasets import Dataset, concatenate_datasets
 from safetensors.torch import save_file
 
@@ -18,18 +16,15 @@ from dschat_ppo.checkpoint.identity import (
     SAMPLES,
     RunIdentity,
     RunInputs,
-    find_checkpoint,
+    differences,
     identify_run,
     input_fingerprints,
     model_fingerprint,
     rows_fingerprint,
 )
-from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.config.cli import flatten, parse
-from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.ppo.begin_ppo import inputs_of
 from dschat_ppo.ppo.mini_dataset import TextBatches
@@ -50,53 +45,33 @@ def model(folder: Path, value: float = 0.0) -> Path:
     return folder
 
 
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        before = file.read(1)
-        file.seek(place)
-        file.write(bytes([before[0] ^ 1]))
-
-
-def test_the_same_model_elsewhere_has_the_same_fingerprint(tmp_path):
-    one, other = model(tmp_path / "one"), model(tmp_path / "other")
-    assert model_fingerprint(one) == model_fingerprint(str(other))
-    (other / "result.json").write_text("{}")
-    (other / "README.md").write_text("more")
-    assert model_fingerprint(one) == model_fingerprint(other), "files that do not belong to the model"
-
-
-@pytest.mark.parametrize("name, place", [
+FLIPS = [
     ("config.json", 2), ("tokenizer.json", 0), ("model.safetensors", -1), ("pytorch_model.bin", 0),
     ("pytorch_model.bin", LARGE - 1), ("pytorch_model.bin", (LARGE - SAMPLE_BYTES) // (SAMPLES - 1)),
     ("pytorch_model.bin", 40 * (LARGE - SAMPLE_BYTES) // (SAMPLES - 1) + SAMPLE_BYTES - 1),
-])  # fmt: skip
-def test_a_changed_byte_in_settings_small_files_and_samples_changes_the_fingerprint(name, place, tmp_path):
-    folder = model(tmp_path / "model")
-    before = model_fingerprint(folder)
-    path = folder / name
-    flip(path, place % path.stat().st_size)
-    assert model_fingerprint(folder) != before
+]  # fmt: skip
 
 
-def test_other_names_sizes_and_files_change_the_fingerprint(tmp_path):
-    folder = model(tmp_path / "model")
-    found = {model_fingerprint(folder)}
-    (folder / "pytorch_model.bin").write_bytes(bytes(LARGE + SAMPLES))
-    found.add(model_fingerprint(folder))
-    (folder / "pytorch_model.bin").rename(folder / "other.bin")
-    found.add(model_fingerprint(folder))
-    (folder / "chat_template.jinja").write_text("{{ x }}")
-    found.add(model_fingerprint(folder))
-    assert len(found) == 4
-
-
-def test_large_files_are_sampled(tmp_path):
-    folder = tmp_path / "large"
-    folder.mkdir()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(2**40)  # takes no room
-    assert len(model_fingerprint(folder)) == 64
+def test_any_change_of_a_model_changes_its_fingerprint_and_its_place_does_not(tmp_path):
+    one, other = model(tmp_path / "one"), model(tmp_path / "other")
+    found = [model_fingerprint(one)]
+    (other / "README.md").write_text("no file of the model")
+    assert model_fingerprint(str(other)) == found[0]
+    for name, place in FLIPS:
+        content = bytearray((one / name).read_bytes())
+        content[place] ^= 1
+        (one / name).write_bytes(content)
+        found.append(model_fingerprint(one))
+    (one / "pytorch_model.bin").write_bytes(bytes(LARGE + SAMPLES))
+    found.append(model_fingerprint(one))
+    (one / "pytorch_model.bin").rename(one / "other.bin")
+    found.append(model_fingerprint(one))
+    (one / "chat_template.jinja").write_text("{{ x }}")
+    found.append(model_fingerprint(one))
+    assert len(set(found)) == len(FLIPS) + 4
+    with (other / "model.safetensors").open("wb") as file:
+        file.truncate(2**40)  # takes no room, and is not read whole
+    assert len(model_fingerprint(other)) == 64
 
 
 def inputs(folder: Path, texts: int = 3) -> RunInputs:
@@ -113,50 +88,22 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_each_input_has_a_name_and_a_short_fingerprint(folder):
-    found = input_fingerprints(inputs(folder))
-    reward = f"contents of --reward_function {folder}/reward.py"
-    assert found.keys() == {"texts", "contents of --actor_model_name_or_path", reward}
-    assert found[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
-    assert input_fingerprints(inputs(folder)) == found
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_adds_the_fingerprints_to_the_identity(rank, folder, monkeypatch):
+def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(rank, folder, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
     config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output"])
-    found = identify_run("sft", config, inputs(folder), {"rows_per_update": 8})
     settings = flatten(config) | {"rows_per_update": 8}
-    if rank == 0:
-        settings |= input_fingerprints(inputs(folder))
-    assert found == RunIdentity("sft", settings, "" if rank else rows_fingerprint(TRAIN))
-
-
-def edit_reward(folder: Path) -> str:
+    found = identify_run("sft", config, inputs(folder), {"rows_per_update": 8})
+    if rank == 1:
+        assert found == RunIdentity("sft", settings, "")
+        return
+    reward, actor = f"contents of --reward_function {folder}/reward.py", "contents of --actor_model_name_or_path"
+    assert found.data == rows_fingerprint(TRAIN) and found.config.keys() == {*settings, "texts", actor, reward}
+    assert found.config[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
     (folder / "reward.py").write_text("def score(prompt, response): return 2\n")
-    return "contents of --reward_function"
-
-
-def train_on(folder: Path) -> str:
     save_file({"weight": torch.full((9,), 0.5)}, folder / "model/model.safetensors")
-    return "contents of --actor_model_name_or_path"
-
-
-@pytest.mark.parametrize("change", [edit_reward, train_on, None])
-def test_other_contents_are_refused_by_name_and_accepted_by_force(change, folder):
-    output = folder / "output"
-    before = input_fingerprints(inputs(folder))
-    saved = save_checkpoint(output, 1)
-    manifest = Manifest.read(saved)
-    replace(manifest, config=manifest.config | before).write(saved)
-    same, flags = identity_of(output), SafetyFlags()
-    assert find_checkpoint(output, flags, replace(same, config=same.config | before)) == saved
-    name = change(folder) if change else "texts"
-    now = replace(same, config=same.config | input_fingerprints(inputs(folder, texts=3 if change else 2)))
-    with pytest.raises(UserError, match=rf"  {name}.*: [0-9a-f]{{16}} -> [0-9a-f]{{16}}$"):
-        find_checkpoint(output, flags, now)
-    assert find_checkpoint(output, replace(flags, resume_force=True), now) == saved
-    assert CheckpointFolder(output).names() == ["step_000001"]
+    now = identify_run("sft", config, inputs(folder, texts=2), {"rows_per_update": 8})
+    assert list(differences(found.config, now.config)) == ["texts", actor, reward]
 
 
 PPO = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
@@ -179,14 +126,6 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
         "--deepspeed_config": "d.json", f"--reward_function {reward}": reward,
         f"--eval_reward_function {reward}": reward,
     }  # fmt: skip
-
-
-def test_a_critic_without_a_reward_model_is_fingerprinted(folder):
-    words = f"{PPO} --critic_model_name_or_path c --use_reward_model False --reward_function length"
-    rows = TokenRows(TRAIN, None)
-    found = inputs_of(parse("ppo", words.split()), ModelFolders("A", str(folder / "model"), None), rows, None)
-    found = replace(found, models=found.models[1:], files=())
-    assert input_fingerprints(found).keys() == {"contents of --critic_model_name_or_path"}
 
 
 def test_steps_1_and_2_fingerprint_their_model_and_files():
