@@ -15,9 +15,6 @@ from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.runtime.processes import deny_access_to_memory
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
-# Reserved names: `reward/NAME_share` and, with several sources, `reward/NAME_mean` and `_std` are other metrics.
-TAKEN_ALONE = ("equal_groups", "clipped")
-TAKEN = (*TAKEN_ALONE, "score", "total")
 
 
 def check_sources(flags: RewardSourceFlags) -> None:
@@ -25,13 +22,6 @@ def check_sources(flags: RewardSourceFlags) -> None:
     once in a worker process that ends again. Remote services are not contacted."""
     usable_urls(flags.remote_urls)
     specs = [parse_function(text) for text in flags.reward_function]
-    sources = len(specs) + flags.use_reward_model + bool(flags.remote_urls)
-    for spec in specs:
-        if spec.name in (TAKEN if sources > 1 else TAKEN_ALONE):
-            raise UserError(
-                f"{spec}: its metrics would be reward/{spec.name}_mean and the like, which mean something "
-                "else; rename the function"
-            )
     for spec in specs:
         function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
         function.close()

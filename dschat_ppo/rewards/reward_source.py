@@ -19,6 +19,8 @@ from dschat_ppo.types import Rollout
 
 DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
 MOST_NAMES = 4  # data sources that a message lists
+# `reward/NAME_share` and, with several sources, `reward/NAME_mean` are metrics of the run
+TAKEN_ALONE, TAKEN = ("equal_groups", "clipped"), ("equal_groups", "clipped", "score", "total")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Scores:
 class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
     weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
-    `name_2`. `routes`: its own name -> the data sources of which it scores rows, for sources without workers."""
+    `name_2`, as is the first one of a name that the run's own metrics have. `routes`: its own name -> the data sources
+    of which it scores rows, for sources without workers."""
 
     def __init__(
         self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0,
@@ -162,7 +165,7 @@ class RewardMixture:
         self.default = default
         self.routes = routes or {}
         self.unscored = CallCounts()  # `failed`: the responses that no source scored
-        self.names, seen = list[str](), Counter[str]()
+        self.names, seen = list[str](), Counter(TAKEN if len(sources) > 1 else TAKEN_ALONE)
         for source, _ in self.sources:
             seen[source.name] += 1
             self.names.append(source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}")

@@ -123,18 +123,12 @@ def isolation() -> Isolation:
 def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
     """The start of a command: no network and no other processes; files read-only, but for an empty /tmp in memory."""
     devices = [word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")]
-    own_tmp = [
-        word
-        for place in (sys.prefix, sys.base_prefix)
-        if place.startswith("/tmp/")
-        for word in ("--ro-bind", place, place)
-    ]
     return [
         "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", _INSIDE, "--gid", _INSIDE,
         "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/",
         "--proc" if how.has_proc else "--tmpfs", "/proc", "--remount-ro", "/proc",
         "--tmpfs", "/dev", *devices, "--remount-ro", "/dev",
-        "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *own_tmp, "--chdir", "/tmp",
+        "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp",
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, without_credentials
 from dschat_ppo.runtime import stop_requests, watchdog
 from dschat_ppo.runtime.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
-from dschat_ppo.runtime.first_failure import FirstFailureRecord, open_failure_record
+from dschat_ppo.runtime.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record
 from dschat_ppo.runtime.memory_advice import memory_advice, ran_out_of_memory
 from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
@@ -46,7 +46,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         return exit_code(problem)
     stop_requests.install()
     record = open_failure_record()
-    if record.folder is not None:
+    if record.folder is not NO_FOLDER:
         watchdog.watch_ranks(record)
     try:
         train(parse(argv))
@@ -78,8 +78,6 @@ def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFinit
     """Print its message. The other ranks give rank 0 some time first, because it usually has the same error."""
     deadline = time.monotonic() + _RANK_0_HEAD_START_SECONDS
     while not ranks.is_main() and record.read() is None and time.monotonic() < deadline:
-        if stop_requests.requested() and not record.is_running(0):
-            return exit_code(problem)  # rank 0 has reported and ended, and the launcher ends the other ranks
         heartbeat()
         time.sleep(0.05)
     first = record.record(exit_code(problem))

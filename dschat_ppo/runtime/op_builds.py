@@ -11,14 +11,13 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import ranks
-from dschat_ppo.common.atomic_files import make_folder, sync_folder
+from dschat_ppo.common.atomic_files import make_folder
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError, in_one_line
@@ -26,7 +25,6 @@ from dschat_ppo.runtime.file_lock import locked
 from dschat_ppo.runtime.stop_requests import requested, subprocesses_may_stop
 
 OWN_LOCK, TORCH_LOCK = "dschat_ppo.lock", "lock"
-WHOLE = "dschat_ppo.whole"  # made when all compiled files are on the disk
 _QUIET_SECONDS = 5.0  # ranks that find an operator compiled load it in turn
 
 
@@ -45,7 +43,11 @@ def guard_builds() -> None:
         folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder_of_environment())), builder.name)
         try:
             with watchdog_paused(), _exclusive(folder):
-                return _load(partial(jit_load, builder, *args, **kwargs), folder)
+                if not list(folder.glob("*.so")):
+                    # to stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed
+                    text = f"DeepSpeed compiles its operator {folder.name} in {folder}: one to three minutes, once"
+                    print(text, file=sys.stderr, flush=True)
+                return jit_load(builder, *args, **kwargs)
         except (RuntimeError, OSError, ImportError, CUDAMismatchException, MissingCUDAException) as problem:
             if requested():  # a stop ends compilers
                 raise
@@ -73,22 +75,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
     with locked(folder / OWN_LOCK, waits, "waited for an operator", _QUIET_SECONDS):
         (folder / TORCH_LOCK).unlink(missing_ok=True)
         yield
-
-
-def _load(load: Callable[[], Any], folder: Path) -> Any:
-    """`load` the operator of this locked folder, and note when it is compiled and all its files are on the disk."""
-    if (folder / WHOLE).exists():
-        return load()
-    # what a killed compilation or a power loss left; ninja trusts names and times
-    for left in [*folder.glob("*.o"), *folder.glob("*.so"), *folder.glob(".ninja_*")]:
-        left.unlink()
-    # to stderr: any rank may compile, and DeepSpeed's prints to stdout are suppressed
-    text = f"DeepSpeed compiles its operator {folder.name} in {folder}: one to three minutes, once"
-    print(text, file=sys.stderr, flush=True)
-    loaded = load()
-    sync_folder(folder)
-    (folder / WHOLE).touch()
-    return loaded
 
 
 def offer_all_reduce() -> bool:

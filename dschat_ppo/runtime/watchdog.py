@@ -166,7 +166,7 @@ def start(seconds: float) -> None:
     rank of this machine then writes its phase, its step and the stacks of all its threads to its log, the first one
     also to stderr."""
     if not _WATCHDOGS:
-        watch_ranks(FirstFailureRecord(None))
+        watch_ranks(FirstFailureRecord())
     _WATCHDOGS[-1].set_limit(seconds)
 
 

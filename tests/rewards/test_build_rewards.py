@@ -102,20 +102,6 @@ def test_invalid_sources_are_rejected_before_models_load(changes, problem):
     assert problem in str(refused.value)
 
 
-@pytest.mark.parametrize(("changes", "refused"), [
-    ({}, False), ({"use_reward_model": True}, True), ({"remote_reward_url": "http://a/b"}, True),
-])  # fmt: skip
-@pytest.mark.parametrize("name", ["score", "total", "equal_groups", "lengths"])
-def test_a_name_whose_metrics_exist_is_refused(tmp_path, changes, refused, name):
-    (tmp_path / "mine.py").write_text(f"def {name}(response, **columns):\n    return 1.0\n")
-    wanted = flags(reward_function=[f"{tmp_path}/mine.py:{name}"], **changes)
-    if name == "equal_groups" or (refused and name != "lengths"):
-        with pytest.raises(UserError, match=f"mine.py:{name}: its metrics would be reward/{name}_mean .*; rename the"):
-            check_sources(wanted)
-    else:
-        check_sources(wanted)
-
-
 def test_valid_sources_pass_and_leave_no_process(monkeypatch):
     made = []
 
@@ -146,13 +132,6 @@ def test_valid_sources_pass_and_leave_no_process(monkeypatch):
 def test_invalid_flags_are_rejected(changes, named):
     with pytest.raises(UserError, match=named):
         flags(**{"reward_function": ["exact_match"], **changes})
-
-
-def test_valid_flags_are_accepted():
-    assert flags(reward_function=["a"]).remote_urls == []
-    assert flags(remote_reward_url="http://a").remote_urls == ["http://a"]
-    assert flags(reward_function=["a"], reward_default=-1.0).reward_default == -1.0
-    assert RewardSourceFlags(reward_model_name_or_path="m", reward_model_weight=0.0)
 
 
 VERL = str(Path(__file__).parent / "verl_functions.py")

@@ -55,6 +55,8 @@ def test_a_source_of_weight_zero_is_reported_but_not_added():
 def test_sources_of_one_name_are_numbered():
     sources = [(Fixed(name, [0, 0, 0]), 1.0) for name in ("a", "b", "a", "a")]
     assert RewardMixture(sources).names == ["a", "b", "a_2", "a_3"]
+    score = [(Fixed("score", [0, 0, 0]), 1.0)]  # with several sources, `reward/score_mean` is a metric of its own
+    assert RewardMixture(score).names == ["score"] and RewardMixture(score * 2).names == ["score_2", "score_3"]
 
 
 def test_no_sources():

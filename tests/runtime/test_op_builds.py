@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,6 @@ from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
     OWN_LOCK,
     TORCH_LOCK,
-    WHOLE,
     folder_of_environment,
     guard_builds,
     offer_all_reduce,
@@ -112,14 +110,6 @@ def test_of_two_processes_one_compiles(operators, tmp_path):
     assert [waits in out for out, _ in ended] == [process is not first for process in both]
 
 
-STALE = """
-#include <Python.h>
-extern "C" void gone_in_this_torch();
-static struct PyModuleDef toy = {PyModuleDef_HEAD_INIT, "toy", nullptr, -1, nullptr};
-extern "C" PyObject* PyInit_toy() { gone_in_this_torch(); return PyModule_Create(&toy); }
-"""
-
-
 def load_toy(folder: Path, programs: list[str]) -> str:
     """The last line of a process that loads the toy operator, with these programs alone in PATH."""
     for place in ("operators", "bin"):
@@ -137,24 +127,6 @@ def test_a_machine_without_ninja_or_without_a_compiler(tmp_path):
     for programs in (["sh"], ["ninja"]):
         said = load_toy(tmp_path, programs)
         assert "operator toy cannot be compiled or loaded (" in said and "it needs ninja, a C++ compiler (g++" in said
-
-
-@pytest.mark.slow
-def test_an_operator_of_another_torch_names_its_folder(tmp_path):
-    programs = ["sh", "ninja", "c++", "as", "ld"]
-    assert load_toy(tmp_path, programs) == "loaded"
-    folder = tmp_path / "operators/toy"
-    (tmp_path / "stale.cpp").write_text(STALE)
-    include = sysconfig.get_path("include")
-    subprocess.run(
-        ["c++", "-shared", "-fPIC", "-Wl,-z,now", f"-I{include}", tmp_path / "stale.cpp", "-o", folder / "toy.so"],
-        check=True,
-    )
-    said = load_toy(tmp_path, [])
-    assert "toy cannot be compiled or loaded (" in said and "undefined symbol: gone_in_this_torch" in said
-    assert f"remove the folder {folder}, " in said
-    shutil.rmtree(folder)
-    assert load_toy(tmp_path, []) == "loaded"
 
 
 @pytest.fixture
@@ -206,19 +178,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, guarded
         guarded(lambda: None)()
 
 
-def test_every_environment_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mine = folder_of_environment()
-    assert mine.is_relative_to(tmp_path.resolve() / "torch_extensions")
-    assert mine == folder_of_environment()
-    for what in ("sys.prefix", "torch.__version__", "deepspeed.__version__"):
-        with monkeypatch.context() as other:
-            other.setattr(what, "other")
-            assert folder_of_environment() != mine
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
-    assert folder_of_environment() != mine
-
-
 @pytest.mark.parametrize("given", [None, "chosen"])
 def test_a_folder_given_by_the_user_is_used(tmp_path, monkeypatch, given):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -255,13 +214,3 @@ def test_one_rank_loads_no_all_reduce(monkeypatch, count):
     offer_all_reduce()
     build_shm_op()
     assert loaded == ([builder.name] if count > 1 else [])
-
-
-def test_objects_of_an_interrupted_compilation_are_not_linked(tmp_path, guarded):
-    (tmp_path / "toy").mkdir()
-    for name in ("toy.o", "toy.so", ".ninja_log", TORCH_LOCK):
-        (tmp_path / "toy" / name).write_bytes(b"")
-    load = guarded(lambda: sorted(path.name for path in (tmp_path / "toy").iterdir()))
-    assert load() == [OWN_LOCK]
-    (tmp_path / "toy/toy.so").write_bytes(b"compiled")
-    assert load() == [OWN_LOCK, WHOLE, "toy.so"]

@@ -81,7 +81,7 @@ if kind == "hangs up":
 else:  # as after `disown`: the terminal goes, and no signal comes
     import signal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    watchdog.watch_ranks(FirstFailureRecord(None))
+    watchdog.watch_ranks(FirstFailureRecord())
 bar = tqdm()
 file.touch()
 for _ in range(40):
