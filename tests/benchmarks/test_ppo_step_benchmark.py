@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, environment, run, succeed
+from launch import ROOT, run, succeed
 from one_rank import one_rank  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -66,12 +66,9 @@ def test_answers_have_the_given_lengths(folder):
 
 @pytest.mark.slow
 def test_a_trial_of_the_script(tmp_path):
-    words = ["--tiny", "--repeats", "1", "--json", str(tmp_path / "found.json")]
+    words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]
     result = succeed(run([sys.executable, str(ROOT / "benchmarks/ppo_step.py"), *words]))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert all(found[name]["ratio_wall"] > 0 for name in ppo_step.WORKLOADS)
+    assert found["fixed"]["ratio_wall"] > 0
     assert found["peak_memory_ratio"] >= 0
-    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][2:] == [
-        "fixed", "varied", "group",
-    ]  # fmt: skip
-    assert environment()["OMP_NUM_THREADS"] == "1"
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][2:] == ["fixed"]

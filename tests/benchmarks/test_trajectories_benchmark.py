@@ -129,8 +129,8 @@ def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(t
     )
     monkeypatch.setitem(trajectories.RUNS, "sft", run)
     before, kept = tmp_path / "before.json", tmp_path / "before"
-    assert main(monkeypatch, "--json", before, "--checkpoints", kept) == 0
     monkeypatch.setattr(trajectories.Tree, "call", call_by_fork)
+    assert main(monkeypatch, "--json", before, "--checkpoints", kept) == 0
     assert main(monkeypatch, "--against", before, "--resume_from", kept) == 0
     assert "no difference" in capsys.readouterr().out
     monkeypatch.setitem(trajectories.RUNS, "sft", replace(run, flags=f"{run.flags} --seed 5"))

@@ -1,4 +1,5 @@
-"""DeepSpeed-Chat's training scripts start on tiny models: each distinct flag list, with small sizes, on one rank.
+"""DeepSpeed-Chat's training scripts start on tiny models, with small sizes, on one rank: so many of them that each flag
+of each step is in one, with each ZeRO stage and each family of models. That all parse is in tests/config.
 
 If ranks divide the weights for generation, there are two.
 """
@@ -14,7 +15,6 @@ from every_architecture import config_of, save_model_of
 from launch import metrics_of, run_steps
 from transformers import AutoModelForSequenceClassification
 
-from dschat_ppo.config.cli import parse
 from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -30,7 +30,23 @@ PPO = (
     "--critic_weight_decay 0.1 --enable_test_mode --test_stop_step 1"
 )
 BOTH = "--num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
-STARTED = [name for name in SCRIPTS if name not in REFUSED]
+
+
+def started() -> list[str]:
+    """The scripts that bring a flag, a ZeRO stage or a family that those before them have not; those with most first."""
+    seen, chosen = set(), []
+    for name in sorted(SCRIPTS.keys() - REFUSED.keys(), key=lambda name: (-len(set(SCRIPTS[name].words)), name)):
+        step, words = SCRIPTS[name].step, SCRIPTS[name].words
+        has = {(step, word) for word in words if word.startswith("--")}
+        has |= {(step, *pair) for pair in zip(words, words[1:], strict=False) if pair[0].endswith("zero_stage")}
+        has |= {(step, word.split("/")[0]) for word in words if word.split("/")[0] in FAMILIES}
+        if has - seen:
+            chosen.append(name)
+        seen |= has
+    return chosen
+
+
+STARTED = started()
 
 
 def command_line(name: str, folder: Path) -> list[str]:
@@ -57,7 +73,7 @@ def command_line(name: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Name of a script -> its output folder, of the run with its flags; scripts with equal flags share one."""
+    """Name of a script -> its output folder."""
     folder = tmp_path_factory.mktemp("deepspeed_chat")
     tokenizer = toy.make_tokenizer(["a few words to merge"])
     for family in FAMILIES.values():
@@ -72,13 +88,8 @@ def runs(tmp_path_factory):
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "ds_config.json").write_text(json.dumps({"wall_clock_breakdown": False}))
 
-    distinct: dict[str, str] = {}  # resolved flags -> the first script that has them
-    same = {}
-    for name in STARTED:
-        resolved = repr(parse(SCRIPTS[name].step, command_line(name, folder)))
-        same[name] = distinct.setdefault(resolved, name)
     cases = {}
-    for name in distinct.values():
+    for name in STARTED:
         out, step = folder / name.replace("/", "_"), SCRIPTS[name].step
         words = [*command_line(name, folder), "--output_dir", out, "--tensorboard_path", out]
         if step == "dpo":  # as training/step2_dpo/main.py does
@@ -88,7 +99,7 @@ def runs(tmp_path_factory):
     found = run_steps(split, folder, ranks=2)
     found |= run_steps({name: case for name, case in cases.items() if name not in split}, folder, ranks=1)
     assert {name: run["error"] for name, run in found.items() if run["error"]} == {}
-    return {name: folder / first.replace("/", "_") for name, first in same.items()}
+    return {name: folder / name.replace("/", "_") for name in STARTED}
 
 
 @pytest.mark.parametrize("name", STARTED)

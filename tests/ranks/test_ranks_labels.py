@@ -9,10 +9,9 @@ import pytest
 from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-KTO = [f"kto stage {stage} micro {micro}" for stage in (0, 3) for micro in (1, 2)] + ["kto packed stage 0 micro 1"]
+KTO = ["kto stage 0 micro 1", "kto stage 3 micro 2", "kto packed stage 0 micro 1"]
 OTHERS = ["process stage 3 micro 1", "orpo stage 3 micro 1", "simpo stage 3 micro 1", "cpo stage 2 micro 1"]
-SHARED = ["kto stage 0 micro 2", "kto stage 3 micro 1", "process stage 3 micro 1", "orpo stage 3 micro 1",
-          "cpo stage 2 micro 1"]  # fmt: skip
+SHARED = ["kto stage 3 micro 1", "process stage 3 micro 1", "orpo stage 3 micro 1"]
 WORDS = ["red", "blue", "a lamp", "here", "yes", "no thanks"]
 
 
@@ -56,9 +55,8 @@ def test_kto_does_not_depend_on_ranks_micro_batches_zero_stage_or_packing(trajec
     assert max(step["kl"] for step in reference["steps"]) > 0.1, "the baseline stays 0"
     assert reference["eval"]["eval_kl"] > 0.1
     assert reference["steps"][0]["loss"] != pytest.approx(reference["steps"][-1]["loss"], abs=1e-2)
-    for ranks in (1, 2):
-        for label in KTO:
-            equal(trajectories[ranks][label], reference, f"{label}, {ranks} ranks")
+    for label in KTO:
+        equal(trajectories[2][label], reference, label)
 
 
 @pytest.mark.parametrize("label", SHARED)

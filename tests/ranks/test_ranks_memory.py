@@ -30,24 +30,22 @@ def test_the_second_step_depends_on_the_updates_of_the_first(found):
         answers = rank["stage 3"]["answers"]
         assert answers[0] != answers[1]
         assert min(rank["stage 3"]["metrics"][0][-2:]) > 1e-3
-        assert rank["stage 3"]["partitioned"] == rank["tensor parallel 3"]["partitioned"] == 21, "all weights"
+        assert rank["stage 3"]["partitioned"] == rank["tensor parallel"]["partitioned"] == 21, "all weights"
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_sleep_in_rollout_changes_no_bit_at_any_stage(found, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sleep_in_rollout_changes_no_bit(found, stage):
     for rank in found:
         assert rank[f"sleep {stage}"] == rank[f"stage {stage}"]
 
 
-@pytest.mark.parametrize("how", ["offload_optimizer 2", "offload_optimizer 3", "offload_reference and reward"])
+@pytest.mark.parametrize("how", ["offload_optimizer", "offload_reference and reward"])
 def test_offload_changes_numbers_by_rounding_alone(found, how):
     for rank in found:
         near(rank[how], rank["stage 3"])
 
 
-def test_a_second_copy_of_the_weights_changes_no_bit(found, assets, tmp_path):
-    for rank in found:
-        assert rank["hpZ"] | {"ranks of a copy": [2]} == rank["stage 3"] | {"ranks of a copy": [2]}
+def test_a_second_copy_of_the_weights_changes_no_bit(assets, tmp_path):
     for rank in reports(assets, tmp_path, 4):  # two groups of two
         assert rank["hpZ"]["ranks of a copy"] == [2] and rank["stage 3"]["ranks of a copy"] == [4]
         assert rank["hpZ"]["answers"] == rank["stage 3"]["answers"]
@@ -63,7 +61,6 @@ def test_divided_layers_compute_what_whole_layers_do_and_are_restored(found):
             assert report["restored"] and report["forwards"] == 0, name
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_answers_and_updates_do_not_depend_on_tensor_parallel_generation(found, stage):
+def test_answers_and_updates_do_not_depend_on_tensor_parallel_generation(found):
     for rank in found:
-        near(rank[f"tensor parallel {stage}"], rank[f"stage {stage}"])
+        near(rank["tensor parallel"], rank["stage 3"])

@@ -9,16 +9,14 @@ from workers.on_policy import CASES, SOURCES, STEPS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 MEASURED = ("time", "time/", "memory/")
-RUNS = [(1, case) for case in CASES if "shared" not in case] + [(2, case) for case in CASES]
 
 
 @pytest.fixture(scope="module")
 def runs(assets, tmp_path_factory):
-    """Number of ranks -> folder of the runs: one rank without ZeRO, two with ZeRO-3."""
-    folders = {ranks: tmp_path_factory.mktemp(f"on_policy_{ranks}") for ranks in (1, 2)}
-    for ranks, stage in ((1, 0), (2, 3)):
-        succeed(forked(ranks, "tests/workers/on_policy.py", assets, folders[ranks], stage, timeout=600))
-    return folders
+    """Folder of the runs on two ZeRO-3 ranks."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    succeed(forked(2, "tests/workers/on_policy.py", assets, folder, timeout=600))
+    return folder
 
 
 def found_of(folder) -> tuple[list[dict], dict, dict]:
@@ -29,9 +27,9 @@ def found_of(folder) -> tuple[list[dict], dict, dict]:
     return lines, torch.load(folder / "weights.pt"), json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize(("ranks", "case"), RUNS)
-def test_scoring_passes_are_saved_and_ratios_are_one(runs, ranks, case):
-    (lines, _, found), (other, _, before) = (found_of(runs[ranks] / f"{case} {source}") for source in SOURCES)
+@pytest.mark.parametrize("case", CASES)
+def test_scoring_passes_are_saved_and_ratios_are_one(runs, case):
+    (lines, _, found), (other, _, before) = (found_of(runs / f"{case} {source}") for source in SOURCES)
     assert (found["source"], before["source"]) == ("update", "recompute")
     assert found["shares"] is before["shares"] is ("shared" not in case)
     if "bf16" not in case:  # in bf16 later steps may have other answers
@@ -45,9 +43,9 @@ def test_scoring_passes_are_saved_and_ratios_are_one(runs, ranks, case):
         assert line["policy/first_log_ratio_abs_max"] == line["policy/kl_k3"] == 0.0
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, case in RUNS if "bf16" not in case])
-def test_metrics_and_weights_are_those_of_scoring(runs, ranks, case):
-    (lines, weights, _), (other, expected, _) = (found_of(runs[ranks] / f"{case} {source}") for source in SOURCES)
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_metrics_and_weights_are_those_of_scoring(runs, case):
+    (lines, weights, _), (other, expected, _) = (found_of(runs / f"{case} {source}") for source in SOURCES)
     for line, same in zip(lines, other, strict=True):
         assert line == pytest.approx(same, abs=1e-5, rel=1e-5)
     assert set(weights) == set(expected) and len(weights) > 10
@@ -55,9 +53,8 @@ def test_metrics_and_weights_are_those_of_scoring(runs, ranks, case):
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_in_bf16_the_first_step_is_that_of_scoring_up_to_rounding(runs, ranks):
-    (lines, _, _), (other, _, _) = (found_of(runs[ranks] / f"gae bf16 {source}") for source in SOURCES)
+def test_in_bf16_the_first_step_is_that_of_scoring_up_to_rounding(runs):
+    (lines, _, _), (other, _, _) = (found_of(runs / f"gae bf16 {source}") for source in SOURCES)
     assert 0 < lines[0]["rollout/logprob_diff_mean"] < 0.05
     for name in ("policy/entropy", "kl/ref_k1", "value/mean", "value/explained_variance", "value/loss"):
         assert lines[0][name] == pytest.approx(other[0][name], rel=0.03, abs=0.01), name

@@ -26,11 +26,9 @@ def test_trajectory_is_that_of_one_rank(found, task):
     reference = found["one"]["trajectories"][f"{task} stage 0"]
     losses = [row[0] for row in (reference[1:] if task == "ppo" else reference[:-1])]
     assert np.abs(np.diff(losses)).max() > 1e-3, "nothing was trained"
-    for launch in found.values():
-        labels = [f"{task} stage 0", f"{task} stage 3"] + ["sft with all flags"] * (task == "sft")
-        for label in labels:
-            for row, expected in zip(launch["trajectories"][label], reference, strict=True):
-                np.testing.assert_allclose(row, expected, rtol=2e-5, atol=2e-6, err_msg=label)
+    for label in [f"{task} stage 0", f"{task} stage 3"] + ["sft with all flags"] * (task == "sft"):
+        for row, expected in zip(found["shared"]["trajectories"][label], reference, strict=True):
+            np.testing.assert_allclose(row, expected, rtol=2e-5, atol=2e-6, err_msg=label)
 
 
 @pytest.mark.parametrize("task", ["sft lora", "ppo lora"])

@@ -30,15 +30,15 @@ def test_trajectory_does_not_depend_on_ranks_micro_batches_or_zero_stage(traject
     reference = trajectories[task][f"1 ranks {REFERENCE}"]
     assert reference.shape[0] == 5
     assert np.abs(np.diff(reference, axis=0)).max() > 1e-3, "nothing was trained"
-    assert len(trajectories[task]) == 4 + 6 + 2 * {"sft": 3, "reward": 0, "ppo": 1}[task]
+    assert len(trajectories[task]) == 1 + 4 + {"sft": 2, "reward": 0, "ppo": 1}[task]
     for label, trajectory in trajectories[task].items():
         np.testing.assert_allclose(trajectory, reference, rtol=1e-4, atol=1e-6, err_msg=label)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_in_bf16_every_stage_and_number_of_ranks_is_near_fp32(trajectories):
+def test_in_bf16_every_stage_is_near_fp32(trajectories):
     exact = trajectories["sft"][f"1 ranks {REFERENCE}"]
-    assert len(trajectories["bf16"]) == 2 * 4
+    assert len(trajectories["bf16"]) == 3
     for label, trajectory in trajectories["bf16"].items():
         np.testing.assert_allclose(trajectory[:, 0], exact[:, 0], rtol=1e-2, err_msg=label)

@@ -1,4 +1,4 @@
-"""Trains on labelled answers, labelled steps and pairs without a reference, in every split of one number of ranks, and
+"""Trains on labelled answers, labelled steps and pairs without a reference, on this number of ranks, and
 writes each one's trajectory.
 
 labels.py ASSETS SEQUENCE_RANKS OUT_FILE       reads kto.jsonl and steps.jsonl beside OUT_FILE
@@ -27,11 +27,13 @@ from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_d
 from workers.quick import be_quick
 
 GLOBAL_BATCH, STEPS = 4, 5
-SPLITS = [
-    *[("kto", stage, micro) for stage in (0, 3) for micro in (1, 2)], ("kto packed", 0, 1), ("process", 0, 2),
-    ("process", 3, 1), ("orpo", 3, 1), ("simpo", 3, 1), ("cpo", 2, 1),
-]  # fmt: skip
-SHARED = [("kto", 0, 2), ("kto", 3, 1), ("process", 3, 1), ("orpo", 3, 1), ("cpo", 2, 1)]
+# name, stage, rows of a micro-batch
+OTHERS = [("process", 3, 1), ("orpo", 3, 1), ("simpo", 3, 1), ("cpo", 2, 1)]
+SPLITS = {
+    1: [("kto", 0, 2), ("kto", 3, 1), *OTHERS],
+    2: [("kto", 0, 1), ("kto", 3, 2), ("kto packed", 0, 1), ("process", 0, 2), *OTHERS],
+}
+SHARED = [("kto", 3, 1), ("process", 3, 1), ("orpo", 3, 1)]
 
 
 def trajectory(assets: Path, folder: Path, name: str, stage: int, micro: int, device) -> dict:
@@ -74,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.share_rows(shared)
     found = {}
-    for name, stage, micro in SPLITS if shared == 1 else SHARED:
+    for name, stage, micro in SPLITS[dist.world_size()] if shared == 1 else SHARED:
         found[f"{name} stage {stage} micro {micro}"] = trajectory(assets, out.parent, name, stage, micro, device)
     if dist.is_main():
         out.write_text(json.dumps(found))

@@ -86,21 +86,20 @@ def main() -> None:
     while not settings.exists() or not settings.read_text():  # the ranks have not joined yet
         time.sleep(0.05)
     found = {"stage 3": two_steps(assets, *stages(3))}
-    found["hpZ"] = two_steps(assets, *stages(3), "--zero_hpz_partition_size", 2)
-    if dist.world_size() == 2:
-        found["offload_optimizer 2"] = two_steps(assets, *stages(2), "--offload_optimizer")
-        found["offload_optimizer 3"] = two_steps(assets, *stages(3), "--offload_optimizer")
-        found |= {f"stage {stage}": two_steps(assets, *stages(stage)) for stage in range(3)}
+    if dist.world_size() == 4:
+        found["hpZ"] = two_steps(assets, *stages(3), "--zero_hpz_partition_size", 2)
+    else:
+        found["stage 2"] = two_steps(assets, *stages(2))
+        found["offload_optimizer"] = two_steps(assets, *stages(3), "--offload_optimizer")
         found["offload_reference and reward"] = two_steps(
             assets, *stages(3), "--offload_reference_model", "--offload_reward_model"
         )
         found["divided"] = divided_models()
-        for stage in (0, 3):
-            found[f"tensor parallel {stage}"] = two_steps(
-                assets, *stages(stage), "--inference_tp_size", 2, "--tp_gather_partition_size", 1
-            )
+        found["tensor parallel"] = two_steps(
+            assets, *stages(3), "--inference_tp_size", 2, "--tp_gather_partition_size", 1
+        )
         hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
-        for stage in range(4):
+        for stage in (2, 3):
             found[f"sleep {stage}"] = two_steps(assets, *stages(stage), "--sleep_in_rollout")
     (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()

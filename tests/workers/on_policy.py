@@ -1,6 +1,6 @@
 """PPO steps of one optimizer step, with log-probs and values of the update and of scoring, on DeepSpeed engines.
 
-on_policy.py ASSETS FOLDER ZERO_STAGE
+on_policy.py ASSETS FOLDER
 """
 
 import json
@@ -36,12 +36,12 @@ CASES = {
 SOURCES = ("auto", "recompute")
 
 
-def ppo_with(assets: Path, stage: int, case: str, source: str, device) -> PPOComponents:
+def ppo_with(assets: Path, case: str, source: str, device) -> PPOComponents:
     shared = 2 if "shared" in case else 1
     samples = 2 if "n_samples" in CASES[case] else 1
     words = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
     words += ["--data_path", "unused", "--output_dir", "unused", "--dtype", "fp32", "--old_logprobs", source]
-    words += ["--actor_zero_stage", stage, "--critic_zero_stage", stage]
+    words += ["--actor_zero_stage", 3, "--critic_zero_stage", 3]
     words += ["--per_device_generation_batch_size", ROWS // samples // dist.world_size()]
     words += ["--per_device_training_batch_size", ROWS * shared // dist.world_size(), "--micro_batch_tokens", 40]
     words += ["--max_prompt_seq_len", 16, "--max_answer_seq_len", 6, "--num_warmup_steps", 0]
@@ -71,17 +71,15 @@ def count_passes(ppo: PPOComponents) -> dict[str, int]:
 
 def main() -> None:
     be_quick()
-    assets, folder, stage = Path(sys.argv[-3]), Path(sys.argv[-2]), int(sys.argv[-1])
+    assets, folder = Path(sys.argv[-2]), Path(sys.argv[-1])
     quiet_libraries()
     device = init_process_group()
     torch.set_num_threads(1)
     for case in CASES:
-        if "shared" in case and dist.world_size() == 1:
-            continue
         for source in SOURCES:
             out = folder / f"{case} {source}"
             out.mkdir(exist_ok=True)
-            ppo = ppo_with(assets, stage, case, source, device)
+            ppo = ppo_with(assets, case, source, device)
             passes = count_passes(ppo)
             with MetricsWriter(out, None) as writer:
                 run_all(ppo, writer)

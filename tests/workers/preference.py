@@ -1,4 +1,4 @@
-"""Trains on pairs in every split of one number of ranks and writes each one's trajectory.
+"""Trains on pairs on this number of ranks and writes each one's trajectory.
 
 preference.py ASSETS OUT_FILE
 """
@@ -79,10 +79,8 @@ def main() -> None:
     device = init_process_group()
     torch.set_num_threads(1)
     found = {}
-    for task, stage, micro in [
-        *[("dpo", stage, micro) for stage in (0, 3) for micro in (1, 2)],
-        *[(task, 3, 1) for task in ("dpo_nll", "ipo", "reward")],
-    ]:
+    splits = [("dpo", 0, 2)] if dist.world_size() == 1 else [("dpo", 0, 1), ("dpo", 3, 2)]
+    for task, stage, micro in [*splits, *[(task, 3, 1) for task in ("dpo_nll", "ipo", "reward")]]:
         seed_everything(1)
         found[f"{task} stage {stage} micro {micro}"] = trajectory(assets, task, stage, micro, device)
     if dist.is_main():

@@ -265,7 +265,7 @@ def main() -> None:
         found["families"]["scalar packed"] = against_whole_rows("mistral-window", True, scalar=True)
     tasks = {task: partial(supervised, task) for task in ("sft", "reward", "dpo")} | {"ppo": ppo}
     for task, run in tasks.items():
-        for stage, packed in ((0, False), (3, True)):
+        for stage, packed in ((0, False), (3, True))[:ranks]:
             seed_everything(1)
             found["trajectories"][f"{task} stage {stage}"] = run(assets, stage, packed, device)
     flags = ("--tiled_mlp", "--offload_activations", "--gradient_checkpointing")
