@@ -1,4 +1,5 @@
-"""Every common architecture, tiny and random, through SFT, reward model and PPO on two ZeRO-3 ranks.
+"""Every common architecture, tiny and random, through SFT and PPO on two ZeRO-3 ranks, and those with a classifier or a
+loss of their own through the reward model too.
 
 The runs share one launch. `pytest --update-docs` writes what they found to the table of docs/models.md; without the
 option that table is compared.
@@ -31,6 +32,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BLANK = {"Llama 4 (text)", "LFM2", "Granite 4 (hybrid)", "ELECTRA (decoder)"}
 ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss
 MIXTURES = (*ROUTED, "Llama 4 (text)", "DeepSeek-V3")
+REWARDED = (*sorted(BLANK), "Mixtral", "Llama 3", "Mistral")  # the critic of the others begins as the actor
+LENGTHS_PAY = f"--use_reward_model False --reward_function {ROOT}/tests/reward_functions.py:lengths"
 COEF = 0.5
 WORDS = ("red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall", "red here")
 FIT = "--dtype fp32 --zero_stage 3 --per_device_train_batch_size 2 --learning_rate 0.003 --max_seq_len 48"
@@ -76,7 +79,7 @@ def rows_of_other_experts(folder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A folder with `base`, `sft`, `reward` and `ppo` for each architecture, and the findings of the worker."""
+    """A folder with `base`, `sft`, `ppo`, and for some `reward`, of each architecture, and the worker's findings."""
     folder = tmp_path_factory.mktemp("architectures")
     tokenizer = toy.make_tokenizer(["a few words to merge"])
     both = [(f"Where is it{'?' * n}", f" {word}") for n, word in enumerate(WORDS)]
@@ -95,14 +98,16 @@ def out(tmp_path_factory):
             file = home / "base/tokenizer_config.json"
             kept = {key: value for key, value in json.loads(file.read_text()).items() if key != WITHOUT[name]}
             file.write_text(json.dumps(kept))
+        steps = {
+            "sft": f"--data_path {folder}/sft.jsonl --data_split 1,0,0 --model_name_or_path {home}/base {FIT}",
+            "reward": f"--data_path {folder}/pairs.jsonl --data_split 0,1,0 --model_name_or_path {home}/sft {FIT}",
+            "ppo": f"--data_path {folder}/prompts.jsonl --actor_model_name_or_path {home}/sft {PPO} "
+            + (f"--critic_model_name_or_path {home}/reward" if name in REWARDED else LENGTHS_PAY),
+        }
         runs |= {
             f"{name}: {step}": (step, [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"])
-            for step, words in {
-                "sft": f"--data_path {folder}/sft.jsonl --data_split 1,0,0 --model_name_or_path {home}/base {FIT}",
-                "reward": f"--data_path {folder}/pairs.jsonl --data_split 0,1,0 --model_name_or_path {home}/sft {FIT}",
-                "ppo": f"--data_path {folder}/prompts.jsonl --actor_model_name_or_path {home}/sft "
-                f"--critic_model_name_or_path {home}/reward {PPO}",
-            }.items()
+            for step, words in steps.items()
+            if step != "reward" or name in REWARDED
         }
         if name in MIXTURES:
             experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
@@ -121,7 +126,7 @@ def logs(out):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_losses_are_finite_and_the_weights_move(out, name):
-    for step in ("sft", "reward", "ppo"):
+    for step in ("sft", "reward", "ppo") if name in REWARDED else ("sft", "ppo"):
         numbers = {key: value for line in metrics_of(out / stem(name) / step) for key, value in line.items()}
         wrong = [key for key, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]
         assert any("loss" in key for key in numbers) and not wrong
@@ -134,8 +139,9 @@ def test_generation_and_scoring_agree(out, name):
     assert lines and all(line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
 
 
-@pytest.mark.parametrize("name", ROUTED)
-@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize(("name", "step"), [
+    *((name, step) for name in ROUTED for step in ("sft", "ppo")), ("Mixtral", "reward"),
+])  # fmt: skip
 def test_the_router_loss_is_among_the_metrics(out, name, step):
     """It is 2 for a balanced load of 2 out of 4 experts, and at most 4."""
     metric = "policy/router_loss" if step == "ppo" else "router_loss"
@@ -166,8 +172,9 @@ def test_plain_transformers_computes_the_log_probs_that_the_run_ended_with(out, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("part", ["reward", "ppo/critic"])
+@pytest.mark.parametrize(("name", "part"), [
+    *((name, "ppo/critic") for name in ARCHITECTURES), *((name, "reward") for name in REWARDED),
+])  # fmt: skip
 def test_plain_transformers_computes_the_values_that_the_run_ended_with(out, name, part):
     folder = out / stem(name) / part
     if name in BLANK:

@@ -33,7 +33,7 @@ BOTH = "--num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
 
 
 def started() -> list[str]:
-    """The scripts that bring a flag, a ZeRO stage or a family that those before them have not; those with most first."""
+    """Scripts that bring a flag, a ZeRO stage or a family that those before them have not; those with most first."""
     seen, chosen = set(), []
     for name in sorted(SCRIPTS.keys() - REFUSED.keys(), key=lambda name: (-len(set(SCRIPTS[name].words)), name)):
         step, words = SCRIPTS[name].step, SCRIPTS[name].words
