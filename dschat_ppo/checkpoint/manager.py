@@ -114,7 +114,7 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         load_engine(engine, folder / role)
     own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
     saved_ranks = range(manifest.world_size)
-    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank)) for rank in saved_ranks))
+    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank), mapped=True) for rank in saved_ranks))
     trainer.load_state(load_state(folder / SHARED), ranks)
     if own is not None:
         restore_rng_state(own["random"])

@@ -113,16 +113,7 @@ class MovingAverage:
         """This rank's parts; {} if it holds none."""
         return dict(self._parts)
 
-    def has_layout_of(self, part: dict[str, Tensor]) -> bool:
-        """Whether `part`, saved by this rank of a run on as many ranks, has the same tensors and partitions."""
-        return _shapes(part) == _shapes(self._parts)
-
-    def load_state_dict(self, part: dict[str, Tensor]) -> None:
-        """Restore the `state_dict` of this rank, saved by a run with the same layout."""
-        for name, mine in self._parts.items():
-            mine.copy_(part[name])
-
-    def load_parts(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
+    def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
         """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns whether there was any.
         Their partitions may be others. `ranks` is read one at a time."""
         firsts = {name: 0 if name in self._owners else dist.rank() * p.numel() for name, p in self._parts.items()}
@@ -130,7 +121,7 @@ class MovingAverage:
 
 
 def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in `MovingAverage.load_parts`."""
+    """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in `MovingAverage.restore`."""
     parts: dict[str, list[Tensor]] = {}
     for state in ranks:
         for name in state.keys() & shapes.keys():
@@ -151,10 +142,6 @@ def _owners(sizes: dict[str, int]) -> dict[str, int]:
         owners[name] = held.index(min(held))
         held[owners[name]] += size
     return owners
-
-
-def _shapes(parts: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: part.shape for name, part in parts.items()}
 
 
 def _held(weight: Any) -> Tensor:
@@ -217,21 +204,9 @@ class ReferenceSync:
         kept = {name: weight for name, weight in self._weights.items() if is_partitioned(weight) or dist.is_main()}
         return {name: own_part(weight)[1] for name, weight in kept.items()}
 
-    def has_layout_of(self, part: dict[str, Tensor]) -> bool:
-        """Whether `part`, saved by this rank of a run on as many ranks, has the same tensors and partitions."""
-        mine = {name: own_part(weight)[1].shape for name, weight in self._weights.items()}
-        return {name: saved.shape for name, saved in part.items()} == mine
-
     @torch.no_grad()
-    def load_state_dict(self, part: dict[str, Tensor]) -> None:
-        """Restore the `state_dict` of this rank, saved with the same layout. Collective, as `load_parts`."""
-        for name, weight in self._weights.items():
-            own_part(weight)[1].copy_(part[name])
-            refresh_whole_copy(weight)
-
-    @torch.no_grad()
-    def load_parts(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the parts of all ranks of a saved run; see `copy_overlaps`. Collective, as `load_state_dict`."""
+    def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
+        """Restore from the parts of all ranks of a saved run; see `copy_overlaps`. Collective."""
         found = copy_overlaps({name: own_part(weight) for name, weight in self._weights.items()}, ranks)
         if found:
             for weight in self._weights.values():

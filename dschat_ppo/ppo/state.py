@@ -349,14 +349,8 @@ class ResumablePPO:
         return sums if dist.is_main() else sums.emptied()
 
     def _load_average(self, ranks: RankStates) -> None:
-        """Restore the moving average, from the parts of all ranks where their number has changed."""
         average = self.ppo.engines.actor_average
-        if average is None:
-            return
-        own = None if ranks.own is None else ranks.own["actor_average"]
-        if own is not None and average.has_layout_of(own):
-            average.load_state_dict(own)
-        elif not average.load_parts(state["actor_average"] or {} for state in ranks.read_all()):
+        if average is not None and not average.restore(state["actor_average"] or {} for state in ranks.read_all()):
             log_starts_from_scratch("--enable_ema")
             average.begin()
 
@@ -364,15 +358,11 @@ class ResumablePPO:
         """Restore a reference that moves. Checkpoints without `--ref_sync_interval` hold none."""
         sync = self.ppo.engines.reference_sync
         if sync is None:
-            saved = next(ranks.read_all()) if ranks.own is None else ranks.own
-            if saved["reference"]:
+            if next(ranks.read_all())["reference"]:  # rank 0 holds a part in every layout
                 logger().info(
                     "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model "
                     "folder again"
                 )
             return
-        own = None if ranks.own is None else ranks.own["reference"]
-        if own is not None and sync.has_layout_of(own):
-            sync.load_state_dict(own)
-        elif not sync.load_parts(state["reference"] or {} for state in ranks.read_all()):
+        if not sync.restore(state["reference"] or {} for state in ranks.read_all()):
             log_starts_from_scratch("--ref_sync_interval")

@@ -36,8 +36,7 @@ def test_the_average_matches_the_formula_also_after_a_resume():
         if step == 2:
             state = {name: part.clone() for name, part in average.state_dict().items()}
             average = MovingAverage(model, 0.75)
-            assert average.has_layout_of(state)
-            average.load_state_dict(state)
+            assert average.restore([state])
     found = average.gathered()
     assert found["weight"].dtype == torch.bfloat16 and found["weight"].shape == (2, 3)
     np.testing.assert_allclose(average.state_dict()["weight"].numpy(), expected, rtol=1e-6)
@@ -47,8 +46,7 @@ def test_partitions_of_saved_ranks_are_joined():
     average = MovingAverage(nn.Linear(5, 1, bias=False), 0.5)
     parts = ([0.0, 1.0], [2.0, 3.0], [4.0, 99.0])  # the last one is padded
     states = [{"weight": torch.tensor(part)} for part in parts]
-    assert not average.has_layout_of(states[0])
-    assert average.load_parts(states)
+    assert average.restore(states)
     assert average.gathered()["weight"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
@@ -72,8 +70,7 @@ def test_a_partition_is_restored_from_any_other_partitioning(saved, monkeypatch)
         monkeypatch.setenv("RANK", str(rank))
         average = MovingAverage(partitioned(7, 3), 0.5)
         assert average.state_dict()["weight"].tolist() == [0.0, 0.0, 0.0]
-        assert not any(average.has_layout_of(state) for state in states)
-        assert average.load_parts(iter(states))
+        assert average.restore(iter(states))
         assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
 
 
@@ -96,9 +93,7 @@ def test_a_rank_with_fewer_tensors_than_ranks_may_hold_none(monkeypatch):
     average.begin()
     average.update()
     assert average.state_dict() == {} and average.gathered() == {}
-    assert average.has_layout_of({})
-    average.load_state_dict({})
-    assert average.load_parts([{"weight": torch.ones(1, 2), "bias": torch.ones(1)}, {}])
+    assert average.restore([{"weight": torch.ones(1, 2), "bias": torch.ones(1)}, {}])
     assert average.state_dict() == {}
 
 
@@ -112,7 +107,7 @@ def test_whole_weights_are_restored_from_any_division(saved, monkeypatch):
     for rank, expected in enumerate(({"weight": [[1.0, 2.0]]}, {"bias": [3.0]})):
         as_rank(monkeypatch, rank)
         average = MovingAverage(nn.Linear(2, 1), 0.5)
-        assert average.load_parts(iter(saved))
+        assert average.restore(iter(saved))
         assert {name: part.tolist() for name, part in average.state_dict().items()} == expected
 
 
@@ -159,7 +154,7 @@ def test_two_ranks_average_and_gather_whole_weights():
 def test_without_saved_parts_the_average_does_not_change():
     average = MovingAverage(nn.Linear(2, 1, bias=False), 0.5)
     before = average.state_dict()["weight"].clone()
-    assert not average.load_parts([{}, {}])
+    assert not average.restore([{}, {}])
     assert torch.equal(average.state_dict()["weight"], before)
 
 
@@ -275,15 +270,12 @@ def test_the_state_restores_the_reference_in_place(monkeypatch):
     state = {name: part.clone() for name, part in sync.state_dict().items()}
     _, fresh = models()
     other = sync_of(actor, fresh, 0.5)
-    assert other.has_layout_of(state) and not torch.equal(fresh.weight, reference.weight)
-    other.load_state_dict(state)
+    assert not torch.equal(fresh.weight, reference.weight)
+    assert other.restore([state, {}])
     assert torch.equal(fresh.weight, reference.weight) and torch.equal(fresh.bias, reference.bias)
-    _, fresh = models()
-    assert sync_of(actor, fresh, 0.5).load_parts([state, {}])
-    assert torch.equal(fresh.weight, reference.weight)
-    assert not sync_of(actor, fresh, 0.5).load_parts([{}])
+    assert not sync_of(actor, fresh, 0.5).restore([{}])
     monkeypatch.setenv("RANK", "1")
-    assert sync.state_dict() == {} and not sync.has_layout_of({}), "whole tensors are saved by rank 0 alone"
+    assert sync.state_dict() == {}, "whole tensors are saved by rank 0 alone"
 
 
 WHOLE = [float(number) for number in range(7)]

@@ -38,13 +38,7 @@ class Average:
     def state_dict(self):
         return {"weight": torch.ones(1)}
 
-    def has_layout_of(self, part):
-        return part.keys() == {"weight"}
-
-    def load_state_dict(self, part):
-        self.did.append("loaded")
-
-    def load_parts(self, ranks):
+    def restore(self, ranks):
         found = [part for part in ranks if part]
         self.did += [f"parts of {len(found)}"] * bool(found)
         return bool(found)
@@ -73,10 +67,10 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
     return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPOHealthFlags()))
 
 
-def resume(before: ResumablePPO, after: ResumablePPO, alone: bool = False) -> ResumablePPO:
-    """`after` in the state of `before`; `alone`: without reading the files of other ranks."""
+def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
+    """`after` in the state of `before`."""
     own = before.rank_state()
-    after.load_state(before.shared_state(), RankStates(own, (lambda: pytest.fail()) if alone else lambda: iter([own])))
+    after.load_state(before.shared_state(), RankStates(own, lambda: iter([own])))
     return after
 
 
@@ -88,7 +82,7 @@ def test_files_that_grow_are_cut_back_to_their_length_at_the_checkpoint(tmp_path
     shared = before.shared_state()
     before.files[0].append([{"step": 2}])
     before.files[1].append([{"step": 2}])
-    after.load_state(shared, RankStates(before.rank_state(), lambda: iter([])))
+    after.load_state(shared, RankStates(before.rank_state(), lambda: iter([before.rank_state()])))
     for file in after.files:
         file.begin()
     assert [file.path.read_text() for file in after.files] == ["", '{"step": 1}\n']
@@ -107,7 +101,7 @@ def test_every_part_is_restored():
     before.evaluation.best = (0.5, 3)
     metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
     assert len(before.health.check(4, metrics)) == 1
-    resume(before, after, alone=True)
+    resume(before, after)
     assert after.position == before.position == (4, 1) and after.ppo.state.sums.reduce() == {
         "optim/grad_norm/actor": 2.0
     }
@@ -116,7 +110,7 @@ def test_every_part_is_restored():
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
     assert after.ppo.nonfinite.metrics("actor") == {"optim/nonfinite_skipped": 3, "optim/overflow/actor": 2}
     assert after.health.check(5, metrics) == [], "a warning is given once"
-    assert after.ppo.engines.actor_average.did == ["loaded"]
+    assert after.ppo.engines.actor_average.did == ["parts of 1"]
     assert after.engines_to_save == {"actor": "A", "critic": "C"}
 
 
@@ -144,24 +138,13 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypa
     after.load_state(shared, RankStates(own, lambda: iter(saved)))
     means = after.ppo.state.sums.state_dict()["means"]
     assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, "the name is on every rank"
-    assert after.ppo.engines.actor_average.did == ["loaded" if ranks == 2 else "parts of 2"]
+    assert after.ppo.engines.actor_average.did == ["parts of 2"]
 
 
-def test_an_average_of_another_layout_is_put_together_from_all_ranks():
-    """As many ranks, but another ZeRO stage."""
-    before, after = resumable(average=True), resumable(average=True)
-    after.ppo.engines.actor_average.has_layout_of = lambda part: False
-    resume(before, after)
-    assert after.ppo.engines.actor_average.did == ["parts of 1"]
-
-
-@pytest.mark.parametrize(("same_layout", "did"), [(True, "loaded"), (False, "parts of 1")])
-def test_a_reference_that_moves_is_restored_from_its_own_part_or_from_all(same_layout, did):
+def test_a_reference_that_moves_is_restored():
     before, after = resumable(sync=True), resumable(sync=True)
-    if not same_layout:
-        after.ppo.engines.reference_sync.has_layout_of = lambda part: False
-    resume(before, after, alone=same_layout)
-    assert after.ppo.engines.reference_sync.did == [did]
+    resume(before, after)
+    assert after.ppo.engines.reference_sync.did == ["parts of 1"]
 
 
 def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
@@ -176,12 +159,12 @@ def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
 def test_a_reference_that_no_longer_moves_is_said_to_start_from_its_folder(capsys, alone):
     before, after = resumable(sync=True), resumable()
     own = before.rank_state()
-    states = RankStates(own, lambda: pytest.fail()) if alone else RankStates(None, lambda: iter([own, own]))
+    states = RankStates(own if alone else None, lambda: iter([own, own]))
     after.load_state(before.shared_state(), states)
     assert capsys.readouterr().out == (
         "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model folder again\n"
     )
-    resume(resumable(), resumable(), alone=True)
+    resume(resumable(), resumable())
     assert capsys.readouterr().out == ""
 
 
@@ -234,10 +217,10 @@ def test_what_is_off_now_is_ignored_and_what_stays_continues(capsys):
     without = resume(before, resumable())
     assert without.ppo.entropy_coef.value == 0.0 and not without.is_best
     resume(resumable(), resumable())
-    after = resume(before, resumable(ENTROPY, texts=True, average=True), alone=True)
+    after = resume(before, resumable(ENTROPY, texts=True, average=True))
     assert capsys.readouterr().out == ""
     assert after.ppo.entropy_coef.value == before.ppo.entropy_coef.value == 0.015
-    assert after.ppo.texts.stream.taken == 3 and after.ppo.engines.actor_average.did == ["loaded"]
+    assert after.ppo.texts.stream.taken == 3 and after.ppo.engines.actor_average.did == ["parts of 1"]
 
 
 @pytest.mark.parametrize(
