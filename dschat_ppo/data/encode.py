@@ -8,7 +8,7 @@ lists, because in step 3 the prompt ends there.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,15 +16,13 @@ from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import (
-    Example,
-    check_rendered,
-)
+from dschat_ppo.data.examples import Example, check_rendered
 from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
     added_tokens,
+    end_tokens,
     render,
     render_answer,
     text_answer,
@@ -35,6 +33,7 @@ from dschat_ppo.data.templates import (
 from dschat_ppo.errors import UserError, reading
 
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
+_TAIL = 64  # characters of a prompt after which its answers are encoded
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, to
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
     template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
-    turn, eos = turn_end(tokenizer).token, int(tokenizer.eos_token_id)
-    names = tuple(map(str, tokenizer.convert_ids_to_tokens([turn, eos])))
-    end = turn if names[0] in text else eos
-    ids = list(encode_prompt(tokenizer, without_final(text, names)))
+    turn = turn_end(tokenizer).token
+    end = turn if str(tokenizer.convert_ids_to_tokens(turn)) in text else int(tokenizer.eos_token_id)
+    ids = list(encode_prompt(tokenizer, without_final(text, tuple(end_tokens(tokenizer)))))
     while ids and ids[-1] == end:
         ids.pop()
     return [*ids, end]
@@ -68,14 +66,8 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
     """The ids of one example, in lists that others may share; `UserError`, without the row's name, if it cannot be
     encoded. With `all_turns` the earlier answers in a prompt of chat messages are found too."""
     prompt, spans = example.prompt, list[Span]()  # spans: characters of the prompt
-    # Texts that an answer may follow. It is encoded after the first one whose ids stay the same, and these are removed:
-    # some tokenizers put a space before every text.
-    before: tuple[str, ...]
     if isinstance(prompt, str):
         text, is_bare = prompt, tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        # Without a text before it, the answer " The" after "Answer:" would be "Answer:  The". A token may span the end
-        # of the line break.
-        before = ("\n", ":", "") if prompt and _puts_a_space_before(tokenizer) else ("",)
         answers = [text_answer(tokenizer, answer) for answer in example.answers]
     else:
         text, is_bare = render(tokenizer, prompt, open_answer=True, tools=example.tools), True
@@ -84,25 +76,28 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
             said = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
             found = zip(said, turn_spans(tokenizer, prompt, text, example.tools), strict=True)
             spans = [span for turn, span in found if turn not in example.context]
-        # The end from the last special token on is short; a token may span the end of the prompt.
-        special = _special_tokens(tokenizer, len(tokenizer))
-        before = (text[max((place.start() for place in special.finditer(text)), default=0) if special else 0 :], "")
         answers = [render_answer(tokenizer, prompt, text, answer, example.tools) for answer in example.answers]
     ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
     if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
     encoded = []
     for answer, final in answers:
-        for start in before:
-            first = _encode(tokenizer, start)[0] if start else []
-            whole = _encode(tokenizer, start + answer)[0]
-            if whole[: len(first)] == first:
-                break
-        whole = whole[len(first) :]
+        whole = _after(tokenizer, text[-_TAIL:], answer)
         if ids == [tokenizer.bos_token_id] == whole[:1]:  # plain text, which may bring its own BOS
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
     return EncodedExample(ids, encoded, prompt_spans)
+
+
+def _after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
+    """The ids of an answer after `before`, the end of its prompt: some tokenizers put a space before every text. If a
+    token would span the two, it is encoded after another text, or alone."""
+    for start in (before, "\n", ":") if before else ():
+        first = _encode(tokenizer, start)[0]
+        whole = _encode(tokenizer, start + answer)[0]
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return _encode(tokenizer, answer)[0]
 
 
 @lru_cache(maxsize=8)  # prompts and answers of several pairs, openings of answers
@@ -130,37 +125,8 @@ def _encode(
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     """Ranges of tokens for ranges of characters; `offsets` are the first and the last + 1 character of each token."""
-    found, token = list[Span](), 0
-    for start, stop in spans:
-        while token < len(offsets) and offsets[token][1] <= start:
-            token += 1
-        first = token
-        while token < len(offsets) and offsets[token][0] < stop:
-            token += 1
-        found.append((first, token))
-    return found
-
-
-@lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern[str] | None:
-    """Finds the added tokens that split a text into parts which are encoded independently; None if there are none. Slow
-    tokenizers treat the parts of a text differently. `size`: of the vocabulary."""
-    tokens = [
-        token.content
-        for token in added_tokens(tokenizer, size).values()
-        if tokenizer.is_fast and not token.normalized and not token.single_word and token.content.strip()
-    ]
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
-
-
-@lru_cache(maxsize=16)
-def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts a space before every text, as those of Llama 2 do."""
-    try:
-        anchor, text, both = (_encode(tokenizer, part)[0] for part in ("\n", "x", "\nx"))
-    except UserError:  # a vocabulary without these characters and without an unknown token
-        return False
-    return both[: len(anchor)] == anchor and both[len(anchor) :] != text
+    starts, stops = ([offset[side] for offset in offsets] for side in (0, 1))
+    return [(bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in spans]
 
 
 def joined_steps(example: Example, separator: str) -> Example:
@@ -196,20 +162,14 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     for step in steps:
         place += len(step) + len(separator)
         if step.strip():
-            ends.append(_token_at(tokenizer, ids, text[: place - spaces]))
+            # Texts are compared, not lengths: the bytes of half a character decode to one or several characters.
+            start, lasts = text[: place - spaces], range(len(ids) - 1)
+            ends.append(bisect_left(lasts, True, key=lambda n: _decoded(tokenizer, ids[: n + 1]).startswith(start)))
     if ids[-1] in added_tokens(tokenizer, len(tokenizer)) or ids[-1] in tokenizer.all_special_ids:
         rest = rest.removesuffix(_decoded(tokenizer, ids[-1:]))
     if ends and not rest.strip():  # the final token alone is no step
         ends.pop()
     return sorted({*ends, len(ids) - 1})
-
-
-def _token_at(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: str) -> int:
-    """Index of the token that completes `start`, the first characters of the decoded text. Texts are compared, not
-    lengths: the bytes of half a character decode to one or several replacement characters."""
-    return bisect_left(
-        range(len(ids) - 1), True, key=lambda last: _decoded(tokenizer, ids[: last + 1]).startswith(start)
-    )
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

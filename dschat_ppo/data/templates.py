@@ -7,7 +7,6 @@ reward server and plain transformers render the same text without these flags.
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from dschat_ppo.data.examples import (
     check_rendered,
     shows_python,
     with_arguments_as_text,
-)  # fmt: skip
+)
 from dschat_ppo.errors import UserError, reading
 
 FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
@@ -48,10 +47,9 @@ NAMED = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "zephyr": "", "human-a
 _TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 Tools = list[Any]
 Span = tuple[int, int]
-_EXAMPLE = "An answer."
+_EXAMPLE, _PROBE = "An answer.", "PROBE7f3a"  # stand for the contents of answers
 _LONGEST_TAG = 64  # characters of the text with which a template opens an answer, such as `<think>`
 _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answer
-_PROBES = re.compile(r"PROBE7f3a(\d+)PROBE")  # stand for the contents of answers; with the number of the message
 
 
 # The template of a run
@@ -65,14 +63,12 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
         tokenizer.chat_template = template_of_file(flags.chat_template)
         logger().info(f"chat template: {flags.chat_template}")
     variables, found = flags.template_variables, tokenizer.chat_template
-    if not variables:
-        return tokenizer
-    if not found:
-        raise UserError(f"{VARIABLES_FLAG}: the tokenizer has no chat template; give one with {FLAG}")
-    # Some tokenizers have several templates, such as "default" and "tool_use".
-    texts = with_variables(found if isinstance(found, dict) else {"default": found}, variables)
-    tokenizer.chat_template = texts if isinstance(found, dict) else texts["default"]
-    logger().info(f"chat template: {flags.chat_template_kwargs} ({VARIABLES_FLAG})")
+    if variables:
+        if not isinstance(found, str):  # some have several, such as "default" and "tool_use"
+            number = "several chat templates" if found else "no chat template"
+            raise UserError(f"{VARIABLES_FLAG}: the tokenizer has {number}; give one with {FLAG}")
+        tokenizer.chat_template = with_variables(found, variables)
+        logger().info(f"chat template: {flags.chat_template_kwargs} ({VARIABLES_FLAG})")
     return tokenizer
 
 
@@ -106,31 +102,22 @@ def template_of_file(name: str) -> str:
     return text
 
 
-def with_variables(templates: dict[str, str], variables: dict[str, Any]) -> dict[str, str]:
-    """Jinja texts that set `variables` first, each those that it reads, and otherwise render as before. Values that an
-    earlier call has set under the same names are replaced. A name that no template reads is refused."""
-    try:
-        json.dumps(variables, allow_nan=False)
-    except ValueError:
-        raise UserError(f"{VARIABLES_FLAG}: a number is not finite") from None
-    result, readable = {}, set[str]()
-    for which, text in templates.items():
-        for name in variables:
-            text = re.sub(rf"\A((?:{_BAKED.format('[A-Za-z_0-9]+')})*?){_BAKED.format(re.escape(name))}", r"\1", text)
-        with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
-            read = (
-                meta.find_undeclared_variables(_JINJA.parse(_MARKS.sub("", text))) - _GIVEN
-            )  # without those that it sets itself
-        readable |= read
-        # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break after a block is
-        # no output, and what follows starts a line, as before.
-        lines = [f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items() if name in read]
-        result[which] = "".join(lines) + text
+def with_variables(template: str, variables: dict[str, Any]) -> str:
+    """The Jinja text that sets `variables` first and otherwise renders as before. Values that an earlier call has set
+    under the same names are replaced. A name that the template does not read is refused."""
+    for name in variables:
+        others = _BAKED.format("[A-Za-z_0-9]+")
+        template = re.sub(rf"\A((?:{others})*?){_BAKED.format(re.escape(name))}", r"\1", template)
+    with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
+        read = meta.find_undeclared_variables(_JINJA.parse(_MARKS.sub("", template)))
+    readable = read - _GIVEN
     for name in variables:
         if name not in readable:
             known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none"
             raise UserError(f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}")
-    return result
+    # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break after a block is no
+    # output, and what follows starts a line, as before.
+    return "".join(f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items()) + template
 
 
 # Messages as text
@@ -146,8 +133,6 @@ class TurnEnd:
 
     `earlier` is what the template renders in place of `kept` where another message follows, up to and including its
     first added token: `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM. It is "" if that is `kept` too.
-    `earlier_token` is the id of that token; None without one, or if answers hold the token themselves, as those of
-    gpt-oss do after their thinking.
 
     `lead` is what the template renders before the content of an earlier answer, such as a space or a channel's name.
     """
@@ -156,7 +141,6 @@ class TurnEnd:
     dropped: str
     token: int
     earlier: str = ""
-    earlier_token: int | None = None
     lead: str = ""
 
 
@@ -170,33 +154,23 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
     """Cached: every answer needs it. `template` and `eos_id` are arguments because a tokenizer can change, and the
     result depends on both."""
-    rendered, closing, between, thought, lead = "", "", "", "", ""
+    closing = opening = before = between = earlier = ""
     ask: Message = {"role": "user", "content": "A question."}
-    answer: Message = {"role": "assistant", "content": _EXAMPLE}
-    thinking = answer | dict.fromkeys(("reasoning_content", "thinking"), "A thought.")
+    talk: Messages = [ask, {"role": "assistant", "content": _EXAMPLE}]
     with suppress(UserError):  # no template, or it rejects the example; it may still accept the rows
-        rendered = render(tokenizer, [ask, answer], open_answer=False)
-        closing = rendered.rpartition(_EXAMPLE)[2] if _EXAMPLE in rendered else ""
-        talk = [ask, answer, {"role": "user", "content": "Another question."}]
-        before, _, between = render(tokenizer, talk, open_answer=True).partition(_EXAMPLE)
+        closing = render(tokenizer, talk, open_answer=False).partition(_EXAMPLE)[2]
         opening = render(tokenizer, [ask], open_answer=True)
-        lead = before[len(opening) :] if before.startswith(opening) else ""
-        thought = render(tokenizer, [ask, thinking], open_answer=False).rpartition(_EXAMPLE)[0]
-    added = _added_tokens(tokenizer)
-    found = [
-        (not special, closing.index(token), -len(token), token, number)
-        for token, number, special in added
-        if token in closing
-    ]
-    _, first, _, token, number = min(found, default=(False, 0, 0, "", eos_id))
-    last = first + len(token)
-    kept = closing[:last]
-    token, other = max(((token, n) for token, n, _ in added if between.lstrip().startswith(token)), default=("", None))
-    if not token or (kept and between.startswith(kept)):
-        return TurnEnd(kept, closing[last:], number, lead=lead)
-    is_inside = thought.count(token) > rendered.rpartition(_EXAMPLE)[0].count(token)
-    earlier = between[: between.index(token) + len(token)]
-    return TurnEnd(kept, closing[last:], number, earlier, None if is_inside else other, lead)
+        before, _, between = render(tokenizer, [*talk, ask], open_answer=True).partition(_EXAMPLE)
+    added = [entry for entry in _added_tokens(tokenizer) if entry[0] in closing]
+    token, number, _ = min(added, key=lambda a: (not a[2], closing.index(a[0]), -len(a[0])), default=("", eos_id, True))
+    kept, _, dropped = closing.partition(token) if token else ("", "", closing)
+    kept += token
+    names = [name for name, _, _ in _added_tokens(tokenizer) if between.lstrip().startswith(name)]
+    if names and not (kept and between.startswith(kept)):
+        first = max(names, key=len)
+        earlier = between[: between.index(first) + len(first)]
+    lead = before[len(opening) :] if before.startswith(opening) else ""
+    return TurnEnd(kept, dropped, number, earlier, lead)
 
 
 @lru_cache(maxsize=16)
@@ -213,10 +187,13 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bo
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: EOS, and those of the chat template's `turn_end` that differ."""
-    end = turn_end(tokenizer)
-    earlier = () if end.earlier_token is None else (end.earlier_token,)
-    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), end.token, *earlier)))
+    """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
+    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Text -> id of each token of `answer_ends`."""
+    return {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
 
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
@@ -226,10 +203,10 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
         if answer.get("tool_calls"):
             raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
         answer = str(answer.get("content") or "")
-    ends = {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
+    ends = end_tokens(tokenizer)
     bare = without_final(answer, tuple(ends))
-    first = next((number for token, number in ends.items() if answer[len(bare) :].startswith(token)), None)
-    return bare, int(tokenizer.eos_token_id) if first is None else first
+    rest = answer[len(bare) :]
+    return bare, next((number for token, number in ends.items() if rest.startswith(token)), int(tokenizer.eos_token_id))
 
 
 def render_answer(
@@ -242,20 +219,17 @@ def render_answer(
     """(the assistant's turn as the template renders it after `opening`, which is `render` of `prompt`; id of the
     token that ends the answer). The text ends with that token, unless the template writes none."""
     end = turn_end(tokenizer)
-    final = (str(tokenizer.eos_token), str(tokenizer.convert_ids_to_tokens(end.token)))
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-    content = without_final(message.get("content") or "", final)
-    message = {**message, "content": content} if message.get("content") is not None else message
+    content = without_final(message.get("content") or "", tuple(end_tokens(tokenizer)))
+    message = {**message, "content": content}
     whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
     is_opened = whole.startswith(opening)
-    rest = whole[len(opening) :] if is_opened else ""
-    is_ended = is_opened and rest.endswith(end.kept + end.dropped)
-    turn = rest[: len(rest) - len(end.dropped)] if is_ended else rest
+    is_ended = is_opened and whole.endswith(end.kept + end.dropped)
+    turn = whole[len(opening) : len(whole) - len(end.dropped) * is_ended]
     if not any(message.get(key) for key in _BESIDES_CONTENT):
         unopened = _without_opening(content, opening)
-        for text in (content, unopened) if is_ended else ():
-            if text.strip() in turn or _letters(turn) >= _letters(text + end.kept):
-                return turn, end.token
+        if is_ended and "".join(unopened.split()) in "".join(turn.split()):
+            return turn, end.token
         # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
         return unopened + end.kept, end.token
     if not is_opened:
@@ -267,9 +241,9 @@ def render_answer(
     if is_ended:
         return turn, end.token
     # some templates end tool calls with another token
-    found = [(rest.rfind(token) + len(token), n) for token, n, _ in _added_tokens(tokenizer) if token in rest]
-    last, token_id = max(found, default=(len(rest), end.token))
-    return rest[:last], token_id
+    found = [(turn.rfind(token) + len(token), n) for token, n, _ in _added_tokens(tokenizer) if token in turn]
+    last, token_id = max(found, default=(len(turn), end.token))
+    return turn[:last], token_id
 
 
 def _without_opening(content: str, opening: str) -> str:
@@ -290,10 +264,6 @@ def without_final(answer: str, final: tuple[str, ...]) -> str:
     return answer
 
 
-def _letters(text: str) -> int:
-    return sum(map(len, text.split()))
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None = None
 ) -> str:
@@ -311,11 +281,11 @@ def render(
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
-    # Templates print None as text. transformers removes these keys itself from 5.21 on.
-    plain = [{k: v for k, v in m.items() if v is not None or k not in ("content", "tool_calls")} for m in messages]
     with reading("the chat template rejects these messages"):
         return str(
-            tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=open_answer)
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
+            )
         )
 
 
@@ -329,18 +299,15 @@ def turn_spans(
     with its end-of-turn token. `UserError` if one cannot be found for certain.
 
     They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with
-    other texts in place of all answers: the ranges are what changes. If it refuses that, as some do for the answer of a
-    tool without its call, they are what each message adds to the rendering, which takes time quadratic in the turns.
+    another text in place of all answers: the ranges are what changes.
     """
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
     end = turn_end(tokenizer)
-    for find in (_marked, _probed, _added) if turns else ():
+    for find in (_marked, _probed) if turns else ():
         spans = list[Span]()
         with suppress(UserError):
-            spans = [
-                (start, _to_end(opening, start, stop, end))
-                for start, stop in find(tokenizer, prompt, turns, opening, tools)
-            ]
+            found = find(tokenizer, prompt, turns, opening, tools)
+            spans = [(start, _to_end(opening, start, stop, end)) for start, stop in found]
         if (
             len(spans) == len(turns)
             and all(first[1] <= second[0] for first, second in pairwise(spans))
@@ -350,7 +317,7 @@ def turn_spans(
     if turns:
         raise UserError(
             "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
-            "--train_on last trains the last answer only"
+            "--train_on last trains the last answer only, or mark them with {% generation %} in a --chat_template"
         )
     return []
 
@@ -362,11 +329,10 @@ def _marked(
     template = tokenizer.get_chat_template(None, tools)
     if not _MARKS.search(template):
         return []
-    plain = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     tokens: dict[str, Any] = tokenizer.special_tokens_map
     with reading("the chat template rejects these messages"):
         found: Any = render_jinja_template(
-            conversations=[plain], tools=tools or None, chat_template=template, return_assistant_tokens_mask=True,
+            conversations=[prompt], tools=tools or None, chat_template=template, return_assistant_tokens_mask=True,
             add_generation_prompt=True, **tokens,
         )  # fmt: skip
     (text,), (marks,) = found
@@ -376,48 +342,29 @@ def _marked(
 def _probed(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
 ) -> list[Span]:
-    """The ranges that differ when other texts take the place of the answers, whose tool calls belong to them; [] if one
-    is not certain."""
-    probed = [
-        {"role": "assistant", "content": f"PROBE7f3a{number}PROBE"} if number in turns else message
-        for number, message in enumerate(prompt)
-    ]
-    first, *parts = _PROBES.split(render(tokenizer, probed, open_answer=True, tools=tools))
-    if parts[::2] != list(map(str, turns)) or not opening.startswith(first):
+    """The ranges that differ when another text takes the place of the answers, whose tool calls belong to them; [] if
+    the rest is not the same."""
+    probed = [{"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt]
+    before, *rest = render(tokenizer, probed, open_answer=True, tools=tools).split(_PROBE)
+    if len(rest) != len(turns) or not opening.startswith(before):
         return []
-    spans, begin, lead = list[Span](), len(first), turn_end(tokenizer).lead
-    for turn, after in zip(turns, parts[1::2], strict=True):
+    spans, begin, lead = list[Span](), len(before), turn_end(tokenizer).lead
+    for turn, after in zip(turns, rest, strict=True):
         content = prompt[turn].get("content") or ""
-        exact = [begin + len(text) for text in (content, content.strip()) if opening.startswith(text + after, begin)]
-        other = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
-        stop = exact[0] if exact else other
+        stop = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
+        if opening.startswith(content + after, begin):  # `after` may be in the content too
+            stop = begin + len(content)
         if stop < begin or not opening.startswith(after, stop):
             return []
-        check_rendered(opening[begin:stop], [prompt[turn]], None)
         spans.append((begin - len(lead) if turn and opening.endswith(lead, 0, begin) else begin, stop))
         begin = stop + len(after)
-    return spans if begin == len(opening) else []
-
-
-def _added(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
-) -> list[Span]:
-    """What each answer adds to the rendering of the messages before it; [] if they are rendered differently there."""
-    spans = list[Span]()
-    for turn in turns:
-        before = render(tokenizer, prompt[:turn], open_answer=True, tools=tools)
-        answer, _ = render_answer(tokenizer, prompt[:turn], before, prompt[turn], tools)
-        if not opening.startswith(before + answer):
-            return []
-        spans.append((len(before), len(before + answer)))
     return spans
 
 
 def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
     """Where an answer ends that begins at `start` and reaches about to `stop`: after its end-of-turn token."""
-    closings = ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier))
-    for kept, closing in ((kept, closing) for kept, closing in closings if kept):
-        for back in range(min(len(closing), stop - start), -1, -1):
+    for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
+        for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
             if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
                 return stop - back + len(kept)
     return stop

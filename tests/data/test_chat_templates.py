@@ -242,7 +242,6 @@ def test_variables_reach_macros_and_defaults():
     [
         ('{"enable_thinkin": false}', "reads no variable 'enable_thinkin' of yours; it reads enable_thinking$"),
         ('{"messages": []}', "reads no variable 'messages' of yours; it"),
-        ('{"enable_thinking": NaN}', "a number is not finite"),
     ],
 )
 def test_variables_that_cannot_be_used(variables, reason):
@@ -261,9 +260,9 @@ def test_variables_without_a_template():
 def test_a_tokenizer_with_several_templates():
     tokenizer = tokenizer_of("bytes")
     tokenizer.chat_template = {"default": "{{ messages[0].content }}{{ own }}", "tool_use": "{{ messages }}"}
-    with_template_flags(tokenizer, flags(chat_template_kwargs='{"own": 7}'))
-    assert rendered(tokenizer, ASK) == "And now?7"
-    assert tokenizer.chat_template["tool_use"] == "{{ messages }}"
+    with pytest.raises(UserError, match="several chat templates; give one with --chat_template"):
+        with_template_flags(tokenizer, flags(chat_template_kwargs='{"own": 7}'))
+    assert encode_prompt(tokenizer, ASK)
 
 
 def test_without_flags_the_tokenizer_keeps_its_template():

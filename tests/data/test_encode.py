@@ -136,12 +136,13 @@ def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     for chat in chats:
         encode_example(tokenizer, Example(chat, ["lamp", "hall"]))
     assert counting.renderings == 3 * 8
-    assert counting.characters < 8 * (1000 + 150)
+    assert counting.characters < 8 * (1000 + 300)  # for each answer the end of the prompt too
     counting.characters = 0
     pairs = [(" one", " two"), (" one", " three"), (" two", " three")]  # of one ranked list
     for pair in pairs:
         encode_example(tokenizer, Example("lamp " * 99, pair))
-    assert counting.characters == len("lamp " * 99 + " one two three")
+    tails = encode._TAIL * 4  # alone, and before each answer
+    assert counting.characters == len("lamp " * 99 + " one two three") + tails
 
 
 def test_a_row_of_200_000_characters_is_encoded():
@@ -184,14 +185,13 @@ def test_a_role_that_the_template_rejects():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("answer", [" In the hall.", "In the hall.", "  two", "\nA line.", "\n\nHuman"])
+@pytest.mark.parametrize("answer", [" In the hall.", "lamp", "  two", "\nA line.", "\n\nHuman"])
 def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer):
     tokenizer = tokenizer_of(kind)
-    found = encode_example(tokenizer, Example("Where is it? Answer:", [answer]))
-    assert found.answers[0] == encode_answer(tokenizer, "Where is it? Answer:", answer)
-    text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
-    whole = tokenizer.decode(tokenizer.encode("Where is it? Answer:" + answer), skip_special_tokens=True)
-    assert text == whole
+    for prompt in ("Where is it? Answer:", "Where is it? Answer: "):
+        found = encode_example(tokenizer, Example(prompt, [answer]))
+        text = tokenizer.decode([*found.prompt, *found.answers[0]], skip_special_tokens=True)
+        assert text == tokenizer.decode(tokenizer.encode(prompt + answer), skip_special_tokens=True)
 
 
 def test_a_text_of_more_than_16_mib_is_refused(monkeypatch):

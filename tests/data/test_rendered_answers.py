@@ -25,11 +25,10 @@ OPENS_THINK = (
 DROPS_ALL_THINKING = OPENS_THINK.replace("thought + '\n</think>", "'</think>")
 # The last answer ends with a token that earlier ones do not have: gpt-oss; those of GLM end with the next role.
 OTHER_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}THOUGHT[final]{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[final]{% endif %}"
     "{{ m.content }}{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|endoftext|>"
     "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THOUGHT = "{% if m.thinking %}[thought]{{ m.thinking }}<|im_end|>{% endif %}"
 NEXT_ROLE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
 CHATML = SHAPES["ChatML"].template
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
@@ -68,6 +67,12 @@ def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use, rows, te
     assert answers == wanted[: {"prompt": 0, "sft": 1, "preference": 2}[use]]
 
 
+def test_an_answer_in_another_layout_gets_that_of_the_template():
+    tokenizer = tokenizer_of(OPENS_THINK, "</s>", MARKERS)
+    answer = encode_answer(tokenizer, [ASK], "<think>I saw it.</think> In the hall.")
+    assert tokenizer.decode(answer) == "I saw it.\n</think>\n\nIn the hall.<|im_end|>"
+
+
 @pytest.mark.parametrize("answer", ["lamp", "s:\nlamp", "<think>", "think>\nlamp"])
 def test_an_answer_that_begins_as_the_opening_ends_keeps_its_start(answer):
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}Answers:\n", "</s>", MARKERS)
@@ -78,26 +83,24 @@ TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN, {"role": "
 
 
 @pytest.mark.parametrize(
-    ("template", "earlier", "last", "ends"),
+    ("template", "earlier", "last"),
     [
-        (OTHER_END.replace("THOUGHT", ""), "[final]{}<|im_end|>", "[final]{}<|endoftext|>",
-         ["<|endoftext|>", "<|im_end|>"]),
-        (OTHER_END.replace("THOUGHT", THOUGHT), "[final]{}<|im_end|>", "[final]{}<|endoftext|>", ["<|endoftext|>"]),
-        (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>", ["<|endoftext|>", "<|user|>"]),
+        (OTHER_END, "[final]{}<|im_end|>", "[final]{}<|endoftext|>"),
+        (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>"),
     ],
-    ids=["other end", "gpt-oss", "GLM"],
-)  # fmt: skip
-def test_each_trained_turn_ends_with_its_end_token(template, earlier, last, ends):
+    ids=["gpt-oss", "GLM"],
+)
+def test_each_trained_turn_ends_with_its_end_token(template, earlier, last):
     tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
     found = encode_example(tokenizer, Example(TALK, ["lamp"]), True)
     trained = [tokenizer.decode(found.prompt[start:stop]) for start, stop in found.prompt_spans]
     assert trained == [earlier.format("In the hall."), earlier.format("red.")]
     assert [tokenizer.decode(answer) for answer in found.answers] == [last.format("lamp")]
     assert found.prompt == encode_prompt(tokenizer, TALK)
-    assert tokenizer.convert_ids_to_tokens(answer_ends(tokenizer)) == ends
+    assert tokenizer.convert_ids_to_tokens(answer_ends(tokenizer)) == ["<|endoftext|>"]
 
 
-@pytest.mark.parametrize("template", [OPENS_THINK, OTHER_END.replace("THOUGHT", ""), NEXT_ROLE])
+@pytest.mark.parametrize("template", [OPENS_THINK, OTHER_END, NEXT_ROLE])
 def test_four_times_the_turns_are_four_times_the_rendered_characters(template, monkeypatch):
     tokenizer = tokenizer_of(template, "<|endoftext|>", MARKERS)
     rendered = []

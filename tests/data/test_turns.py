@@ -1,4 +1,4 @@
-"""The tokens of earlier answers in a prompt, by generation marks, by differences and by a probe."""
+"""The tokens of earlier answers in a prompt, by generation marks and by a probe."""
 
 import re
 
@@ -96,6 +96,14 @@ def test_an_answer_that_repeats_its_question():
     assert found.prompt_spans == [(header, header + length)]
 
 
+def test_an_answer_that_holds_what_the_template_writes_after_it():
+    tokenizer = templated("bytes", TEMPLATES["no marker"])
+    said = ["Here.\n\nThere.", "Yes."]
+    talk = [TALK[1], {"role": "assistant", "content": said[0]}, {"role": "user", "content": ""},
+            {"role": "assistant", "content": said[1]}, TALK[5]]  # fmt: skip
+    assert spans_of(tokenizer, talk) == said
+
+
 def test_marks_that_reach_too_far_or_not_far_enough_end_with_the_final_token():
     body = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARK{% else %}{{ m.content }}"
@@ -155,24 +163,12 @@ def test_marks_leave_out_what_the_template_writes_before_an_answer():
     assert spans_of(templated("bytes", plain)) == ["[aside]In the hall 😀<|im_end|>", "[aside] Café\n<|im_end|>"]
 
 
-def test_answers_are_found_by_what_they_add_where_a_tool_needs_its_call():
-    template = (
-        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('no call') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
-    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "hall"}, *TALK[2:4]]
-    called = '<call>{"name": "find", "arguments": {"what": "lamp"}}</call><|im_end|>'
-    assert spans_of(templated("bytes", template), talk) == [called, "In the hall 😀<|im_end|>"]
-
-
 @pytest.mark.parametrize(
     "template",
     [
         CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"),  # drops answers
         CHATML.replace("{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"),
+        CHATML + "{{ messages[2].content | length }}",
     ],
 )
 def test_an_answer_that_cannot_be_found_is_refused(template):
