@@ -1,15 +1,11 @@
 """Rows of the shape that data sets have, one set for each form, and what each use reads in them."""
 
-import json
 from typing import Any
-
-from datasets import Dataset
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 
 
 def user(text: str) -> dict[str, str]:
@@ -243,13 +239,6 @@ KTO = [
     {"prompt": "Q1:", "completion": " worse", "label": False},
     {"prompt": "Q2:", "completion": " best", "label": True},
 ]
-
-
-def stored(rows) -> Rows:
-    """Rows as a data set holds them; their origins count from 1."""
-    rows = list(rows)
-    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"row {at + 1}"} for at, row in enumerate(rows)])
-    return Rows(table, tuple(dict.fromkeys(name for row in rows for name in row)))
 
 
 STEPS = {"prompt": "1+2+3=", "completions": ["1+2=3", "3+3=7"], "labels": [True, False]}

@@ -131,9 +131,6 @@ def detect_form(
         description="; ".join(filter(None, [*parts, note])), warning=warning,
         uses_flags=bool(by_flag), ignored=ignored,
     )  # fmt: skip
-    grouped = [path for path in (*by_role.values(), system) if path and path not in columns]
-    if form.regroup and grouped:
-        raise UserError(f"{name}: rows are grouped by prompt, so '{grouped[0]}' must be a column, not inside one")
     try:
         for row in rows:
             if rendering == "text":
@@ -145,8 +142,7 @@ def detect_form(
 
 
 def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool) -> Form:
-    """The form of the rows that `FILE.py:FUNCTION` makes of the first rows. `UserError` for a form that groups rows
-    before they are read, which is before they are made."""
+    """The form of the rows that `FILE.py:FUNCTION` makes of the first rows."""
     function = flags.data_format
     own_function("--data_format", function)  # a missing file is no bad row
     made, problem = list[Row](), f"it returns None for each of the first {len(rows)} rows, by which the form is found"
@@ -160,11 +156,6 @@ def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, 
     columns = list(dict.fromkeys(column for row in made for column in row))
     known = replace(flags, data_format="auto")
     form = detect_form(f"{name} through {function}", columns, made, has_template, known, is_only)
-    if form.regroup is not None:
-        raise UserError(
-            f"--data_format {function}: makes rows of the form {form.name}, which are grouped by prompt before they "
-            "are read; make pairs, or messages with a label"
-        )
     sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
     return replace(form, function=function, file_sha=sha, description=f"{function} makes {form.description}")
 
@@ -209,16 +200,15 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
         free = [path for path in names.split() if _exists(path, columns, rows) and path not in by_flag.values()]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
-    if kind.name == "hh" and {"chosen", "messages"} <= set(found):  # pairs of transcripts, or one transcript
-        unused = ("chosen", "rejected") if "messages" in by_flag else ("messages",)
-        found = {role: column for role, column in found.items() if role not in unused}
     asked = found.get("prompt", "") if kind.name == "implicit_preference" else ""
     if asked and not any(has_value(row, asked) and value_at(row, asked) != "" for row in rows):
         del found["prompt"]  # an empty column: the prompt is what both answers start with
-    # a column whose partner is missing, as chosen without rejected, has no role
-    needed = [roles for _, roles in kind.choices()]
-    served = set().union(*(roles for roles in needed if roles <= set(found)))
-    return {role: column for role, column in found.items() if role in served or role not in set().union(*needed)}
+    # of several choices of columns the one that flags name counts, or the first one; a column that only the others
+    # have, or whose partner is missing, as chosen without rejected, has no role
+    choices = sorted(kind.choices(), key=lambda choice: -len(choice[1] & set(by_flag)))
+    taken = {use: roles for use, roles in reversed(choices) if roles <= set(found)}
+    served, all_needed = (set().union(*sets) for sets in (taken.values(), [roles for _, roles in choices]))
+    return {role: column for role, column in found.items() if role in served or role not in all_needed}
 
 
 # The choice among forms
@@ -265,14 +255,13 @@ def _try(kind: Kind, columns: dict[str, str], rows: list[Row], flags: DataFlags)
     """Read the first rows in one form."""
     form = Form(kind, columns, "chat" if kind.rendering in ("chat", "content") else "text", role_names=flags.roles)
     read: list[dict[Use, list[Example]]] = [{} for _ in rows]
-    uses = [use for use in form.uses if (kind.name, use) != ("kto", "preference")]  # which needs all rows
     for found, row in zip(read, rows, strict=True):
-        for use in uses:
+        for use in form.uses:
             with suppress(UserError):
                 found[use] = form.examples_of(row, use)
     prompts = [one.prompt for found in read for examples in found.values() for one in examples]
     is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and any(isinstance(p, list) for p in prompts))
-    telling = [use for use in uses if use != "prompt" or kind.alone]
+    telling = [use for use in form.uses if use != "prompt" or kind.alone]
     fits = any(2 * sum(use in found for found in read) >= len(rows) for use in telling)
     return Candidate(form, read, is_chat, fits)
 

@@ -79,7 +79,7 @@ _DETECTED = (
     Kind(
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
-        {"preference": "prompt response label", "sft prompt unpaired": "prompt response label | messages label"},
+        {"sft prompt unpaired": "messages label | prompt response label"},
         read_kto, by_flag=True, labelled=True,
     ),
     Kind(

@@ -40,7 +40,6 @@ LABELS = {  # of single answers, in lower case
     **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
     **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
 }
-GROUP_ANSWERS, GROUP_LABELS = "_answers", "_labels"  # columns of KTO's rows that are joined by prompt
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -243,7 +242,7 @@ def read_implicit_preference(cells: Cells, use: Use) -> Found:
 def read_transcript(cells: Cells, use: Use) -> Found:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
     prompts, answers = [], []
-    for role in ("messages" if cells.has("messages") else "chosen", *(["rejected"] if use == "preference" else [])):
+    for role in ("chosen", "rejected") if use == "preference" else ("messages" if cells.has("messages") else "chosen",):
         before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
         if not marker or _HUMAN in answer:
             raise UserError(f"'{cells.columns[role]}' does not end with a turn that starts with {_ASSISTANT!r}")
@@ -327,27 +326,14 @@ def read_ranked(cells: Cells, use: Use) -> Found:
 
 
 def read_kto(cells: Cells, use: Use) -> Found:
-    """An answer and whether it is good; or all answers to one prompt, if the rows are joined by prompt."""
-    row, role = cells.row, "messages" if cells.has("messages") else "response"
-    is_group = {GROUP_ANSWERS, GROUP_LABELS} <= set(row) and role == "response"
-    is_given = use != "prompt" or has_value(row, cells.columns[role])  # a prompt alone needs no answer
-    values = row[GROUP_ANSWERS] if is_group else [value_at(row, cells.columns[role])] if is_given else []
-    given = [(role, from_json(value)) for value in values]
-    if use == "prompt":
-        given = [pair for pair in given[:1] if role == "messages" or looks_like_messages(pair[1])]
-    prompt, texts = _joined(cells, None if role == "messages" else cells.prompt(), given, use)
+    """A prompt and an answer, or a conversation, and whether the answer is good."""
+    prompt, answers = read_columns(cells, "sft" if use == "unpaired" else use)
     if use == "prompt":
         return prompt, []
-    if use == "preference" and not is_group:
-        raise UserError("pairs of KTO rows need all rows of a prompt, so the data set cannot be streamed")
-    answers = []
-    labels = row[GROUP_LABELS] if is_group else [value_at(row, cells.columns["label"])]
-    for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
-        if not is_label(label) or isinstance(label, list):
-            raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
-        worth = float(LABELS[str(label).strip().lower()])
-        answers.append(Answer(text, worth, f"answer {number}" if is_group else ""))
-    return prompt, answers
+    label = value_at(cells.row, cells.columns["label"])
+    if not is_label(label) or isinstance(label, list):
+        raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
+    return prompt, [Answer(answers[0].value, float(LABELS[str(label).strip().lower()]))]
 
 
 def is_label(value: Any) -> bool:

@@ -6,11 +6,9 @@ answers a use takes, the last checks, the system message, tools, margin and corr
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import cause_of, file_named, own_function
@@ -36,8 +34,7 @@ from dschat_ppo.data.examples import (
     without_pictures,
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
-from dschat_ppo.data.form_readers import GROUP_ANSWERS, GROUP_LABELS, Answer, Cells, Prompt, is_label
-from dschat_ppo.data.rows import Rows
+from dschat_ppo.data.form_readers import Answer, Cells, Prompt, is_label
 from dschat_ppo.errors import UserError
 
 Rendering = Literal["chat", "text"]
@@ -122,15 +119,12 @@ class Form:
         """Text that differs between forms that read rows differently, for keys of caches."""
         return f"{self.name} {self!r}"
 
-    @property
-    def regroup(self) -> Callable[[Rows], Iterator[tuple[Row, str]]] | None:
-        """None, or what joins the rows of a prompt, for KTO. It runs on all rows before they are split or read."""
-        return partial(_by_prompt, self) if self.name == "kto" and "messages" not in self.columns else None
-
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
         if use not in self.uses:
-            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {NAME_COLUMNS}")
+            labelled = self.kind.labelled and use == "preference"
+            way = "answers with labels are for --objective kto" if labelled else NAME_COLUMNS
+            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
     def read(self, row: Row, use: Use, where: str) -> list[Example]:
         """The examples of one row, none or more. `UserError` for a bad row, which it calls `where`, and for a use that
@@ -177,7 +171,7 @@ class Form:
             return [Example(prompt)]
         if use == "steps":
             return [Example(prompt, one.value, suffix=_suffix(one), labels=one.worth) for one in answers]
-        if self.kind.labelled and use != "preference":  # each answer has a label of its own
+        if self.kind.labelled:  # each answer has a label of its own
             taken = [[one] for one in answers if use == "unpaired" or one.worth]
         elif use == "preference":
             order = sorted(answers, key=lambda one: -one.worth)  # stable: equal ones in the order of the row
@@ -195,7 +189,7 @@ class Form:
                     for one, label in zip(some, labels, strict=True)
                 ]
             else:
-                named = some if self.kind.labelled or (len(some) == 2 and len(answers) > 2) else []
+                named = some if len(some) == 2 and len(answers) > 2 else []
                 examples.append(Example(prompt, [one.value for one in some], suffix=_suffix(*named)))
         return examples
 
@@ -287,21 +281,6 @@ def mixed_renderings(forms: dict[str, Form]) -> str:
     note = f"the chat template renders {', '.join(chat)}, but the prompts of {', '.join(text)} are text"
     is_fixed = any(forms[spec].kind.is_known_set for spec in text)  # the flag does not apply to them
     return note if is_fixed else f"{note}; --apply_chat_template True makes chat messages of them all"
-
-
-def _by_prompt(form: Form, rows: Rows) -> Iterator[tuple[Row, str]]:
-    """One row for each prompt of a whole data set of KTO rows, with its origin. It is the first row of the prompt, in
-    the order of the rows, with all answers to the prompt and their labels. System message and tools are part of what is
-    asked."""
-    groups: dict[str, tuple[int, list[Any], list[Any]]] = {}
-    asked = [column for column in (form.columns["prompt"], form.system, form.tools) if column]
-    for number, row in enumerate(rows):
-        key = json.dumps([row.get(name) for name in asked])
-        _, answers, labels = groups.setdefault(key, (number, [], []))
-        answers.append(row.get(form.columns["response"]))
-        labels.append(row.get(form.columns["label"]))
-    for number, answers, labels in groups.values():
-        yield rows[number] | {GROUP_ANSWERS: answers, GROUP_LABELS: labels}, rows.origin(number)
 
 
 def rows_made(function: str, row: Row) -> list[Row]:

@@ -33,7 +33,7 @@ from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
 from dschat_ppo.data.parts import too_many, way_out
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, regrouped, rows_of_splits
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, rows_of_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
 from dschat_ppo.data.streaming import StreamedRows, StreamSource, find_rows, start, stream_of
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, TokenTable, mapped, tokenise_rows
@@ -123,7 +123,6 @@ def prepare(
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
             else:
-                raw = regrouped(raw, form.identity, form.regroup, cache)
                 numbers, held_out = np.arange(len(raw)), np.arange(0)
                 if is_eval:
                     numbers, held_out = held_out, numbers
@@ -141,7 +140,6 @@ def prepare(
 
             # Its own rows for evaluation
             if own is not None and fraction is not None:
-                own = regrouped(own, form.identity, form.regroup, cache)
                 evaluation += tokenised(source, own, settings, np.arange(0), np.arange(len(own)))[1]
             elif own is not None or (stream is not None and stream.evaluation):
                 how = "replaced by those of" if eval_paths else "not used; name them with"

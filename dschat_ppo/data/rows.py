@@ -4,9 +4,8 @@ when it is used, so that its values are those of the file."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from datasets import Dataset
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
-from dschat_ppo.data.parts import BATCH_ROWS, Batch, FilePart, Row, read_part
+from dschat_ppo.data.parts import Batch, FilePart, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -124,19 +123,6 @@ def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, 
     if place.from_ >= place.to:
         raise UserError(f"{found.what}: the split '{cut}' has no rows")
     return rows.select(range(place.from_, place.to))
-
-
-def regrouped(
-    rows: Rows, identity: str, regroup: Callable[[Rows], Iterator[tuple[Row, str]]] | None, root: str | None
-) -> Rows:
-    """The rows and their origins that `regroup(rows)` gives, at least one, from the cache; the rows if it is None.
-    `identity` differs between functions that give others."""
-    if regroup is None:
-        return rows
-    pairs = regroup(rows)
-    parts = iter(lambda: list(islice(pairs, BATCH_ROWS)), [])
-    batches = (Batch([origin for _, origin in part], [row for row, _ in part]) for part in parts)
-    return _stored(root, rows_key(rows.table._fingerprint, identity, rows.columns), batches, identity)
 
 
 def _stored(root: str | None, key: str, batches: Iterator[Batch], what: str) -> Rows:

@@ -405,11 +405,6 @@ def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
 def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
     """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
     source, share, flags = found.opened.source, None, settings.flags
-    if settings.form.regroup is not None:
-        raise UserError(
-            f"{source.spec}: {settings.form.name} rows are joined by their prompts, which needs all rows; use it "
-            "without --streaming"
-        )
     if source.flag == "--data_path":
         share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
         if share.bounds[0] == share.bounds[1]:

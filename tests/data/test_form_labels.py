@@ -1,6 +1,5 @@
 """Answers with labels: ranked lists, rows that call an answer good or bad (KTO), and labelled steps."""
 
-import json
 import math
 
 import pytest
@@ -10,13 +9,10 @@ from form_fixtures import (  # fmt: skip
     HALL,
     KTO,
     PRM800K,
-    ROOF,
     SHEPHERD,
     STEPS,
-    TOOL,
     form_of,
     read,
-    stored,
 )
 
 from dschat_ppo.data.examples import Example
@@ -55,48 +51,10 @@ def test_answers_without_a_rank_are_no_ranked_list():
         read([row], "sft", data_format="ranked")
 
 
-def grouped(rows: list[dict]) -> tuple:
-    form = form_of(rows)
-    return form, [{**row, "_origin": origin} for row, origin in form.regroup(stored(rows))]
-
-
-def test_kto_rows_are_grouped_by_prompt_before_anything_else():
-    form, rows = grouped(KTO)
-    assert [row["_origin"] for row in rows] == ["row 1", "row 2"]
-    examples = {
-        use: [example for row in rows for example in form.read(row, use, "row")]
-        for use in ("sft", "preference", "prompt")
-    }
-    assert examples["sft"] == [
-        Example("Q1:", [" good"], suffix=", answer 1"),
-        Example("Q2:", [" fine"], suffix=", answer 1"), Example("Q2:", [" best"], suffix=", answer 2"),
-    ]  # fmt: skip
-    assert examples["preference"] == [
-        Example("Q1:", [" good", " bad"], suffix=", answer 1 and answer 2"),
-        Example("Q1:", [" good", " worse"], suffix=", answer 1 and answer 3"),
-    ]
-    assert examples["prompt"] == [Example("Q1:", []), Example("Q2:", [])]
-
-
-def test_rows_are_grouped_by_their_prompts_in_order():
-    rows = [{"prompt": f"{n % 7}:", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)]
-    found = list(form_of(rows).regroup(stored(rows)))
-    assert [origin for _, origin in found] == [f"row {n}" for n in range(1, 8)] and [row["prompt"] for row, _ in found][
-        3
-    ] == "3:"
-    assert found[3][0]["_answers"] == [str(n) for n in range(40) if n % 7 == 3]
-    assert found[3][0]["_labels"] == [n % 2 == 0 for n in range(40) if n % 7 == 3]
-
-
-def test_a_column_of_the_rows_may_have_the_name_of_the_joined_answers():
-    rows = [row | {"_answers": "mine"} for row in KTO[:3]]
-    assert read(rows, "sft") == read(KTO[:3], "sft")
-    assert [row["_answers"] for row in grouped(rows)[1]] == [[" good", " bad"], [" fine"]]
-
-
-def test_kto_rows_alone_give_good_answers_but_no_pairs():
+def test_kto_rows_give_their_good_answers_all_prompts_and_no_pairs():
     assert read(KTO, "sft") == [Example(f"Q{n}:", [f" {a}"]) for n, a in ((1, "good"), (2, "fine"), (2, "best"))]
-    with pytest.raises(UserError, match="pairs of KTO rows need all rows of a prompt"):
+    assert read(KTO, "prompt") == [Example(f"Q{n}:", []) for n in (1, 2, 1, 1, 2)]
+    with pytest.raises(UserError, match="needs a prompt and two answers; answers with labels are for --objective kto$"):
         read(KTO, "preference")
 
 
@@ -109,13 +67,10 @@ def test_the_prompt_of_a_kto_row_is_the_same_for_all_uses_and_needs_no_answer():
 
 
 def test_kto_rows_as_messages():
-    rows = [
-        {"prompt": [ASK], "completion": [HALL], "label": True},
-        {"prompt": [ASK], "completion": [ROOF], "label": False},
-    ]
-    form, table = grouped(rows)
-    [example] = [example for row in table for example in form.read(row, "preference", "row")]
-    assert (form.rendering, example.prompt, example.answers) == ("chat", [ASK], ["In the hall.", "On the roof."])
+    row = {"prompt": [ASK], "completion": [HALL], "label": True}
+    assert read([row], "unpaired") == [Example([ASK], ["In the hall."], labels=(1.0,))]
+    conversation = {"messages": [ASK, HALL], "label": True, "prompt": ASK["content"], "completion": HALL["content"]}
+    assert read([conversation], "unpaired") == read([row], "unpaired")
 
 
 @pytest.mark.parametrize(
@@ -132,29 +87,6 @@ def test_a_label_that_is_a_text_makes_no_kto_rows():
     assert form_of([{"prompt": "Q:", "completion": "a", "label": "spam"}]).name == "prompt_response"
 
 
-@pytest.mark.parametrize(
-    ("columns", "flags"),
-    [
-        (({"system": "Be kind."}, {"system": "Be brief."}), {}),
-        (({"persona": "Be kind."}, {"persona": "Be brief."}), {"system_column": "persona"}),
-        (({"tools": json.dumps([TOOL])}, {"tools": ""}), {}),
-    ],
-)
-def test_answers_under_another_system_message_or_with_other_tools_are_no_pair(columns, flags):
-    first, second = (
-        [{"prompt": [ASK], "completion": [answer], "label": label, **column} for answer, label in answers]
-        for column, answers in zip(columns, ([(HALL, True), (ROOF, False)], [(ROOF, True), (HALL, False)]), strict=True)
-    )
-    form = form_of([*first, *second], **flags)
-    rows = [row for row, _ in form.regroup(stored([*first, *second]))]
-    examples = [example for row in rows for example in form.read(row, "preference", "row")]
-    assert [list(example.answers) for example in examples] == [
-        [HALL["content"], ROOF["content"]],
-        [ROOF["content"], HALL["content"]],
-    ]
-    assert (examples[0].prompt, examples[0].tools) != (examples[1].prompt, examples[1].tools)
-
-
 # Single answers
 
 
@@ -165,21 +97,10 @@ def test_kto_rows_stay_single_and_keep_bad_answers():
     ]  # fmt: skip
 
 
-def test_grouped_kto_rows_give_all_answers_in_the_order_of_the_rows():
-    form = form_of(KTO[:3])
-    rows = [KTO[2], *KTO[:3]]
-    table = [row for row, _ in form.regroup(stored(rows))]
-    found = [example for row in table for example in form.read(row, "unpaired", "row")]
-    assert [(one.prompt, one.answers[0], one.labels, one.suffix) for one in found] == [
-        ("Q1:", " bad", (0.0,), ", answer 1"), ("Q1:", " good", (1.0,), ", answer 2"),
-        ("Q1:", " bad", (0.0,), ", answer 3"), ("Q2:", " fine", (1.0,), ", answer 1"),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [name for name, one in FIXTURES.items() if one.expected["preference"]])
 def test_pairs_are_split_into_a_desirable_and_an_undesirable_answer(name):
     fixture = FIXTURES[name]
-    if fixture.form in ("kto", "ranked"):
+    if fixture.form == "ranked":
         return
     pairs = fixture.expected["preference"]
     form = form_of(fixture.rows, has_template=fixture.has_template)

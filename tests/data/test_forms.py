@@ -141,12 +141,6 @@ def test_a_forced_form_needs_its_columns_and_roles():
     assert read(rows, "sft", **flags) == [Example([user("Sing.")], ["La."])]
 
 
-def test_kto_rows_are_grouped_by_columns_alone():
-    row = {"ask": {"text": "Q:"}, "completion": "a", "label": True}
-    with pytest.raises(UserError, match=r"'ask\.text' must be a column, not inside one"):
-        form_of([row], prompt_column="ask.text")
-
-
 # Rendering
 
 

@@ -38,13 +38,6 @@ def test_kto_rows_become_one_token_row_each(tmp_path):
     assert sorted(map(single, rows)) == sorted((f"Q{i % 4}:", f"answer {i}", float(i % 3 == 0)) for i in range(10))
 
 
-def test_the_answers_to_one_prompt_stay_in_one_part_of_the_split(tmp_path):
-    rows = prepare("unpaired", TOKENIZER, flags_for(tmp_path, KTO, data_split="1,1,0"), 64).train
-    prompts = {single(row)[0] for row in rows}
-    assert len(prompts) == 2
-    assert len(rows) == sum(f"Q{i % 4}:" in prompts for i in range(10))
-
-
 def test_pairs_become_two_token_rows(tmp_path):
     pairs = [{"prompt": "Q:", "chosen": f"good {i}", "rejected": f"bad {i}", "margin": 2} for i in range(3)]
     rows = prepare("unpaired", TOKENIZER, flags_for(tmp_path, pairs), 64).train

@@ -144,19 +144,6 @@ def test_plain_text_is_trained_from_its_second_token(tmp_path):
     assert (text, len(rows[0]["prompt_ids"])) == (f"Once upon a time.{TOKENIZER.eos_token}", 1)
 
 
-def test_pairs_of_kto_rows_are_made_before_the_split(tmp_path):
-    rows = [{"prompt": f"{n}:", "completion": f"{word} {n}", "label": word == "good"}
-            for word in ("good", "bad", "poor") for n in range(10)]  # fmt: skip
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    seen = []
-    for use, count in (("sft", 2), ("preference", 8), ("prompt", 4)):
-        flags = flags_for(tmp_path, path, use=use, data_split="2,4,4")
-        found = prepare(use, TOKENIZER, flags, 64).train
-        assert len(found) == count
-        seen += sorted(set(prompts_of(found)))
-    assert sorted(seen) == [f"{n}:" for n in range(10)]
-
-
 def test_the_correct_answer_reaches_reward_functions(tmp_path):
     whole = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}
     path, expected = (
@@ -433,13 +420,6 @@ def test_a_part_for_training_of_bad_answers_alone_is_explained(tmp_path):
     words = "d.jsonl: none of its rows for training serves this step"
     with pytest.raises(UserError, match=words):
         prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.9)
-
-
-def test_prompts_without_a_pair_are_counted(tmp_path, said):
-    rows = [{"prompt": f"p {n}", "completion": f"yes {k}", "label": k == n} for n in range(3) for k in range(2)]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)  # of the third prompt, both answers are bad
-    assert len(prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64).train) == 2
-    assert any("d.jsonl: 2 rows of 3, 2 kept whole" in line for line in said)
 
 
 def test_flags_of_columns_are_about_all_data_sets(tmp_path):

@@ -139,16 +139,13 @@ def test_truncation_error_ends_a_stream_also_with_bad_rows_skip(tmp_path):
         train(tmp_path, path, truncation="error", bad_rows="skip")
 
 
-def test_an_empty_data_set_and_rows_that_must_be_joined_are_refused(tmp_path):
+def test_an_empty_data_set_is_refused(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="the data set is empty"):
         train(tmp_path, str(tmp_path / "blank.jsonl"))
     (tmp_path / "bad.jsonl").write_text("x\nno\n")
     with pytest.raises(UserError, match=r"bad.jsonl: none of its rows can be read; the first: .*bad.jsonl, line 1 is"):
         train(tmp_path, str(tmp_path / "bad.jsonl"), bad_rows="skip")
-    labelled = [{"prompt": "a", "completion": str(i), "label": i % 2 == 0} for i in range(20)]
-    with pytest.raises(UserError, match="kto rows are joined by their prompts, which needs all rows"):
-        train(tmp_path, write(tmp_path / "kto.jsonl", labelled), rows=5)
 
 
 def test_a_damaged_file_is_named_in_one_line(tmp_path):

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import pyarrow
 import pytest
-from datasets import Dataset
 from form_fixtures import (
     ASK,
     CALL,
@@ -35,7 +34,6 @@ from dschat_ppo.data.examples import PARTS
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.prepare import prepare, rows_of_step
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
@@ -152,11 +150,6 @@ def tokens_of(case: str, template: str) -> str:
         check_flags_used([form], flags)
     except UserError:
         return ""
-    if form.regroup is not None:
-        table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
-        rows = [row for row, _ in form.regroup(Rows(table, tuple(columns)))]
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        rows = [dict.fromkeys(columns) | row for row in rows]
     for name, (use, all_turns, limit, truncation) in USES.items():
         how = TokeniseSettings(form, "d", use, tokenizer, replace(flags, truncation=truncation), limit, all_turns)
         try:
