@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import deepspeed, forked, succeed
+from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ def test_an_unhealthy_run_stops_and_resumes_as_if_it_had_not(assets, tmp_path):
         return start(2, "training/step3_ppo/main.py", *words.split(), *folder, *more)
 
     succeed(run(forked, "whole"))
-    stopped = run(deepspeed, "stopped", "--stop_on_health", "warning")
+    stopped = run(forked, "stopped", "--stop_on_health", "warning")
     assert stopped.returncode == 6, stopped.stderr[-2000:]
     [line] = [line for line in stopped.stderr.splitlines() if line.startswith("error")]
     assert line.startswith("error: --stop_on_health warning: step 1: scores_equal: reward/score_std is 0, below 0.001")

@@ -30,6 +30,7 @@ def test_the_second_step_depends_on_the_updates_of_the_first(found):
         answers = rank["stage 3"]["answers"]
         assert answers[0] != answers[1]
         assert min(rank["stage 3"]["metrics"][0][-2:]) > 1e-3
+        near(rank["stage 3"], rank["stage 2"])
         assert rank["stage 3"]["partitioned"] == rank["tensor parallel"]["partitioned"] == 21, "all weights"
 
 

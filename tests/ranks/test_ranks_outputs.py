@@ -1,11 +1,11 @@
-"""Plain transformers loads the models of a ZeRO-3 run; PPO finds a known best answer."""
+"""Plain transformers loads the models of a ZeRO-3 run; a killed run leaves no shared memory."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, deepspeed, forked, run, succeed
+from launch import ROOT, forked, run, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -29,33 +29,11 @@ def test_saved_models_give_the_same_logits_in_plain_transformers(assets, tmp_pat
     assert (tmp_path / "actor/generation_config.json").exists()
 
 
-@pytest.fixture(scope="module")
-def bandit(assets, tmp_path_factory):
-    """Folder of a run with `--old_logprobs rollout`."""
-    folder = tmp_path_factory.mktemp("bandit")
-    succeed(forked(2, "tests/workers/bandit.py", assets, folder / "found"))
-    return folder
-
-
-def test_ppo_finds_the_best_arm_of_a_bandit(bandit):
-    found = json.loads((bandit / "found").read_text())
-    assert found["first"] < 0.2
-    assert found["last"] > 0.9
-    assert min(found["probability"]) > 0.9
-
-
 def test_a_killed_run_leaves_no_shared_memory(assets, tmp_path):
     """The worker dies by SIGKILL in the middle; 66 MiB a rank would be held for ever by files in /dev/shm."""
     out = tmp_path / "names"
-    assert deepspeed(2, "tests/workers/killed.py", out).returncode != 0
+    assert forked(2, "tests/workers/killed.py", out).returncode != 0
     made = json.loads(out.read_text())
     assert made["ranks"] == 2
     assert made["sum"] == 3.0
     assert not [name for name in made["expected"] if Path(name).exists()]
-
-
-def test_recorded_logprobs_are_compared_with_the_first_training_forward(bandit):
-    for line in map(json.loads, (bandit / "metrics.jsonl").read_text().splitlines()):
-        assert 0 < line["rollout/logprob_diff_max"] < 1e-4
-        assert line["rollout/logprob_diff_max"] == line["policy/first_log_ratio_abs_max"]
-        assert 0 < line["rollout/logprob_diff_mean"] < line["rollout/logprob_diff_max"]

@@ -1,4 +1,7 @@
-"""A reference that moves, on two ranks: at every ZeRO stage, and in runs that are stopped and resumed."""
+"""A reference that moves, on two ranks, in runs that are stopped and resumed.
+
+`tests/engine/test_rlhf_engine.py` has the formula at each ZeRO stage.
+"""
 
 import json
 
@@ -16,52 +19,6 @@ RUN = (
     "--ref_sync_interval 2 --ref_sync_mixup 0.5 --keep_final_checkpoint"
 )
 INSIDE = "step_000002_update_0001"  # after the first sync; `step_000002` is saved right after it
-
-
-@pytest.fixture(scope="module")
-def layouts(assets, tmp_path_factory):
-    """What each rank reports of each layout."""
-    out = tmp_path_factory.mktemp("layouts") / "found.json"
-    succeed(forked(2, "tests/workers/reference_sync.py", assets, out))
-    return json.loads(out.read_text())
-
-
-def test_each_layout_is_the_one_that_its_name_says(layouts):
-    for rank in layouts:
-        kinds = {name: found["partitioned"] for name, found in rank.items()}
-        assert kinds.pop("partitioned actor") == [True, False]
-        assert kinds.pop("partitioned reference") == [False, True]
-        assert all(kind == ["whole" not in name] * 2 for name, kind in kinds.items()) and len(kinds) == 5
-
-
-def test_the_reference_is_that_of_plain_transformers_to_the_last_bit(layouts):
-    for rank in layouts:
-        for name, found in rank.items():
-            assert found["equal"], name
-            assert found["forward"] < (0.1 if "bf16" in name else 1e-4) < found["changed"], name
-
-
-def test_every_layout_reports_the_same_distance(layouts):
-    for rank in layouts:
-        for name, found in rank.items():
-            first, second = found["moved"]
-            assert [first, second] == pytest.approx(layouts[0]["whole"]["moved"], rel=0.02 if "bf16" in name else 1e-5)
-            assert first > 0.1 and second == pytest.approx(0.7 * first, rel=0.5), name
-
-
-def test_the_ranks_save_each_element_once(layouts):
-    sizes = {name: [rank[name]["held"] for rank in layouts] for name in layouts[0]}
-    total = sizes["whole"][0]
-    for name, held in sizes.items():
-        assert sum(held) == total, name
-        assert (held[1] == 0) is (not layouts[0][name]["partitioned"][1]), name
-
-
-def test_every_state_restores_every_layout(layouts):
-    for rank in layouts:
-        assert {name: found["restored"] for name, found in rank.items()} == {
-            name: [True] * (2 if "bf16" in name else 5) for name in rank
-        }
 
 
 def launch(cases: dict, folder, ranks: int) -> dict:

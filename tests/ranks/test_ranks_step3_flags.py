@@ -1,6 +1,7 @@
 """Step 3 on two ranks: further options, and failures of reward sources."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -67,6 +68,9 @@ def data(assets):
     foreign.config.reward_mean, foreign.config.reward_std = 0.25, 2.0
     foreign.save_pretrained(assets / "foreign")
     toy.make_tokenizer(["quite other words to merge than those of the actor"]).save_pretrained(assets / "foreign")
+    shutil.copytree(assets / "reward", assets / "prm")
+    settings = json.loads((assets / "prm/config.json").read_text())
+    (assets / "prm/config.json").write_text(json.dumps({**settings, "step_separator": "\n"}))
     return assets
 
 
@@ -139,6 +143,7 @@ def cases_of(data, url: str) -> dict[str, str]:
         + no_model.format(2) + letters,
         "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
         "--normalize_rewards model",
+        "steps": f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1",
         "flaky": mixed + f"--remote_reward_url {url.replace('://', '://me:s3cret@')}/flaky --save_steps 1",
         "one_rank": remote + "/one_rank",
         "away": away,
@@ -297,6 +302,12 @@ def test_a_reward_model_with_another_tokenizer_and_statistics(runs):
     assert "has its own tokenizer" in said
     assert lines[0]["reward/score_std"] > 0
     assert not (out / "critic").exists()
+
+
+def test_a_process_reward_model_scores_by_probabilities(runs):
+    _, lines, _ = finished(runs, "steps")
+    assert all(0 < line["reward/score_min"] < line["reward/score_max"] < 1 for line in lines)
+    assert all(line["value/loss"] > 0 for line in lines)
 
 
 def test_a_service_that_fails_once_is_retried(runs):
