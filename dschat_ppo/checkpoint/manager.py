@@ -28,6 +28,7 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, counted
 from dschat_ppo.models.saving import require_finite_weights
+from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Engine
@@ -246,7 +247,7 @@ class CheckpointManager:
         own: dict[str, FileEntry] = {}
         problem = None
         try:
-            with self._folder.writing():
+            with storage_errors(self._folder.root):
                 for path, (size, digest) in self._files.wait().items():
                     own[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
         except StorageError as failure:  # on the ranks where it occurs
@@ -269,7 +270,7 @@ class CheckpointManager:
 
     def _on_main(self, write: Callable[[], None]) -> None:
         """Write on rank 0; all ranks raise its `StorageError`."""
-        dist.on_main(self._folder.writing()(write))
+        dist.on_main(storage_errors(self._folder.root)(write))
 
 
 def capture_rng_state() -> dict[str, Any]:

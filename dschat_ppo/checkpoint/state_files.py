@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
@@ -142,35 +143,19 @@ class BackgroundWriter(CheckpointEngine):
         return {path: future.result() for path, future in written.items()}
 
 
-class _HashedFile:
-    """A file for `torch.save`: counts and hashes the bytes, and remembers the error of the disk, which torch's archive
-    writer hides behind a RuntimeError."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file, self.flush = file, file.flush
-        self.length, self.digest = 0, hashlib.sha256()
-        self.problem: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        try:
-            self._file.write(data)
-        except OSError as problem:
-            self.problem = self.problem or problem
-            raise
-        self.digest.update(data)
-        self.length += len(data)
-        return len(data)
-
-
 def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
     """Write, flush to the disk, and return (bytes, SHA-256)."""
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        hashed = _HashedFile(file)
+
+        def write(data: bytes | memoryview) -> int:
+            digest.update(data)
+            return file.write(data)
+
         try:
-            torch.save(state, cast(IO[bytes], hashed))
-        except RuntimeError:
-            if hashed.problem is None:
-                raise
-            raise hashed.problem from None
+            torch.save(state, cast(IO[bytes], SimpleNamespace(write=write, flush=file.flush)))
+        except RuntimeError as problem:  # in which torch's archive writer may hide the error of the disk
+            raise problem.__context__ if isinstance(problem.__context__, OSError) else problem from None
+        file.flush()
         os.fsync(file.fileno())
-    return hashed.length, hashed.digest.hexdigest()
+        return file.tell(), digest.hexdigest()

@@ -10,8 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -244,19 +243,3 @@ class CheckpointFolder:
     def _set_aside(self, name: str) -> Path:
         places = (self.root / f"{name}{SET_ASIDE}{number or ''}" for number in count())
         return (self.root / name).rename(next(place for place in places if not place.exists()))
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn an `OSError` in the block into a `StorageError`."""
-        try:
-            yield
-        except OSError as problem:
-            try:
-                newest, _ = self.newest_intact(checksums=False)
-            except OSError:  # a folder that cannot be written may be unreadable too
-                newest = None
-            intact = f"the newest intact checkpoint is {newest}" if newest else "no intact checkpoint is there"
-            raise StorageError(
-                f"checkpoint {self.root}: cannot be written ({problem.strerror or problem}); {intact}; correct this, "
-                "then run the same command again"
-            ) from problem

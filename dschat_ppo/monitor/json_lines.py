@@ -62,12 +62,12 @@ def _whole_lines(file: BinaryIO) -> int:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """An `OSError` of the block, which writes a file, becomes a `StorageError` that names it and the way out."""
+    """An `OSError` of the block, which writes `path`, becomes a `StorageError` that names it and the way out."""
     try:
         yield
     except OSError as problem:
         raise StorageError(
-            f"{path}: cannot be written ({problem.strerror}); free space, then run the same command again"
+            f"{path}: cannot be written ({problem.strerror or problem}); free space, then run the same command again"
         ) from problem
 
 

@@ -48,18 +48,6 @@ def test_zero_3_pads_each_parameter_and_divides_it_into_equal_parts():
     ]  # fmt: skip
 
 
-def test_gather_copies_each_piece_to_its_place_and_padding_is_zero():
-    whole = Shard(
-        [Fragment("a", 0, 6, 0, 1), Fragment("b", 0, 1, 1, 0)],
-        [{"fp32": torch.tensor([99.0, 1, 2, 3, 4, 5, 6])}, {"fp32": torch.tensor([7.0, 99])}],
-        0,
-    )
-    wanted = [Fragment("b", 0, 1, 0, 4), Fragment("a", 2, 3, 0, 0)]
-    [found] = gather([whole], wanted, [6])
-    assert set(found) == {"fp32"}
-    assert found["fp32"].tolist() == [3, 4, 5, 0, 7, 0]
-
-
 def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
     """A random layout: each parameter cut at random places, pieces in random order, two flat tensors, gaps."""
     layout: list[list[Fragment]] = [[] for _ in range(ranks)]
@@ -125,6 +113,8 @@ def test_states_of_another_model_are_refused():
 
 
 def test_a_missing_file_of_a_rank_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(state/\*_model_states.pt is missing\)"):
+        model_states(tmp_path / "actor")
     common = {"optimizer": None, "dp_world_size": 2, "param_shapes": SHAPES}
     state = {"fp32_flat_groups": [torch.zeros(4), torch.zeros(3)], "optimizer_state_dict": {"state": {}}}
     (tmp_path / "state").mkdir()
@@ -173,11 +163,6 @@ def test_the_schedule_goes_on_where_it_was_with_the_rates_of_now(flags):
         for one in (engine, whole):
             one.optimizer.step()
             one.lr_scheduler.step()
-
-
-def test_a_folder_without_states_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(state/\*_model_states.pt is missing\)"):
-        model_states(tmp_path / "actor")
 
 
 def test_the_trained_state_has_all_names_of_what_trains_and_the_buffers():

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from checkpoints import manifest_of
 
 from dschat_ppo.checkpoint import manager
 from dschat_ppo.checkpoint.identity import RunIdentity
-from dschat_ppo.checkpoint.manager import CheckpointManager, capture_rng_state, restore_rng_state
+from dschat_ppo.checkpoint.manager import CheckpointManager, capture_rng_state, restore, restore_rng_state
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, damage
 from dschat_ppo.common import dist
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.runtime import stop_requests
 
@@ -161,16 +163,6 @@ def test_a_stop_saves_a_checkpoint_and_names_it(tmp_path, engines, monkeypatch):
     assert len(engines) == 4
 
 
-def test_a_reason_to_stop_saves_a_checkpoint_and_is_given_with_its_name(tmp_path, engines):
-    run = Run(tmp_path, SafetyFlags(save_minutes=0))
-    run.trainer.position = (4, 0)
-    run.checkpoints.stop_if(None)
-    assert run.folder.names() == []
-    with pytest.raises(UnhealthyRun, match=r"^kl_spike \(saved as .*step_000004; run the same command again to resume"):
-        run.checkpoints.stop_if("kl_spike")
-    assert run.folder.names() == ["step_000004"]
-
-
 def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engines):
     run = Run(tmp_path, SafetyFlags(save_steps=5, save_minutes=0))
     run.metrics.write(1, {"a": 1.0})
@@ -194,18 +186,6 @@ def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engine
     assert load_state(folder / "shared.pt") == {"at": [5, 0]}
     mine = load_state(folder / "rank_0.pt")
     assert mine["mine"] == 1 and torch.equal(mine["random"]["torch"], torch.get_rng_state())
-
-
-def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path, engines):
-    run = Run(tmp_path, SafetyFlags(save_steps=1, save_minutes=0, save_total_limit=1))
-    stay = []
-    for step, best in enumerate([True, True, False, False, True], start=1):
-        run.trainer.is_best = best
-        run.at(step, 0)
-        stay.append(run.at(step, 1))
-    one, two, three, four, five = ([f"step_00000{step}"] for step in range(1, 6))
-    assert stay == [one, two, two + three, two + four, five]
-    assert run.folder.best() == "step_000005"
 
 
 @pytest.mark.parametrize("bad", ["actor", "critic"])
@@ -265,13 +245,9 @@ def test_a_write_error_of_one_rank_reaches_all_ranks(tmp_path, engines, monkeypa
     with pytest.raises(StorageError) as problem:
         run.checkpoints.finish()
     assert reported == [str(problem.value)]
-
-
-def test_a_write_error_of_another_rank_leaves_no_checkpoint(tmp_path, engines, monkeypatch):
     monkeypatch.setattr(dist, "first_problem", lambda mine: "rank 1: no space")
-    run = Run(tmp_path, NEVER)
     with pytest.raises(StorageError, match="rank 1: no space"):
-        run.checkpoints.finish()
+        Run(tmp_path, NEVER).checkpoints.finish()
     assert run.folder.names() == []
 
 
@@ -316,6 +292,55 @@ def test_rank_0_alone_decides_when_a_checkpoint_is_due(tmp_path, engines, monkey
     assert engines == []
 
 
+def saved_on(folder, ranks: int):
+    """A checkpoint of this many ranks; rank r has drawn r numbers."""
+    torch.manual_seed(5)
+    save_state(folder / "shared.pt", {"steps": 12})
+    for rank in range(ranks):
+        save_state(folder / f"rank_{rank}.pt", {"random": capture_rng_state(), "mine": rank})
+        torch.rand(())
+    manifest_of(folder, world_size=ranks).write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("saved_by", "ranks", "rank"), [(2, 2, 1), (2, 1, 0), (2, 3, 2), (1, 1, 0)])
+def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, monkeypatch, said, saved_by, ranks, rank):
+    """Only with as many ranks as saved, a rank has its own state and random stream."""
+    folder, trainer, loads, seeds = saved_on(tmp_path, saved_by), Trainer(), [], []
+    (folder / "actor").mkdir()
+    monkeypatch.setattr(manager, "load_engine", lambda engine, folder: loads.append((engine, folder.name)))
+    monkeypatch.setattr(manager, "seed_this_rank", seeds.append)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    torch.manual_seed(5)
+    expected = torch.rand(rank + 1)[-1]
+    manifest = restore(folder, trainer, seed=100)
+    assert (manifest.step, loads) == (12, [("A", "actor")])
+    assert "critic: was not trained when the checkpoint was saved, so it starts from scratch" in said
+    shared, states = trainer.loaded
+    assert shared == {"steps": 12} and [state["mine"] for state in states.read_all()] == list(range(saved_by))
+    if saved_by == ranks:
+        assert states.own["mine"] == rank and torch.rand(()) == expected and seeds == []
+    else:
+        assert states.own is None and seeds == [112]
+    (folder / f"rank_{saved_by - 1}.pt").unlink()
+    with pytest.raises(UserError, match=f"rank_{saved_by - 1}.pt"):
+        list(states.read_all())
+
+
+def test_changed_versions_are_logged_in_one_line(tmp_path, monkeypatch, capsys):
+    folder, trainer = saved_on(tmp_path, 1), Trainer()
+    trainer.engines_to_save = {}
+    manifest = Manifest.read(folder)
+    replace(manifest, versions={"torch": "2.1", "deepspeed": "0.19"}).write(folder)
+    monkeypatch.setattr(manager, "package_versions", lambda: {"torch": "2.13", "deepspeed": "0.19", "new": "1"})
+    restore(folder, trainer, seed=7)
+    assert capsys.readouterr().out.endswith("was saved: torch 2.1 -> 2.13, new None -> 1\n")
+    replace(manifest, versions={"torch": "2.13", "deepspeed": "0.19", "new": "1"}).write(folder)
+    restore(folder, trainer, seed=7)
+    assert capsys.readouterr().out == ""
+
+
 DRAWS = {
     "Python": lambda: [random.random() for _ in range(700)],
     "Python's normal numbers": lambda: [random.gauss(0, 1) for _ in range(3)],
@@ -341,18 +366,12 @@ def test_draws_after_restoring_are_those_after_capturing(tmp_path, source):
     stir(1)
     save_state(tmp_path / "rank_0.pt", capture_rng_state())
     expected = DRAWS[source]()
+    stir(1)
+    assert DRAWS[source]() == expected, "capturing does not advance a stream"
     stir(2)
     assert DRAWS[source]() != expected
     restore_rng_state(load_state(tmp_path / "rank_0.pt"))
     assert DRAWS[source]() == expected
-
-
-def test_capturing_does_not_advance_the_streams():
-    stir(3)
-    capture_rng_state()
-    after = {source: draw() for source, draw in DRAWS.items()}
-    stir(3)
-    assert {source: draw() for source, draw in DRAWS.items()} == after
 
 
 @pytest.fixture
@@ -379,15 +398,11 @@ def test_the_stream_of_a_ranks_own_gpu_is_restored(gpus, there, current, expecte
         gpus["streams"], gpus["current"] = [torch.tensor([number]) for number in there], current
         restore_rng_state(saved)
         assert [int(stream) for stream in gpus["streams"]] == expected
-
-
-def test_a_state_without_gpus_leaves_their_streams_unchanged(gpus):
-    streams, gpus["streams"] = gpus["streams"], []
-    state = capture_rng_state()
-    assert state["gpus"] == []
-    gpus["streams"] = streams
-    restore_rng_state(state)
-    assert [int(stream) for stream in gpus["streams"]] == [10, 11]
+    gpus["streams"] = []
+    without = capture_rng_state()
+    gpus["streams"] = [torch.tensor([10])]
+    restore_rng_state(without)
+    assert without["gpus"] == [] and gpus["streams"] == [torch.tensor([10])]
 
 
 @pytest.mark.gpu

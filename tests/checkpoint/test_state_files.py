@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,22 +20,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_state, save_state
 from dschat_ppo.errors import UserError
-
-
-def test_a_full_disk_leaves_the_old_state(tmp_path):
-    """The kernel refuses for real: a limit on the size of files."""
-    path = tmp_path / "state.pt"
-    save_state(path, {"step": 1})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            save_state(path, {"rows": torch.zeros(10_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert load_state(path) == {"step": 1}
-    assert os.listdir(tmp_path) == ["state.pt"]
-
 
 STATE = {
     "text": "é",
@@ -62,18 +47,6 @@ def test_a_state_is_loaded_as_it_was_saved(tmp_path):
     assert same(load_state(tmp_path / "state.pt"), STATE)
 
 
-def test_a_tensor_is_stored_without_gradient_and_a_view_without_the_rest(tmp_path):
-    weights = torch.randn(1000, 1000, requires_grad=True)
-    view = (weights * 2)[10:12, 5:8]
-    save_state(tmp_path / "state.pt", {"view": view})
-    loaded = load_state(tmp_path / "state.pt")["view"]
-    assert not loaded.requires_grad
-    assert (tmp_path / "state.pt").stat().st_size < 5000
-    for row in range(2):
-        for column in range(3):
-            assert loaded[row, column] == 2 * weights[10 + row, 5 + column]
-
-
 Point = namedtuple("Point", "x y")
 
 
@@ -81,32 +54,17 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-REFUSED = {
-    "a numpy number, which is a float": (np.float64(1.0), "numpy.float64"),
-    "a numpy whole number": (np.int64(1), "numpy.int64"),
-    "an array": (np.zeros(2), "numpy.ndarray"),
-    "an enumeration, which is an int": (Colour.RED, "Colour"),
-    "a named tuple": (Point(1, 2), "Point"),
-    "a set": ({1}, "builtins.set"),
-    "bytes": (b"x", "builtins.bytes"),
-    "a path": (Path("x"), "Path"),
-}
+REFUSED = [np.float64(1.0), np.int64(1), np.zeros(2), Colour.RED, Point(1, 2), {1}, b"x", Path("x")]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, case):
-    value, kind = REFUSED[case]
-    with pytest.raises(TypeError) as refusal:
-        save_state(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
-    assert "state['a'][1]['b'][1] is a " in str(refusal.value)
-    assert kind in str(refusal.value)
+@pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
+def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, value):
+    for save in (save_state, lambda path, state: BackgroundWriter().save(state, str(path))):
+        with pytest.raises(TypeError, match=rf"state\['a'\]\[1\]\['b'\]\[1\] is a .*{type(value).__name__}"):
+            save(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
+        with pytest.raises(TypeError, match=r"state\['a'\] has the key "):
+            save(tmp_path / "state.pt", {"a": {0.5: 1}})
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("key", [None, True, (1, 2), np.int64(1), 0.5])
-def test_keys_are_text_or_whole_numbers(tmp_path, key):
-    with pytest.raises(TypeError, match=r"state\['a'\] has the key "):
-        save_state(tmp_path / "state.pt", {"a": {key: 1}})
 
 
 def test_files_that_cannot_be_loaded_are_named(tmp_path):
@@ -141,36 +99,15 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     pending = not writer.done()
     gate.set()
     assert pending
-    assert list(writer.wait()) == [tmp_path / "a.pt"]
-    assert writer.done()
+    while not writer.done():
+        time.sleep(0.001)
+    content = (tmp_path / "a.pt").read_bytes()
+    assert writer.wait() == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
+    assert writer.done() and writer.wait() == {}
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4, 5]
     assert found["groups"] == [{"lr": 0.5, "params": [0]}]
     assert found["scaler"].cur_scale == 2.0**16
-
-
-def test_wait_returns_length_and_checksum_of_the_file(tmp_path):
-    written = write({"numbers": torch.arange(10_000)}, tmp_path / "a.pt")
-    content = (tmp_path / "a.pt").read_bytes()
-    assert written == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
-    assert len(content) > 80_000
-
-
-def test_a_file_is_synced_when_it_is_complete(tmp_path, monkeypatch):
-    flushed = []
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.fstat(number).st_size))
-    [(length, _)] = write({"numbers": torch.arange(100)}, tmp_path / "a.pt").values()
-    assert flushed == [length]
-
-
-def test_wait_returns_the_files_since_the_last_wait(tmp_path):
-    writer = BackgroundWriter()
-    for name in ("a.pt", "b.pt"):
-        writer.save({}, str(tmp_path / name))
-    assert set(writer.wait()) == {tmp_path / "a.pt", tmp_path / "b.pt"}
-    assert writer.wait() == {}
-    writer.save({}, str(tmp_path / "c.pt"))
-    assert set(writer.wait()) == {tmp_path / "c.pt"}
 
 
 def test_every_class_that_deepspeed_saves_is_loaded(tmp_path):
@@ -199,12 +136,6 @@ def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_
     assert (found["other"] == 1).all()
     assert found["half"].shape == (25_000,)
     assert found["head"].data_ptr() != tied.data_ptr()
-
-
-def test_other_objects_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(TypeError, match=r"state\['groups'\]\[1\]\['path'\] is a pathlib.*PosixPath"):
-        BackgroundWriter().save({"groups": [{}, {"path": tmp_path}]}, str(tmp_path / "a.pt"))
-    assert not (tmp_path / "a.pt").exists()
 
 
 class Malicious:
@@ -263,13 +194,6 @@ def test_wait_raises_when_a_folder_cannot_be_made(tmp_path):
     with pytest.raises(NotADirectoryError):
         writer.wait()
     assert writer.wait() == {}
-
-
-def test_a_cut_file_is_named(tmp_path):
-    write({"numbers": torch.ones(1000)}, tmp_path / "a.pt")
-    os.truncate(tmp_path / "a.pt", 2000)
-    with pytest.raises(UserError, match=r"a\.pt: cannot be loaded: .*zip archive"):
-        load_state(tmp_path / "a.pt", mapped=True)
 
 
 def test_enum_members_are_pickled_by_value_in_every_version_of_python():
