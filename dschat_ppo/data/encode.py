@@ -156,7 +156,7 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     """
     if not ids:
         return []
-    text = _decoded(tokenizer, ids)
+    text = decoded(tokenizer, ids)
     ends, place, spaces = list[int](), 0, len(separator) - (len(separator.rstrip(" ")) or len(separator))
     *steps, rest = text.split(separator)
     for step in steps:
@@ -164,15 +164,16 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
         if step.strip():
             # Texts are compared, not lengths: the bytes of half a character decode to one or several characters.
             start, lasts = text[: place - spaces], range(len(ids) - 1)
-            ends.append(bisect_left(lasts, True, key=lambda n: _decoded(tokenizer, ids[: n + 1]).startswith(start)))
+            ends.append(bisect_left(lasts, True, key=lambda n: decoded(tokenizer, ids[: n + 1]).startswith(start)))
     if ids[-1] in added_tokens(tokenizer, len(tokenizer)) or ids[-1] in tokenizer.all_special_ids:
-        rest = rest.removesuffix(_decoded(tokenizer, ids[-1:]))
+        rest = rest.removesuffix(decoded(tokenizer, ids[-1:]))
     if ends and not rest.strip():  # the final token alone is no step
         ends.pop()
     return sorted({*ends, len(ids) - 1})
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of tokens, special ones included, with all of its spaces."""
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 

@@ -37,7 +37,7 @@ class Answered:
     """One held-out prompt with its n answers."""
 
     index: int  # row number of the prompt
-    prompt: str  # without special tokens, with the roles of its messages; see `readable_text`
+    prompt: str  # without special tokens
     answers: list[str]
     scores: list[float]
     lengths: list[int]  # in tokens

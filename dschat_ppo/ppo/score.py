@@ -16,7 +16,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
-from dschat_ppo.data.sample_text import readable_text
 from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
@@ -88,10 +87,9 @@ class RewardRequests:
         return RewardRequest([row for row in data for _ in range(samples)], decode, steps_done)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
-        """The `count` prompts of a rollout as a person reads them, see `readable_text`."""
+        """The `count` prompts of a rollout, without special tokens."""
         each = slice(None, None, len(rollout.prompt_ids) // count)
-        rows = zip(rollout.prompt_ids[each].cpu(), rollout.prompt_mask[each].cpu(), strict=True)
-        return [readable_text(self.tokenizer, ids[real].tolist()) for ids, real in rows]
+        return texts_of(self.tokenizer, rollout.prompt_ids[each], rollout.prompt_mask[each], skip_special_tokens=True)
 
     def count_failed_rows(self) -> int:
         """Answers of all ranks that got the default score since the last count. Collective.

@@ -25,7 +25,7 @@ from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
 from dschat_ppo.data.examples import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sample_text import log_samples, readable_text, text_between
+from dschat_ppo.data.sample_text import log_samples, text_between
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
@@ -225,8 +225,9 @@ def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenize
         path, lines = output / "eval" / f"step_{trainer.steps:06d}.jsonl", []
         for number, row in enumerate(rows):
             ids, answers = row["prompt_ids"], row["answers"]
-            whole = [text_between(tokenizer, [*ids, *own], len(ids), len(ids) + len(own)) for own in answers]
-            line = {"prompt": readable_text(tokenizer, ids), "answers": whole, "lengths": list(map(len, answers))}
+            prompt = tokenizer.decode(ids, skip_special_tokens=True)
+            whole = [text_between(tokenizer, [*ids, *own], len(ids)) for own in answers]
+            line = {"prompt": prompt, "answers": whole, "lengths": list(map(len, answers))}
             line["ended"] = ["chosen", "rejected"] if len(answers) == 2 else ["data"] * len(answers)
             lines.append(json.dumps(line if score is None else line | {"scores": score[number]}) + "\n")
         try:

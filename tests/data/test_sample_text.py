@@ -7,14 +7,8 @@ from tiny_tokenizers import KINDS
 
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.sample_text import (
-    MOST_CHARACTERS,
-    log_samples,
-    readable_text,
-    row_sample,
-)
+from dschat_ppo.data.sample_text import MOST_CHARACTERS, log_samples, row_sample
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools import toy
 
 TALK = [
     {"role": "user", "content": "Where is it?"},
@@ -88,30 +82,6 @@ def test_the_first_row_of_each_data_set_is_logged(said):
     said.clear()
     log_samples(tokenizer, rows.select([1]), ("first", "second"))
     assert said == ["data: second: a sample, answers in ⟦ ⟧:\nb⟦x</s>⟧"]
-
-
-@pytest.mark.parametrize("template", ["zephyr", "chatml", "llama-3"])
-def test_a_chat_prompt_is_shown_with_roles_and_without_special_tokens(template):
-    """Zephyr's role marks are text, ChatML's roles stand after a special token, those of Llama 3 between two."""
-    tokenizer = chat_tokenizer("bytes", template)
-    encoded = encode_example(tokenizer, Example(TALK, []), True)
-    assert readable_text(tokenizer, encoded.prompt) == "user: Where is it?\nassistant: In the hall.\nuser: And now?"
-
-
-def test_roles_may_be_special_tokens_and_contents_may_look_like_roles():
-    tokenizer = toy.make_tokenizer(["Where is the lamp?"] * 9)
-    text = "<|user|>system\nWhere?<|assistant|>user<|end|><|user|> tool <|assistant|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert readable_text(tokenizer, ids) == "user: system\nWhere?\nassistant: user\nuser: tool"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_prompt_is_shown_as_it_is(kind):
-    tokenizer = chat_tokenizer(kind, "zephyr")
-    for text in ("Where is it?", "user\nWhere is it?\n\nuser: it?"):
-        encoded = encode_example(tokenizer, Example(text, []), True)
-        shown = str(tokenizer.decode(encoded.prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        assert readable_text(tokenizer, encoded.prompt) == shown
 
 
 def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):
