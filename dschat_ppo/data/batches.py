@@ -24,8 +24,8 @@ from dschat_ppo.types import PromptBatch
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
 PACKING = 11  # separates the order of packed rows from other random streams of the same seed and epoch
 _CHUNK = 10_000  # rows whose lengths are read at a time
-REFERENCE_COLUMNS = ("chosen_ref_logprob", "rejected_ref_logprob")
-OTHER_ROW, OTHER_REF_LOGPROB, REF_LOGPROB = "other_row", "other_ref_logprob", "ref_logprob"
+# Columns that step 2 adds: the row whose answer a row borrows (KTO); the log-probs of both answers under the reference.
+OTHER_ROW, REF_LOGPROBS = "other_row", "ref_logprobs"
 
 
 # The order of an epoch
@@ -99,17 +99,12 @@ class IndexStream:
 
 def sample_tokens(rows: Dataset) -> np.ndarray:
     """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of them."""
-    table, found = rows.data, [np.zeros(0, dtype=np.int64)]
-    for start in range(0, table.num_rows, _CHUNK):
-        part = table.slice(start, _CHUNK)
-        prompts = pc.list_value_length(part.column("prompt_ids")).to_numpy()
-        answers = part.column("answers").combine_chunks()
-        before = np.concatenate([[0], np.cumsum(pc.list_value_length(answers.flatten()).to_numpy())])
-        offsets = answers.offsets.to_numpy() - answers.offsets[0].as_py()  # answers before each row
-        found.append(before[offsets[1:]] - before[offsets[:-1]] + prompts * np.diff(offsets))
-    tokens = np.concatenate(found).astype(np.int64)
-    # Lengths of the whole table, then of the selected rows: `datasets` would copy the tokens of a selection.
-    return tokens if rows._indices is None else tokens[rows._indices.column(0).to_numpy()]
+    found = [np.zeros(0, dtype=np.int64)]
+    for part in rows.select_columns(["prompt_ids", "answers"]).with_format("arrow").iter(_CHUNK):
+        prompts = pc.list_value_length(part["prompt_ids"]).to_numpy()
+        answers = pc.list_value_length(pc.list_flatten(part["answers"])).to_numpy().reshape(len(prompts), -1)
+        found.append(answers.sum(axis=1) + prompts * answers.shape[1])  # every row has equally many answers
+    return np.concatenate(found).astype(np.int64)
 
 
 def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:
@@ -177,14 +172,12 @@ def samples_of(packed: list[list[int]], numbers: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class SFTBatch:
-    """Right-padded rows: `input_ids` (B, T) int64, and `loss_mask` (B, T) bool, True on the tokens whose loss counts
-    (never on the first token, never on a padding row). `lengths` (B,) int64, and `data_sources` (B,) int64: the number
-    of each row's data set, None if the rows do not name it."""
+    """B right-padded rows of prompt and answer."""
 
-    input_ids: Tensor
-    loss_mask: Tensor
-    lengths: Tensor | None = None
-    data_sources: Tensor | None = None
+    input_ids: Tensor  # (B, T) int64
+    loss_mask: Tensor  # (B, T) bool, True on the tokens whose loss counts; never on the first one or a padding row
+    lengths: Tensor | None = None  # (B,) int64
+    data_sources: Tensor | None = None  # (B,) int64, the number of each row's data set, in all batches
 
 
 @dataclass(frozen=True)
@@ -196,25 +189,23 @@ class PairBatch:
     answer_mask: Tensor  # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
     pair_mask: Tensor  # (B,) bool, False on padding pairs
     margin: Tensor  # (B,) fp32
-    data_sources: Tensor | None = None  # (B,) int64
+    data_sources: Tensor | None = None  # (B,)
     ref_logprobs: Tensor | None = None  # (2B,) fp64, the reference's log-prob of each whole answer
 
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """B right-padded rows of prompt and answer, and B mismatched rows, with the same prompts and other rows' answers.
-    `answer_mask` and `other_mask` are True on the tokens of the answers, and nowhere on a padding row."""
+    """B right-padded rows of prompt and answer, and B mismatched rows: the same prompts and other rows' answers."""
 
     input_ids: Tensor  # (B, T) int64
-    answer_mask: Tensor  # (B, T) bool
+    answer_mask: Tensor  # (B, T) bool, True on the tokens of the answers, and nowhere on a padding row
     desirable: Tensor  # (B,) bool
     row_mask: Tensor  # (B,) bool, False on padding rows
     other_ids: Tensor  # (B, S) int64, of the mismatched rows
-    other_mask: Tensor  # (B, S) bool
-    lengths: Tensor | None = None  # (B,) int64
-    data_sources: Tensor | None = None  # (B,) int64
-    ref_logprobs: Tensor | None = None  # (B,) fp64, the reference's log-prob of each whole answer
-    other_ref_logprobs: Tensor | None = None  # (B,) fp64, that of the mismatched answers
+    other_mask: Tensor  # (B, S) bool, as `answer_mask`
+    lengths: Tensor  # (B,) int64
+    data_sources: Tensor | None = None  # (B,)
+    ref_logprobs: Tensor | None = None  # (B, 2) fp64, the reference's log-prob of each whole answer and mismatched one
     baseline: Tensor | None = None  # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
 
 
@@ -226,7 +217,7 @@ class StepBatch:
     lengths: Tensor  # (B,) int64
     label_mask: Tensor  # (B, T) bool, True on tokens with a label, and nowhere on a padding row
     labels: Tensor  # (B, T) fp32 in [0, 1], 0 outside `label_mask`
-    data_sources: Tensor | None = None  # (B,) int64
+    data_sources: Tensor | None = None  # (B,)
 
 
 def real_rows(batch: SFTBatch | PairBatch) -> Tensor:
@@ -248,9 +239,9 @@ def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tenso
     return input_ids, lengths
 
 
-def data_sources_of(records: Sequence[dict[str, Any]]) -> Tensor | None:
-    """(B,) int64, the column `source`; None if the rows do not have it."""
-    return torch.tensor([r["source"] for r in records]) if "source" in records[0] else None
+def _column(records: Sequence[dict[str, Any]], name: str, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A column of the rows; None if they do not have it."""
+    return torch.tensor([record[name] for record in records], dtype=dtype) if name in records[0] else None
 
 
 def answered(
@@ -264,13 +255,6 @@ def answered(
     return ids, lengths, (columns >= starts[:, None]) & (columns < lengths[:, None]) & real[:, None]
 
 
-def _reference(records: Sequence[dict[str, Any]], *names: str) -> Tensor | None:
-    """These columns one after another, (columns * B,) fp64; None if the rows do not have them."""
-    if names[0] not in records[0]:
-        return None
-    return torch.tensor([r[name] for name in names for r in records], dtype=torch.float64)
-
-
 def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
     """Each prompt and its answer as one row. The loss covers the answer including its final token, and the tokens of
     the prompt that the column `prompt_spans` names ([start, end) pairs), if there is one; with `train_on_prompt` it
@@ -280,7 +264,7 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
     for row, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
             row[max(start, 1) : end] = is_real  # nothing predicts the first token
-    return SFTBatch(ids, mask, lengths, data_sources_of(records))
+    return SFTBatch(ids, mask, lengths, _column(records, "source"))
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
@@ -288,15 +272,9 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     records, real = rows_at(rows, indices)
     answers = [r["answers"][side] for side in (0, 1) for r in records]
     ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)
-    margin, reference = torch.tensor([r["margin"] for r in records]), _reference(records, *REFERENCE_COLUMNS)
-    return PairBatch(ids, lengths, mask, real, margin, data_sources_of(records), reference)
-
-
-def with_reference(rows: Dataset, logprobs: Tensor) -> Dataset:
-    """Add `logprobs` (rows, 2) of the chosen and rejected answers as fp64 columns."""
-    for name, column in zip(REFERENCE_COLUMNS, logprobs.double().cpu().unbind(dim=1), strict=True):
-        rows = rows.add_column(name, column.numpy())
-    return rows
+    margin, reference = torch.tensor([r["margin"] for r in records]), _column(records, REF_LOGPROBS, torch.float64)
+    flat = None if reference is None else reference.T.flatten()
+    return PairBatch(ids, lengths, mask, real, margin, _column(records, "source"), flat)
 
 
 def mismatched_rows(rows: Dataset) -> np.ndarray:
@@ -304,21 +282,16 @@ def mismatched_rows(rows: Dataset) -> np.ndarray:
 
     In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
     many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
-    undesirable ones as often as they occur. If more than half of the rows have one prompt, these share the answers of
-    the others; if all have it, each borrows from the row before.
+    undesirable ones as often as they occur. If all rows have one prompt, each borrows from the row before; if more than
+    half have it, some of these borrow from each other.
     """
     keys: list[int] = []
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
         keys += [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
     _, first, prompts = np.unique(np.array(keys), return_index=True, return_inverse=True)
-    numbers = first[prompts]  # (n,) the first row with the same prompt
-    order = np.argsort(numbers, kind="stable")
-    sizes = np.bincount(numbers, minlength=1)
-    most, other = int(sizes.max()), np.empty(len(order), dtype=np.int64)
+    order = np.argsort(first[prompts], kind="stable")
+    most, other = int(np.bincount(prompts, minlength=1).max()), np.empty(len(order), dtype=np.int64)
     other[order] = np.roll(order, 1 if most == len(order) else most)
-    if len(order) / 2 < most < len(order):
-        large, rest = order[numbers[order] == sizes.argmax()], order[numbers[order] != sizes.argmax()]
-        other[large] = np.resize(rest, len(large))
     return other
 
 
@@ -330,10 +303,12 @@ def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq
     rooms = [max(1, max_seq_len - len(r["prompt_ids"])) for r in records]
     borrowed = [rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)]
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
-    return LabelledBatch(
-        ids, mask, torch.tensor([r["label"] > 0.5 for r in records]), real, other_ids, other_mask, lengths,
-        data_sources_of(records), _reference(records, REF_LOGPROB), _reference(records, OTHER_REF_LOGPROB),
-    )  # fmt: skip
+    desirable, reference = (
+        torch.tensor([r["label"] > 0.5 for r in records]),
+        _column(records, REF_LOGPROBS, torch.float64),
+    )
+    sources = _column(records, "source")
+    return LabelledBatch(ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference)
 
 
 def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBatch:
@@ -345,7 +320,7 @@ def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBat
         columns = [len(record["prompt_ids"]) + end for end in record["step_ends"]]
         mask[row, columns] = is_real
         labels[row, columns] = torch.tensor(record["step_labels"]) * is_real
-    return StepBatch(ids, lengths, mask, labels, data_sources_of(records))
+    return StepBatch(ids, lengths, mask, labels, _column(records, "source"))
 
 
 def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:

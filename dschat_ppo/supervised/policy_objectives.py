@@ -11,7 +11,7 @@ not depend on the number of ranks and micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,16 +31,14 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import (
-    OTHER_REF_LOGPROB,
     OTHER_ROW,
-    REF_LOGPROB,
+    REF_LOGPROBS,
     LabelledBatch,
     PairBatch,
     collate_labelled,
     collate_pairs,
     mismatched_rows,
     real_rows,
-    with_reference,
 )
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
@@ -87,9 +85,16 @@ def add_references(model: Model, rows: Dataset, pad_id: int, device: torch.devic
         batch = to_device(collate_pairs(rows, indices, pad_id), device)
         return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
-    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs")
+    return with_reference(model, rows, score, batch_size)
+
+
+def with_reference(
+    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
+) -> Dataset:
+    """Add the column of the (rows, 2) log-probs that `score` computes. Collective."""
+    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs").double().cpu()
     with main_rank_of_node_first():
-        return with_reference(rows, logprobs)
+        return rows.add_column(REF_LOGPROBS, list(logprobs.numpy()))
 
 
 def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
@@ -119,7 +124,7 @@ def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricS
     assert batch.ref_logprobs is not None and batch.baseline is not None
     real, desirable = batch.row_mask, batch.desirable
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (B,) fp64
-    ratios = logprobs - batch.ref_logprobs
+    ratios = logprobs - batch.ref_logprobs[:, 0]
     weights = (flags.kto_desirable_weight, flags.kto_undesirable_weight)
     losses = kto_losses(ratios, desirable, batch.baseline, flags.strength, *weights)
     right = ((ratios > batch.baseline) == desirable).float()
@@ -143,8 +148,8 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)  # sum of log-ratios, and rows
     for batch in batches:
-        assert batch.other_ref_logprobs is not None
-        ratios = answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.other_ref_logprobs
+        assert batch.ref_logprobs is not None
+        ratios = answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.ref_logprobs[:, 1]
         total += torch.stack([masked_sum(ratios, batch.row_mask), batch.row_mask.sum().double()])
         heartbeat()
     model.train(was_training)
@@ -166,11 +171,7 @@ def add_kto_references(
         own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
         return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)  # (B, 2)
 
-    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs").double().cpu()
-    with main_rank_of_node_first():
-        for name, column in zip((REF_LOGPROB, OTHER_REF_LOGPROB), logprobs.unbind(dim=1), strict=True):
-            rows = rows.add_column(name, column.numpy())
-    return rows
+    return with_reference(model, rows, score, batch_size)
 
 
 def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
@@ -210,7 +211,6 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return replace(rows, train=train, eval=held_out)
 
     def size(batch: LabelledBatch) -> Tensor:
-        assert batch.lengths is not None
         return torch.stack([batch.row_mask.sum(), batch.lengths[batch.row_mask].sum()])
 
     def with_margin(metrics: dict[str, float]) -> dict[str, float]:

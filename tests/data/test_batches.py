@@ -14,7 +14,6 @@ from dschat_ppo.data.batches import (
     mismatched_rows,
     right_padded,
     rows_at,
-    with_reference,
 )
 
 PAD = 99
@@ -113,16 +112,11 @@ def test_padding_pairs_are_masked_and_have_no_answer_tokens():
 
 def test_reference_logprobs_are_ordered_as_the_answers():
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
-    batch = collate_pairs(with_reference(pair_rows(), logprobs), [1, 0, PADDING_ROW], PAD)
+    rows = pair_rows().add_column("ref_logprobs", logprobs.tolist())
+    batch = collate_pairs(rows, [1, 0, PADDING_ROW], PAD)
     assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
     assert batch.ref_logprobs.dtype == torch.float64
     assert collate_pairs(pair_rows(), [1], PAD).ref_logprobs is None
-
-
-def test_reference_logprobs_stay_with_their_rows_after_a_selection():
-    rows = with_reference(pair_rows().select([1]), torch.tensor([[-5.0, -6.0]]))
-    assert rows[0]["prompt_ids"] == [7]
-    assert collate_pairs(rows, [0], PAD).ref_logprobs.tolist() == [-5.0, -6.0]
 
 
 def test_prompts_are_left_padded():
@@ -200,12 +194,11 @@ def test_the_answers_of_pairs_are_borrowed_as_often_as_each_other():
     assert [side for [[side]] in rows.select(other)["answers"]] == [1, 0] * 6
 
 
-@pytest.mark.parametrize("letters", ["aaab", "baaa", "bbaaaac", "bcaaaaa", "aabb", "abcabcab"])
+@pytest.mark.parametrize("letters", ["aabb", "abcabcab", "abcdda"])
 def test_no_row_borrows_from_its_own_prompt_if_there_is_another(letters):
     other = mismatched_rows(Dataset.from_list([{"prompt_ids": [ord(letter)]} for letter in letters]))
     assert all(letters[row] != letters[borrowed] for row, borrowed in enumerate(other))
-    if max(map(letters.count, letters)) <= len(letters) / 2:
-        assert sorted(other) == list(range(len(letters)))
+    assert sorted(other) == list(range(len(letters)))
 
 
 def test_equal_prompts_borrow_from_the_row_before():
@@ -245,10 +238,9 @@ def test_a_mismatched_answer_is_cut_at_the_length_limit_but_never_empty():
 
 
 def test_reference_log_probs_are_in_the_order_of_the_batch():
-    rows = LABELLED.add_column("ref_logprob", [1.5, 2.5, 3.5]).add_column("other_ref_logprob", [-1.0, -2.0, -3.0])
+    rows = LABELLED.add_column("ref_logprobs", [[1.5, -1.0], [2.5, -2.0], [3.5, -3.0]])
     batch = collate_labelled(rows, [2, 0], 99, 64)
-    assert batch.ref_logprobs.tolist() == [3.5, 1.5] and batch.ref_logprobs.dtype == torch.float64
-    assert batch.other_ref_logprobs.tolist() == [-3.0, -1.0]
+    assert batch.ref_logprobs.tolist() == [[3.5, -3.0], [1.5, -1.0]] and batch.ref_logprobs.dtype == torch.float64
 
 
 def test_step_labels_by_hand():

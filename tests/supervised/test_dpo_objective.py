@@ -66,15 +66,14 @@ def test_logprobs_of_long_answers_are_summed_in_fp64():
 def test_reference_logprobs_match_a_forward_pass_per_answer(rows, reference):
     expected = logprobs_alone(reference)
     assert np.abs(expected).min() > 1
-    np.testing.assert_allclose(rows["chosen_ref_logprob"], expected[:, 0], atol=2e-5)
-    np.testing.assert_allclose(rows["rejected_ref_logprob"], expected[:, 1], atol=2e-5)
+    np.testing.assert_allclose(rows["ref_logprobs"], expected, atol=2e-5)
 
 
 def test_the_reference_has_no_dropout_and_training_mode_is_restored():
     noisy = PolicyModel(language_model(2, attention_dropout=0.5)).train()
     found = add_references(noisy, ROWS, 0, CPU, batch_size=3)
     assert noisy.training
-    np.testing.assert_allclose(found["chosen_ref_logprob"], logprobs_alone(language_model(2))[:, 0], atol=2e-5)
+    np.testing.assert_allclose(found["ref_logprobs"], logprobs_alone(language_model(2)), atol=2e-5)
 
 
 @pytest.mark.parametrize("held_out", [None, ROWS.select([3, 1])])
@@ -82,11 +81,11 @@ def test_reference_logprobs_are_added_to_training_and_evaluation_rows(policy, he
     objective = dpo_objective(0, CPU, config_of("--objective", "dpo"))
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, held_out))
     expected = logprobs_alone(policy)
-    np.testing.assert_allclose(prepared.train["rejected_ref_logprob"], expected[:, 1], atol=2e-5)
+    np.testing.assert_allclose(prepared.train["ref_logprobs"], expected, atol=2e-5)
     if held_out is None:
         assert prepared.eval is None
         return
-    np.testing.assert_allclose(prepared.eval["chosen_ref_logprob"], expected[[3, 1], 0], atol=2e-5)
+    np.testing.assert_allclose(prepared.eval["ref_logprobs"], expected[[3, 1]], atol=2e-5)
 
 
 def test_an_untrained_policy_has_no_margin_over_its_reference(policy):

@@ -63,8 +63,7 @@ def test_reference_log_probs_of_own_and_mismatched_answers(rows, reference):
     for number, row in enumerate(rows):
         own = logprob_alone(reference, row["prompt_ids"], row["answers"][0])
         other = logprob_alone(reference, row["prompt_ids"], ROWS[OTHERS[number]]["answers"][0])
-        assert row["ref_logprob"] == pytest.approx(own, abs=2e-5)
-        assert row["other_ref_logprob"] == pytest.approx(other, abs=2e-5)
+        assert row["ref_logprobs"] == pytest.approx([own, other], abs=2e-5)
 
 
 def metrics_by_hand(policy, reference, numbers, baseline) -> dict[str, float]:
@@ -178,7 +177,7 @@ def test_reference_is_added_to_training_and_evaluation_rows(policy):
     prepared = objective.prepare(PolicyModel(policy), TokenRows(ROWS, ROWS.select([3, 1]), ("a",)))
     assert prepared.sources == ("a",)
     assert prepared.eval["other_row"] == [1, 0]
-    assert prepared.eval["other_ref_logprob"][0] == pytest.approx(
+    assert prepared.eval["ref_logprobs"][0][1] == pytest.approx(
         logprob_alone(policy, ROWS[3]["prompt_ids"], ROWS[1]["answers"][0]), abs=2e-5
     )
     _, metrics, _ = run(objective, policy, prepared.train, [[0, 1, 2, 3, 4]], 5)

@@ -80,8 +80,8 @@ PAIRS = PairBatch(
 DPO = replace(PAIRS, ref_logprobs=torch.zeros(4, dtype=torch.float64))
 KTO = LabelledBatch(
     BAD_SFT.input_ids, BAD_SFT.loss_mask, torch.tensor([True, False, True]), torch.ones(3, dtype=torch.bool),
-    BAD_SFT.input_ids[[2, 0, 2]], BAD_SFT.loss_mask, ref_logprobs=torch.zeros(3, dtype=torch.float64),
-    other_ref_logprobs=torch.zeros(3, dtype=torch.float64), baseline=torch.full((3,), 0.5, dtype=torch.float64),
+    BAD_SFT.input_ids[[2, 0, 2]], BAD_SFT.loss_mask, torch.tensor([3, 3, 2]),
+    ref_logprobs=torch.zeros(3, 2, dtype=torch.float64), baseline=torch.full((3,), 0.5, dtype=torch.float64),
 )  # fmt: skip
 STEPS = StepBatch(BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask)
 
