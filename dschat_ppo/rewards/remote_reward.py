@@ -24,7 +24,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.data.examples import TRUTH
-from dschat_ppo.errors import HIDDEN, UserError, without_credentials
+from dschat_ppo.errors import HIDDEN, UserError, printable_line, without_credentials
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
 
@@ -157,9 +157,9 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     if isinstance(reply, TimeoutError):
         raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)")
     if isinstance(reply, Exception):
-        raise _RetryableError(f"{type(reply).__name__}: {shown(str(reply))}")
+        raise _RetryableError(f"{type(reply).__name__}: {printable_line(str(reply)[:_SHOWN])}")
     status, content = reply
-    start = shown(content[:_SHOWN].decode(errors="replace"))
+    start = printable_line(content[:_SHOWN].decode(errors="replace"))
     if status == 429 or status >= 500:
         raise _RetryableError(f"status {status}: {start}")
     if status != 200:
@@ -175,23 +175,13 @@ def _exchange(request: Request, timeout: float) -> tuple[int, bytes] | Exception
     for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()):
         client.add_handler(handler)
     try:
-        deadline = time.monotonic() + timeout
         with client.open(request, timeout=timeout) as reply:
-            content = b""
-            while len(content) <= _MOST_BYTES and (piece := reply.read1(2**16)):
-                content += piece
-                if time.monotonic() > deadline:  # nobody waits for the rest any more
-                    raise TimeoutError
+            content = reply.read(_MOST_BYTES + 1)
             if len(content) <= _MOST_BYTES and reply.length:
                 raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
             return reply.status, content
     except (OSError, HTTPException, ValueError) as found:  # ValueError: a chunk of negative length, an odd host name
         return found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
-
-
-def shown(text: str) -> str:
-    """The start of a text, with escapes for what does not print: a service cannot write to the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN])
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
@@ -207,7 +197,7 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
         if len(rewards) != rows:
             problem = f"has {len(rewards)} rewards for {rows} responses"
         elif bad:
-            problem = f"has {shown(repr(bad[0]))} for a reward"
+            problem = f"has {repr(bad[0])[:_SHOWN]} for a reward"
         else:
             return [float(value) for value in rewards]
     start = content[:_SHOWN].decode(errors="replace")

@@ -99,13 +99,6 @@ def test_hidden_credentials_come_from_the_environment(monkeypatch):
         assert RemoteReward([url, "http://b/"], 1.0, 0, 1).urls == [whole, "http://b/"]
 
 
-@pytest.mark.parametrize("url", ["http://me:s3/cret@host/", "me:s3cret@host:5000/a", "ftp://me:s3cret@host"])
-def test_an_invalid_address_shows_no_credentials(url):
-    with pytest.raises(UserError, match="--remote_reward_url host") as refused:
-        RemoteReward([url], 1.0, 0, 1)
-    assert "s3" not in str(refused.value)
-
-
 def test_the_form_of_a_request(serve):
     service = serve(ok(1, -2.5, 3))
     scores = ask(service.url)
@@ -129,32 +122,22 @@ def test_batches_keep_their_order_and_alternate_between_addresses(serve):
     assert [body["query"] for _, body in two.requests] == [["two"]]
 
 
-@pytest.mark.parametrize("status", [500, 503, 429])
+@pytest.mark.parametrize("status", [500, 429])
 def test_a_temporary_error_is_retried(serve, status):
     service = serve((status, b"busy"), (status, b"busy"), ok(1, 2, 3))
     assert ask(service.url).tolist() == [1, 2, 3]
     assert len(service.requests) == 3
 
 
-def test_a_permanent_error_ends_after_all_attempts(serve):
-    service = serve((500, b"no memory"))
-    with pytest.raises(RewardServiceError) as failure:
-        ask(service.url)
-    for part in (f"--remote_reward_url {service.url}", "3 attempts", "status 500: no memory"):
-        assert part in str(failure.value)
-    assert len(service.requests) == 3
-
-
-def test_a_reply_that_would_command_a_terminal_is_quoted_in_one_line(serve):
-    service = serve((500, b"\x1b[2Jno\r\nmemory"))
-    with pytest.raises(RewardServiceError, match=r"status 500: \\x1b\[2Jno\\r\\nmemory$"):
-        ask(service.url)
-
-
-def test_a_retry_uses_the_next_address(serve):
-    bad, good = serve((500, b"")), serve(ok(1, 2, 3))
-    assert ask(bad.url, good.url).tolist() == [1, 2, 3]
-    assert (len(bad.requests), len(good.requests)) == (1, 1)
+def test_an_error_of_all_attempts_is_one_line_without_commands_to_a_terminal(serve):
+    bad, worse = serve((500, b"\x1b[2Jno\r\nmemory")), serve((503, b"long " * 10_000))
+    for services, said in (([bad, worse], "status 500: \\x1b[2Jno memory"), ([worse, bad], "status 503: long long")):
+        with pytest.raises(RewardServiceError) as failure:
+            ask(*(service.url for service in services))
+        for part in (f"--remote_reward_url {services[0].url}", "3 attempts", said):
+            assert part in str(failure.value)
+        assert str(failure.value).isprintable() and len(str(failure.value)) < 900
+    assert (len(bad.requests), len(worse.requests)) == (3, 3), "the next attempt goes to the next address"
 
 
 def test_waits_double_up_to_the_longest(serve, monkeypatch):
@@ -168,15 +151,7 @@ def test_waits_double_up_to_the_longest(serve, monkeypatch):
     assert len({wait / longest for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True)}) == 5
 
 
-def test_an_address_without_a_service():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(RewardServiceError, match=f"127.0.0.1:{port}.*2 attempts.*ConnectionRefusedError"):
-        ask(f"http://127.0.0.1:{port}/", retries=1)
-
-
-@pytest.mark.parametrize("status", [400, 404, 413, 422, 301])
+@pytest.mark.parametrize("status", [400, 301])
 def test_a_rejected_request_is_not_retried(serve, status):
     service = serve((status, b"a reason"))
     with pytest.raises(RewardServiceError, match=f"status {status}: a reason"):
@@ -184,28 +159,10 @@ def test_a_rejected_request_is_not_retried(serve, status):
     assert len(service.requests) == 1
 
 
-def redirect(handler):
-    handler.send_response(307)
-    handler.send_header("Location", "/other")
-    handler.send_header("Content-Length", "0")
-    handler.end_headers()
-
-
-def test_a_redirection_is_not_followed(serve):
-    service = serve(redirect, ok(1, 2, 3))
-    with pytest.raises(RewardServiceError, match="status 307"):
-        ask(service.url)
-    assert len(service.requests) == 1
-
-
 GARBAGE = {
-    b"hello": "not JSON", b"": "not JSON", b"[1, 2, 3]": "no list 'rewards'", b'{"reward": [1, 2, 3]}': "no list",
-    b'{"rewards": 3}': "no list", b'{"rewards": [1, 2]}': "2 rewards for 3 responses",
-    b'{"rewards": [1, NaN, 3]}': "has nan", b'{"rewards": [1, 1e999, 3]}': "has inf",
-    b'{"rewards": [1, 1e39, 3]}': "has 1e\\+39", b'{"rewards": [1, "2", 3]}': "has '2'",
-    b'{"rewards": [1, true, 3]}': "has True", b'{"rewards": [1, null, 3]}': "has None",
-    b'{"rewards": [[1], [2], [3]]}': r"has \[1\]", b'{"rewards": [[1, 2, 3]]}': "1 rewards for 3 responses",
-    b'{"rewards": [1, 1' + b"0" * 400 + b", 3]}": "has 10000", b"[" * 100_000: "not JSON", b"\xff": "not JSON",
+    b"hello": "not JSON", b"[1, 2, 3]": "no list 'rewards'", b'{"rewards": [1, 2]}': "2 rewards for 3 responses",
+    b'{"rewards": [1, NaN, 3]}': "has nan", b'{"rewards": [1, 1e39, 3]}': "has 1e\\+39",
+    b'{"rewards": [1, "2", 3]}': "has '2'", b'{"rewards": [1, true, 3]}': "has True", b"[" * 100_000: "not JSON",
 }  # fmt: skip
 
 
@@ -251,30 +208,6 @@ def test_heartbeats_are_sent_while_a_request_waits(serve, monkeypatch):
     assert len(beats) > 2
 
 
-def drip(handler):
-    """One byte after another, each well within the timeout."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "100")
-    handler.end_headers()
-    try:
-        for _ in range(100):
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            time.sleep(0.05)
-    except OSError:
-        return
-
-
-def test_a_reply_sent_byte_by_byte_times_out(serve):
-    url, threads, started = serve(drip).url, threading.active_count(), time.monotonic()
-    with pytest.raises(RewardServiceError, match="no complete reply in 0.2 s"):
-        ask(url, timeout=0.2, retries=1)
-    assert 0.4 < time.monotonic() - started < 4.0
-    while threading.active_count() > threads:  # the request is given up, and the service notices it
-        assert time.monotonic() - started < 4.0
-        time.sleep(0.05)
-
-
 def endless(first: bytes, part: bytes, pause: float = 0.0):
     """Sends `first`, then `part` again and again, on the plain socket."""
 
@@ -289,66 +222,23 @@ def endless(first: bytes, part: bytes, pause: float = 0.0):
 
 
 OK_HEAD = b"HTTP/1.1 200 OK\r\n"
-SLOW = {
-    "status line": (b"HTTP/1.1 2", b"0"),
-    "header": (OK_HEAD + b"X: ", b"y"),
-    "chunks": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-    "body": (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" "),
-}
-
-
-@pytest.mark.parametrize("part", SLOW)
-def test_a_reply_that_never_ends_times_out(serve, part):
-    started = time.monotonic()
-    with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
-        ask(serve(endless(*SLOW[part], pause=0.02)).url, timeout=0.5, retries=0)
-    assert 0.4 < time.monotonic() - started < 3.0
-
-
-FAST = {
-    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, "no complete reply in 1 s"),
-    "chunks": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 1000, "longer than 100000"),
-    "trailer": (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 1000, "no complete reply in 1 s"),
-    "declared": (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" " * 10_000, "longer than 100000"),
-    "headers": (OK_HEAD, b"X: y\r\n" * 1000, "more than 100 headers"),
-}
-
-
-@pytest.mark.parametrize("part", FAST)
-def test_a_fast_reply_that_never_ends_is_cut(serve, part, monkeypatch):
-    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 100_000)
-    first, again, problem = FAST[part]
-    with pytest.raises(RewardServiceError, match=problem):
-        ask(serve(endless(first, again)).url, timeout=1.0 if "in 1 s" in problem else 20.0, retries=0)
 
 
 @pytest.mark.parametrize(
-    "lines", [b"Content-Length: -5", b"Content-Length: five", b"Content-Length: 22\r\nContent-Length: 22"]
-)
-def test_odd_lengths_of_a_reply(serve, lines):
-    def reply(handler):
-        handler.connection.sendall(OK_HEAD + lines + b"\r\n\r\n" + ok(1, 2, 3)[1])
-        handler.connection.shutdown(socket.SHUT_RDWR)
-
-    assert ok(1, 2, 3)[1] == b'{"rewards": [1, 2, 3]}'
-    assert ask(serve(reply).url, retries=0).tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "entry",
+    ("first", "again", "problem"),
     [
-        (400, b"\x1b[2J\r\nerror: forged"),
-        (500, b"\x1b[2J" + b"long " * 10_000),
-        (200, b"\x1b[2J\r\n"),
-        (200, b'{"rewards": [1, "\\u001b[2J' + b"long " * 10_000 + b'", 3]}'),
-        lambda handler: handler.connection.sendall(b"\x1b[2J" + b"long " * 5_000 + b"\r\n\r\n"),
+        (b"HTTP/1.1 2", b"0", "no complete reply in 0.5 s"),  # each byte well within the timeout
+        (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" ", "no complete reply in 0.5 s"),
+        (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"3E8\r\n" + b" " * 1000 + b"\r\n", "longer than 2000 bytes"),
     ],
-    ids=range(5),
+    ids=["status line", "body", "chunks"],
 )
-def test_a_message_shows_little_of_a_reply_and_no_control_characters(serve, entry):
-    with pytest.raises(RewardServiceError) as failure:
-        ask(serve(entry).url, retries=0)
-    assert str(failure.value).isprintable() and len(str(failure.value)) < 900
+def test_a_reply_that_never_ends_is_given_up(serve, monkeypatch, first, again, problem):
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 2000)
+    started = time.monotonic()
+    with pytest.raises(RewardServiceError, match=problem):
+        ask(serve(endless(first, again, pause=0.02)).url, timeout=0.5, retries=0)
+    assert time.monotonic() - started < 3.0
 
 
 def test_a_service_that_does_not_read_the_request(serve):
@@ -397,12 +287,6 @@ def test_a_user_name_in_the_address_is_sent_as_basic_authorization(serve):
     assert service.headers[0]["Host"] == service.url.split("/")[2]
 
 
-def test_the_address_is_percent_encoded(serve):
-    service = serve(ok(1, 2, 3))
-    assert ask(f"{service.url} é/%20?a=b#part").tolist() == [1, 2, 3]
-    assert service.requests[0][0] == "/get_reward%20%C3%A9/%20?a=b"
-
-
 def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
     proxy = serve(ok(1, 2, 3))
     monkeypatch.delenv("no_proxy", raising=False)
@@ -412,24 +296,15 @@ def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
     assert proxy.requests[0][0] == "http://rewards.invalid:5000/get"
 
 
-def test_a_proxy_of_another_kind_is_an_error_of_the_connection(monkeypatch):
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:9")
-    with pytest.raises(RewardServiceError, match="2 attempts; the last: URLError: .*socks5"):
-        ask("http://rewards.invalid:5000/get", retries=1)
-
-
-@pytest.mark.parametrize("host", ["rewards..invalid", "a" * 64 + ".invalid"])
-def test_a_host_name_that_cannot_be_resolved_is_an_error_of_the_connection(host, monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [("http://rewards..invalid:5000/get", ""), ("http://127.0.0.1:1/", "ConnectionRefused"), ("https", "SSLError")],
+)
+def test_an_address_without_a_service_is_an_error_of_the_connection(serve, url, cause, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(RewardServiceError, match="1 attempts; the last: "):
-        ask(f"http://{host}:5000/get", retries=0)
-
-
-def test_a_server_without_tls_is_an_error_of_the_connection(serve):
-    with pytest.raises(RewardServiceError, match="1 attempts; the last: SSLError"):
-        ask(serve(ok(1, 2, 3)).url.replace("http:", "https:"), retries=0)
+    url = serve(ok(1, 2, 3)).url.replace("http:", "https:") if url == "https" else url
+    with pytest.raises(RewardServiceError, match=f"1 attempts; the last: {cause}"):
+        ask(url, retries=0)
 
 
 @pytest.mark.parametrize("fault", [cut_short, hang_up])
@@ -446,18 +321,15 @@ def test_unusual_text_is_sent_unchanged(serve):
     assert service.requests[0][1] == {"query": ["é\n\x00\ud800\N{SNOWMAN}"], "prompts": ["é\n\x00"], "labels": ["{1}"]}
 
 
-@pytest.mark.parametrize("url", ["localhost:5000", "ftp://a/b", "http://", "", "http://a:99999/", "http://[::1"])
-def test_invalid_addresses_are_rejected(url):
-    with pytest.raises(UserError, match="^--remote_reward_url"):
-        RemoteReward([url], 1.0, 0, 1)
-
-
-@pytest.mark.parametrize("url", ["http://localhost:5000/get_reward", "https://a.b", "http://[::1]:80/x"])
-def test_valid_addresses_are_accepted(url):
-    assert remote_reward.usable_urls([url]) == [url]
-
-
 def test_the_label_is_the_correct_answer_that_rules_read():
     """... of `--label_key`, verl's rows and question/answer rows, whatever the row's other columns are called."""
     assert label_of({"label": True, "answer": "2 + 2 = 4\n#### 4", "_truth": "4"}) == "4"
     assert label_of({"label": "L", "answer": "A"}) == "L"
+
+
+@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/",
+                                 "http://me:s3/cret@host/", "me:s3cret@host:5000/a"])  # fmt: skip
+def test_invalid_addresses_are_rejected_without_their_credentials(url):
+    with pytest.raises(UserError, match="^--remote_reward_url") as refused:
+        RemoteReward([url], 1.0, 0, 1)
+    assert "s3" not in str(refused.value)
