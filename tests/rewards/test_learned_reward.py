@@ -138,14 +138,6 @@ def test_text_is_retokenised_and_ends_with_eos(engine, tokenizer):
     assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
-def test_a_truncated_response_has_no_eos(engine, tokenizer):
-    tokenizer.chat_template = None
-    rows = [("a lamp ", "in the hall", {}), ("a lamp ", "in the hall", {})]
-    whole = [*tokenizer.encode("a lamp "), *tokenizer.encode("in the hall")]
-    expected = alone(engine, [[*whole, tokenizer.eos_token_id], whole])
-    assert foreign(engine, tokenizer, rows, ended=[True, False]).tolist() == pytest.approx(expected, abs=1e-5)
-
-
 def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
     rows = [("the actor's form", "yes", {"_messages": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
     tokenizer.chat_template = TEMPLATE
@@ -171,18 +163,6 @@ def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_th
         answers = [tokenizer.encode(text, add_special_tokens=False) for text in (f"{thinking}yes", "yes")]
         expected = alone(engine, [[*start, *answer, tokenizer.eos_token_id] for answer in answers])
         assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_rows_of_every_chat_form_use_the_reward_models_chat_template(engine, tokenizer):
-    """Data preparation adds the messages; the columns of such rows hold another form."""
-    sharegpt = {"conversations": [{"from": "human", "value": "a lamp?"}], "_messages": MESSAGES}
-    both = {"prompt": [{"role": "user", "content": "not this"}], "_messages": MESSAGES}
-    rows = [("the actor's form", "yes", row) for row in (sharegpt, both, {**sharegpt, "_tools": [{"name": "find"}]})]
-    tokenizer.chat_template = "{{ tools | tojson if tools }}" + TEMPLATE
-    texts = [f"{tools}<user>a lamp?\n<assistant>" for tools in ("", "", '[{"name": "find"}]')]
-    end = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id]
-    expected = [tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
-    assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
 def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, capsys):

@@ -15,7 +15,7 @@ from test_function_reward import FILE, HERE, REQUEST, ask, of_responses
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
+from dschat_ppo.rewards.reward_source import CallCounts
 from dschat_ppo.rewards.worker_pool import CallError, WorkerDiedError, WorkerPool
 
 MAIN = "dschat_ppo.rewards.worker_process"
@@ -197,12 +197,6 @@ def test_heartbeats_are_sent_while_a_call_runs(monkeypatch):
     assert len(beats) > 2
 
 
-def test_rows_that_cannot_be_sent(capsys):
-    request = RewardRequest.of(["", ""], ["a", "b"], [{"answer": lambda: 0}, {"answer": 1}])
-    assert ask("per_row", request)[0] == [-9, 0]
-    assert "cannot be sent" in capsys.readouterr().out
-
-
 def test_a_worker_that_hung_is_replaced():
     reward = FunctionReward(FunctionSpec(FILE, "faulty_row"), 1, 1.0, -9.0)
     assert reward(of_responses("hang", "ab"), None).tolist() == [-9, 2]
@@ -254,41 +248,28 @@ def test_prints_do_not_change_the_scores(capfd):
 
 def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
     """No line of the library that raises or of the worker process; a shipped rule has none."""
-    (tmp_path / "neighbour.py").write_text("def wrapped(function):\n    return lambda response: function(response)\n")
     (tmp_path / "mine.py").write_text(
-        "import asyncio, functools, json, neighbour\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
-        "def plain(response):\n    return inner(response)\n\n\n"
+        "import asyncio, json\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
         "async def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\n"
-        "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n\n\n"
-        "outer = functools.wraps(plain)(neighbour.wrapped(plain))\n"
+        "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n"
     )
-    for name, line in (("plain", 5), ("waits", 5), ("judge", 19), ("outer", 5)):
-        reward = FunctionReward(parse_function(f"{tmp_path}/mine.py:{name}"), 1, 10.0, 0.0)
+    mine, missing = f"{tmp_path}/mine.py", "ValueError: the row has no column 'answer' (no row has a column 'answer')"
+    for name, ending in ((f"{mine}:waits", f" ({mine}:5)"), (f"{mine}:judge", f" ({mine}:15)"),
+                         ("numeric_match", missing)):  # fmt: skip
+        reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
         reward(of_responses("{"), None)
-        assert reward.counts.cause.endswith(f" ({tmp_path}/mine.py:{line})"), name
+        assert reward.counts.cause.endswith(ending), name
         reward.close()
-    (tmp_path / "bad.py").write_text("\n1 / 0\n")
-    with pytest.raises(UserError, match=rf"cannot be used: ZeroDivisionError: .* \({tmp_path}/bad.py:2\)"):
-        FunctionReward(parse_function(f"{tmp_path}/bad.py:f"), 1, 10.0, 0.0)
-    rule = FunctionReward(parse_function("numeric_match"), 1, 10.0, 0.0)
-    rule(of_responses("{"), None)
-    expected = "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    assert rule.counts == CallCounts(1, 1, expected)
-    rule.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "problem"),
-    [
-        ("absent", (), "cannot be used: reward_functions.py has no function 'absent'; it has: "),
-        ("not_callable", (), "not a function"),
-        ("by_position", (), "positional only"),
-        ("lengths", (("colour", "red"),), "no setting 'colour'"),
-        ("lengths", (("responses", "red"),), "no setting 'responses'"),
-        ("scaled", (("factor", "much"),), "factor must be a number"),
-        ("scaled", (("sign", "plus"),), "sign must be true or false"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "problem"), [
+    ("absent", (), "cannot be used: reward_functions.py has no function 'absent'; it has: "),
+    ("not_callable", (), "not a function"), ("by_position", (), "positional only"),
+    ("lengths", (("colour", "red"),), "no setting 'colour'"),
+    ("lengths", (("responses", "red"),), "no setting 'responses'"),
+    ("scaled", (("factor", "much"),), "factor must be a number"),
+    ("scaled", (("sign", "plus"),), "sign must be true or false"),
+])  # fmt: skip
 def test_functions_that_cannot_be_called_are_rejected(name, settings, problem):
     with pytest.raises(UserError, match=r"^--reward_function .*cannot be used") as refused:
         FunctionReward(FunctionSpec(FILE, name, 1.0, settings), 1, 10.0, 0.0)
