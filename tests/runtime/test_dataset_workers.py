@@ -47,15 +47,6 @@ def test_an_error_of_one_process_ends_the_others(problem):
     assert str(raised.value) == str(problem) and left() == []
 
 
-def test_an_error_that_nobody_expects_comes_with_its_traceback():
-    def work(number):
-        return {}[number]
-
-    with pytest.raises(RuntimeError, match=r"(?s)return \{\}\[number\].*KeyError"):
-        in_processes(2, work, "worked")
-    assert left() == []
-
-
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_process_that_is_killed_ends_the_run(monkeypatch, is_stopping):
     """The signal of the launcher ends the processes too, perhaps before this one notes it."""

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
     OWN_LOCK,
     TORCH_LOCK,
-    folder_of_environment,
     guard_builds,
     offer_all_reduce,
 )
@@ -110,25 +108,6 @@ def test_of_two_processes_one_compiles(operators, tmp_path):
     assert [waits in out for out, _ in ended] == [process is not first for process in both]
 
 
-def load_toy(folder: Path, programs: list[str]) -> str:
-    """The last line of a process that loads the toy operator, with these programs alone in PATH."""
-    for place in ("operators", "bin"):
-        (folder / place).mkdir(exist_ok=True)
-    for program in programs:
-        (folder / "bin" / program).symlink_to(shutil.which(program))
-    env = environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "operators"), "PATH": str(folder / "bin")}
-    command = [sys.executable, str(ROOT / "tests/workers/toy_operator.py")]
-    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
-    return (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_machine_without_ninja_or_without_a_compiler(tmp_path):
-    for programs in (["sh"], ["ninja"]):
-        said = load_toy(tmp_path, programs)
-        assert "operator toy cannot be compiled or loaded (" in said and "it needs ninja, a C++ compiler (g++" in said
-
-
 @pytest.fixture
 def guarded(tmp_path, monkeypatch):
     """`guarded(load)`: what DeepSpeed calls to load the operator "toy" in a folder of this test."""
@@ -176,22 +155,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, guarded
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
         guarded(lambda: None)()
-
-
-@pytest.mark.parametrize("given", [None, "chosen"])
-def test_a_folder_given_by_the_user_is_used(tmp_path, monkeypatch, given):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
-    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder: builder.name)
-    if given is None:
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    guard_builds()
-    guarded = OpBuilder.jit_load
-    guard_builds()
-    assert OpBuilder.jit_load is guarded
-    assert guarded(SimpleNamespace(name="toy")) == "toy"
-    folder = tmp_path / given if given else folder_of_environment()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder) and (folder / "toy").is_dir()
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -18,7 +18,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import process_group
 from dschat_ppo.runtime.process_group import (
     CPU_RANK_BYTES,
-    MIB,
     init_process_group,
     require_shared_memory,
 )
@@ -36,16 +35,6 @@ def test_a_port_in_use_is_a_user_error(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
             init_process_group()
-
-
-def test_other_errors_are_raised_unchanged(monkeypatch):
-    def unreachable(_folder):
-        raise DistNetworkError("no route to host")
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(process_group, "_store_of_this_launch", unreachable)
-    with pytest.raises(DistNetworkError, match="no route"):
-        init_process_group()
 
 
 RANK = """
@@ -179,40 +168,26 @@ def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
     assert accelerator.devices == []
 
 
-@pytest.mark.parametrize(("kind", "cudnn", "devices"), [("cuda", False, [2]), ("cpu", True, [])])
-def test_on_a_gpu_cudnn_computes_no_attention(monkeypatch, kind, cudnn, devices):
-    """It would build a plan for each new shape."""
+@pytest.mark.parametrize(("kind", "own", "expected"), [
+    ("cuda", {}, dict.fromkeys(ALLOCATOR_NAMES, "expandable_segments:True")),
+    ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "y"}, {"PYTORCH_CUDA_ALLOC_CONF": "y"}), ("cpu", {}, {}),
+])  # fmt: skip
+def test_on_a_gpu_memory_grows_in_segments_and_cudnn_computes_no_attention(monkeypatch, kind, own, expected):
+    """Unless the user says otherwise; cuDNN would build a plan for each new shape."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    try:
-        accelerator = join_as(kind, monkeypatch)
-        assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-    assert accelerator.devices == devices
-
-
-@pytest.mark.parametrize(
-    ("kind", "own", "expected"),
-    [
-        ("cuda", {}, dict.fromkeys(ALLOCATOR_NAMES, "expandable_segments:True")),
-        ("cuda", {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
-        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "y"}, {"PYTORCH_CUDA_ALLOC_CONF": "y"}),
-        ("cpu", {}, {}),
-    ],
-)
-def test_on_a_gpu_memory_is_in_segments_that_grow_unless_the_user_says_otherwise(monkeypatch, kind, own, expected):
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for name in (*ALLOCATOR_NAMES, "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")  # restored at the end
     for name in ALLOCATOR_NAMES:
-        monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     try:
-        join_as(kind, monkeypatch)
+        accelerator = join_as(kind, monkeypatch)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (kind == "cpu")
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+    assert accelerator.devices == ([2] if kind == "cuda" else [])
     assert {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ} == expected
 
 
@@ -233,9 +208,7 @@ def free_mib(monkeypatch, tmp_path):
     return set_free
 
 
-@pytest.mark.parametrize(("ranks", "free", "fits"), [
-    (2, 132, True), (2, 131, False), (1, 66, True), (8, 527, False), (8, 528, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "free", "fits"), [(2, 132, True), (2, 131, False), (8, 527, False)])
 def test_each_rank_of_the_machine_needs_its_buffer(monkeypatch, free_mib, tmp_path, ranks, free, fits):
     monkeypatch.setenv("LOCAL_SIZE", str(ranks))
     free_mib(free)
@@ -250,11 +223,6 @@ def test_each_rank_of_the_machine_needs_its_buffer(monkeypatch, free_mib, tmp_pa
     assert "docker run --shm-size" in str(problem.value)
 
 
-def test_a_system_without_the_folder_passes(free_mib, tmp_path):
-    free_mib(0)
-    require_shared_memory(MIB, tmp_path / "none")
-
-
 @pytest.mark.parametrize("lacks", [True, False])
 def test_a_lack_that_nccl_reports(monkeypatch, lacks):
     reason = "creating shared memory segment /dev/shm/nccl-uNQoTP" if lacks else "Connection closed by remote peer"
@@ -266,23 +234,3 @@ def test_a_lack_that_nccl_reports(monkeypatch, lacks):
     monkeypatch.setattr(process_group, "_store_of_this_launch", fail)
     with pytest.raises(UserError if lacks else RuntimeError, match="--shm-size" if lacks else "Connection closed"):
         init_process_group()
-
-
-CHECK = """
-from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.process_group import CPU_RANK_BYTES, require_shared_memory
-try:
-    require_shared_memory(CPU_RANK_BYTES)
-except UserError as problem:
-    print(problem)
-"""
-
-
-def test_a_real_file_system_that_is_too_small():
-    """In a mount namespace of its own, /dev/shm has 64 MiB, as in a container of Docker."""
-    words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
-    if os.geteuid() != 0 or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    env = environment() | {"LOCAL_SIZE": "2"}
-    done = subprocess.run([*words, sys.executable, "-c", CHECK], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("/dev/shm has 64 MiB free, and the 2 ranks of this machine need 132 MiB of shared")

@@ -72,20 +72,6 @@ def test_warnings_are_shown_and_logged(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_other_ranks_log_lines_that_they_do_not_print(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    logger().handlers.clear()
-    open_log(tmp_path)
-    logger().info("a note")
-    logger().error("a fault")
-    close_log()
-    logger().handlers.clear()
-    assert capsys.readouterr().out == "a fault\n"
-    text = (tmp_path / "logs" / "rank_1.log").read_text()
-    assert "a note" in text
-    assert "a fault" in text
-
-
 def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     open_log(tmp_path)
     logger().info("first run")
@@ -105,13 +91,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert log_path() is None
 
 
-def test_a_disk_that_is_full_from_the_start(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="No space left on device"):
-        open_log(tmp_path)
-
-
 def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
     open_log(tmp_path)
     (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
@@ -124,15 +103,6 @@ def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
     assert "Traceback" not in errors
-
-
-def test_a_message_that_does_not_fit_its_arguments_does_not_end_the_run(tmp_path, capsys):
-    open_log(tmp_path)
-    (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
-    handler.handle(logging.makeLogRecord({"msg": "%d rows", "args": ("two",)}))
-    assert "TypeError" in capsys.readouterr().err
-    logger().info("afterwards")
-    assert lines_of(tmp_path)[-1].endswith("afterwards")
 
 
 def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):

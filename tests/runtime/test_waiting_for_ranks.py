@@ -33,19 +33,6 @@ def test_a_store_that_never_opens_is_one_error_after_some_lines(capfd):
     assert 2 <= len(out.splitlines()) <= 3 and err == ""
 
 
-def test_only_the_first_rank_of_a_machine_prints_lines(capfd, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError):
-        connect("127.0.0.1", _free_port())
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_name_that_does_not_exist_yet_is_waited_for(capfd):
-    with pytest.raises(UserError, match=r"at nowhere.invalid, port 1 \(.*\): start"):
-        connect("nowhere.invalid", 1)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_store_that_opens_later_is_connected_to(capfd, monkeypatch):
     monkeypatch.setattr(process_group, "JOIN_SECONDS", 60.0)
     port, opened = _free_port(), []
