@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import hashlib
-import io
 import os
 import pickle
 from collections import OrderedDict
@@ -21,7 +20,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import UserError
 
@@ -33,11 +31,8 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageE
 
 
 def save_state(path: Path, state: dict[Any, Any]) -> None:
-    """Write a state for `load_state`: after a crash at any moment the file holds the old state or the new one."""
-    # Serialised in memory first: torch raises several kinds of exceptions for a full disk, `write_file` only OSError.
-    buffer = io.BytesIO()
-    torch.save(host_copy(state), buffer)
-    write_file(path, buffer.getbuffer())
+    """Write a state for `load_state`, and flush it to the disk. `OSError`: the file may be incomplete."""
+    _write(host_copy(state), path)
 
 
 def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:

@@ -216,16 +216,13 @@ class CheckpointFolder:
             self._remove(name)
         return doomed
 
-    def remove_all(self) -> int:
-        """Remove all checkpoints, the newest last, and return their size in bytes. Those set aside stay."""
-        size = 0
+    def remove_all(self) -> None:
+        """Remove all checkpoints, the newest last. Those set aside stay."""
         for name in self.names():
-            size += sum(file.stat().st_size for file in (self.root / name).rglob("*") if file.is_file())
             self._remove(name)
         (self.root / LATEST).unlink(missing_ok=True)
         if self.root.is_dir() and not any(self.root.iterdir()):
             self.root.rmdir()
-        return size
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint; it loses its name first, so that no incomplete folder ever has it."""

@@ -306,8 +306,12 @@ class ResumablePPO:
         step in flight lack a field that the flags now need."""
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
-        self._load_average(ranks)
-        self._load_reference(ranks)
+        average, sync = ppo.engines.actor_average, ppo.engines.reference_sync
+        if average is not None and not average.restore(state["actor_average"] or {} for state in ranks.read_all()):
+            log_starts_from_scratch("--enable_ema")
+            average.begin()
+        if sync is not None and not sync.restore(state["reference"] or {} for state in ranks.read_all()):
+            log_starts_from_scratch("--ref_sync_interval")
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         self._check_rows()
         ppo.shaping.load_state_dict(shared["shaping"])
@@ -347,22 +351,3 @@ class ResumablePPO:
             return MetricSums.restored([ranks.own["sums"]], device)
         sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
         return sums if dist.is_main() else sums.emptied()
-
-    def _load_average(self, ranks: RankStates) -> None:
-        average = self.ppo.engines.actor_average
-        if average is not None and not average.restore(state["actor_average"] or {} for state in ranks.read_all()):
-            log_starts_from_scratch("--enable_ema")
-            average.begin()
-
-    def _load_reference(self, ranks: RankStates) -> None:
-        """Restore a reference that moves. Checkpoints without `--ref_sync_interval` hold none."""
-        sync = self.ppo.engines.reference_sync
-        if sync is None:
-            if next(ranks.read_all())["reference"]:  # rank 0 holds a part in every layout
-                logger().info(
-                    "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model "
-                    "folder again"
-                )
-            return
-        if not sync.restore(state["reference"] or {} for state in ranks.read_all()):
-            log_starts_from_scratch("--ref_sync_interval")

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,9 +36,6 @@ from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import CONFIG, METRICS, RESULT, STARTS, is_finished, write_config
 from dschat_ppo.session.kept_models import BEST, HF, clear_partials
-
-_SECONDS = 10.0  # for a file on a network file system to appear on another machine
-_POLL_SECONDS = 0.2
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
@@ -113,14 +109,14 @@ def check_shared_folder(folder: Path) -> None:
     Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
-    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # no machine has looked for this name before
+    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # new: no machine remembers its absence
 
     def write() -> None:
         with _writing(folder):
             path.touch()
 
     dist.on_main(write)
-    hosts = dist.gather_objects(None if _appears(path) else os.uname().nodename)
+    hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
     if dist.is_main():
         path.unlink()
     if unaware := sorted(set(filter(None, hosts))):
@@ -128,15 +124,6 @@ def check_shared_folder(folder: Path) -> None:
             f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine writes there: name a "
             "folder that all machines share"
         )
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _SECONDS
-    while not path.exists():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
@@ -291,26 +278,19 @@ def remove_checkpoints(output: Path) -> bool:
     models = [output]
     if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
         models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
-    if not all(map(_is_readable, models)):
-        return False
+    for model in models:
+        try:
+            problem: object = None if checkpoint_shapes(str(model)) else f"{model} holds no weights"
+        except UserError as failure:  # an incomplete file
+            problem = failure
+        if problem is not None:
+            logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
+            return False
     try:
         with watchdog_paused():
-            size = CheckpointFolder(output).remove_all()
+            CheckpointFolder(output).remove_all()
     except OSError as problem:
         logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
     else:
-        kept_by = "--keep_final_checkpoint keeps them, to train longer"
-        logger().info(f"checkpoints: removed, {size / 2**20:.1f} MiB ({kept_by})")
+        logger().info("checkpoints: removed (--keep_final_checkpoint keeps them, to train longer)")
     return True
-
-
-def _is_readable(folder: Path) -> bool:
-    """Whether a saved model is whole; otherwise a warning says why its run's checkpoints are kept."""
-    try:
-        found = checkpoint_shapes(str(folder))  # an incomplete file is refused
-    except UserError as problem:
-        logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
-        return False
-    if not found:
-        logger().warning(f"checkpoints are kept, because {folder} holds no weights")
-    return bool(found)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,7 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
         data = replace(data, data_split="0,0,1")
     words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
-    words += ["--output_dir", new_folder_beside(Path(reward), "ppo")]
+    words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
     half = fit.max_seq_len // 2
     own = PPOFlags("")
     values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
@@ -207,9 +206,3 @@ def data_words(flags: DataFlags) -> list[str]:
         elif value != field.default:
             words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
     return words
-
-
-def new_folder_beside(folder: Path, name: str) -> str:
-    """`name` in the folder that holds `folder`, with a number behind it if that exists."""
-    places = (folder.resolve().parent / (name if n == 1 else f"{name}_{n}") for n in count(1))
-    return str(next(place for place in places if not place.exists()))

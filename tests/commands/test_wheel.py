@@ -91,7 +91,7 @@ def test_an_installed_command_trains(environment, assets, tmp_path):
     said = run(programs / "dschat-sft", *flags, cwd=tmp_path, env=variables)
     out, weights = tmp_path / "out", tmp_path / "out/model.safetensors"
     assert (out / "result.json").exists()
-    assert "checkpoints: removed, " in said
+    assert "checkpoints: removed (" in said
     without_report = sum(
         file.stat().st_size for file in out.rglob("*") if file.is_file() and file.name != "report.html"
     )

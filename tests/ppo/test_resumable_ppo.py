@@ -155,19 +155,6 @@ def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
     assert after.ppo.engines.reference_sync.did == []
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_reference_that_no_longer_moves_is_said_to_start_from_its_folder(capsys, alone):
-    before, after = resumable(sync=True), resumable()
-    own = before.rank_state()
-    states = RankStates(own if alone else None, lambda: iter([own, own]))
-    after.load_state(before.shared_state(), states)
-    assert capsys.readouterr().out == (
-        "--ref_sync_interval: was on when the checkpoint was saved; the reference starts from its model folder again\n"
-    )
-    resume(resumable(), resumable())
-    assert capsys.readouterr().out == ""
-
-
 def test_a_kl_coefficient_and_a_scale_that_were_off_start_from_the_flags(capsys):
     was_off, now_on = computation(), computation(kl_target=0.01, normalize_rewards="running")
     was_off(scored_rows(), step=1)
