@@ -16,12 +16,13 @@ from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import Example, check_rendered
+from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
     added_tokens,
+    check_rendered,
     end_tokens,
     render,
     render_answer,
@@ -54,12 +55,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, to
 def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
     template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
-    turn = turn_end(tokenizer).token
-    end = turn if str(tokenizer.convert_ids_to_tokens(turn)) in text else int(tokenizer.eos_token_id)
-    ids = list(encode_prompt(tokenizer, without_final(text, tuple(end_tokens(tokenizer)))))
-    while ids and ids[-1] == end:
-        ids.pop()
-    return [*ids, end]
+    end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token))
+    if end in text:
+        text = without_final(text, tuple(end_tokens(tokenizer))) + end
+    found = encode_example(tokenizer, Example("", [text]))
+    return [*found.prompt, *found.answers[0]]
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool = False) -> EncodedExample:

@@ -7,7 +7,6 @@ value is null are dropped, because Arrow adds every key of a column to every mes
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -27,8 +26,6 @@ SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the s
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
 # the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
-
-
 ROLES = {  # in lower case
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "function": "function", "ipython": "ipython", "human": "user", "prompter": "user", "gpt": "assistant",
@@ -37,8 +34,7 @@ ROLES = {  # in lower case
     "function_call": "assistant", "tool_call": "assistant", "tool_calls": "assistant",
 }  # fmt: skip
 _CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
-_EXPECTED = "system, user, assistant or tool (also human, gpt, model, observation, tool_call, ...); --role_names"
-_EXPECTED += " 'theirs=ours' names others"
+_EXPECTED = "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names others"
 # Keys of turns, and columns, by which data sets leave something out of the training (0) or train it (1).
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of turns, and columns, of what precedes an answer
@@ -183,18 +179,18 @@ def json_value(value: Any) -> Any:
 def from_json(value: Any) -> Any:
     """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
     such as an answer that is JSON with a `role` of its own."""
-    found = json_value(value)
-    if not isinstance(value, str) or found is value:
+    found = json_value(value) if isinstance(value, str) else value
+    if found is value:
         return value
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
         found = found["messages"]
     parts = found if isinstance(found, list) else [found]
-    is_whole = all(looks_like_messages(part) and {"content", "value", "tool_calls"} & set(part) for part in parts)
-    has_roles = all(
-        isinstance(part, dict) and str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
-    )
-    signs = [isinstance(found, list), is_whole, has_roles]  # one may fail: turns without content are refused later
-    return found if parts and sum(signs) >= 2 else value
+    given = [part if isinstance(part, dict) else {} for part in parts]
+    has_texts = all({"role", "from"} & set(part) and {"content", "value", "tool_calls"} & set(part) for part in given)
+    has_roles = all(str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in given)
+    # of a list one may fail: turns without content, or with roles of their own, are refused later
+    is_read = has_texts or has_roles if isinstance(found, list) else has_texts and has_roles
+    return found if parts and is_read else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -266,10 +262,10 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
 def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
     """Whether the weights of a turn of the assistant leave it out of the training."""
     for key, weight in weights.items():
-        if str(weight).lower() not in _NUMBERS:
-            raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected 0 or 1, which leave it out or train it")
-        if key == "mask" and role == "assistant" and leaves_out(weight):  # 1 marks what is trained, or what is not
-            raise UserError(f"'mask' of {name} has two meanings; rename it to 'loss_mask', with 1 for what is trained")
+        if str(weight).lower() not in _NUMBERS or (key == "mask" and role == "assistant" and leaves_out(weight)):
+            expected = "1, because 0 has two meanings; use 'loss_mask', with 1 for what is trained"
+            expected = expected if key == "mask" else "0 or 1, which leave it out or train it"
+            raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected {expected}")
     return role == "assistant" and any(map(leaves_out, weights.values()))
 
 
@@ -309,9 +305,8 @@ def without_context(messages: Messages) -> Messages:
 
 def read_tools(value: Any, column: str) -> list[Any] | None:
     """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
-    value = (
-        json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
-    )  # JSON means its nulls
+    # JSON means its nulls, Arrow does not
+    value = json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
     way = "; --ignore_columns tools leaves it out" if column == "tools" else ""  # and not what holds messages too
     expected = f"a list of tool descriptions or its JSON{way}"
     found = checked([] if value is None else value, list, f"'{column}'", expected)
@@ -344,47 +339,10 @@ def _with_parsed_arguments(call: Any, name: str) -> Any:
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _functions(messages: Messages) -> Iterator[dict[str, Any]]:
+def functions_of(messages: Messages) -> Iterator[dict[str, Any]]:
     """The dictionaries that hold `name` and `arguments`: of OpenAI's form, inside `function`, or the calls alone."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else None
             if isinstance(function, dict):
                 yield function
-
-
-def with_arguments_as_text(messages: Messages) -> Messages:
-    """Messages whose tool calls have their arguments as JSON text, as OpenAI's API has them. Most chat templates expect
-    dictionaries and write JSON, but some write the arguments as they are."""
-    copied = copy.deepcopy(messages)
-    for function in _functions(copied):
-        if isinstance(function.get("arguments"), dict):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return copied
-
-
-def shows_python(text: str, messages: Messages) -> bool:
-    """Whether a rendering holds arguments in Python's notation: its template expects JSON text, not dictionaries."""
-    arguments = [function.get("arguments") for function in _functions(messages)]
-    return any(isinstance(found, dict) and bool(found) and str(found) in text for found in arguments)
-
-
-def check_rendered(text: str, messages: Messages, tools: list[Any] | None) -> None:
-    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
-    templates drop their thinking."""
-    needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
-    needed += [("the tool call", str(function.get("name", ""))) for function in _functions(messages)]
-    described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
-    needed += [("the tool", str(tool.get("name", ""))) for tool in described if isinstance(tool, dict)]
-    for what, words in needed:
-        words = words.strip()
-        if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
-            raise UserError(
-                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders it "
-                "(--chat_template), or remove it from the data"
-            )
-    if shows_python(text, messages):
-        raise UserError(
-            "the chat template writes the arguments of a tool call in Python's notation, not in JSON; take another "
-            "template (--chat_template), or give the arguments as JSON text"
-        )

@@ -7,8 +7,10 @@ reward server and plain transformers render the same text without these flags.
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,14 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.examples import (
-    THOUGHTS,
-    Message,
-    Messages,
-    check_rendered,
-    shows_python,
-    with_arguments_as_text,
-)
+from dschat_ppo.data.examples import THOUGHTS, Message, Messages, functions_of
 from dschat_ppo.errors import UserError, reading
 
 FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
@@ -275,18 +270,37 @@ def render(
         )
     with suppress(UserError):
         text = _apply(tokenizer, messages, open_answer, tools)
-        if not shows_python(text, messages):
+        arguments = [function.get("arguments") for function in functions_of(messages)]
+        if not any(isinstance(found, dict) and found and str(found) in text for found in arguments):
             return text
-    return _apply(tokenizer, with_arguments_as_text(messages), open_answer, tools)
+    # Some templates write the arguments of tool calls as they are, or join them with texts: they expect JSON text.
+    with_text = deepcopy(messages)
+    for function in functions_of(with_text):
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return _apply(tokenizer, with_text, open_answer, tools)
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
+    settings: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": open_answer}
     with reading("the chat template rejects these messages"):
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=open_answer
+        return str(tokenizer.apply_chat_template(messages, **settings))
+
+
+def check_rendered(text: str, messages: Messages, tools: Tools | None) -> None:
+    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
+    templates drop their thinking."""
+    needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
+    needed += [("the tool call", str(function.get("name", ""))) for function in functions_of(messages)]
+    described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
+    needed += [("the tool", str(tool.get("name", ""))) for tool in described if isinstance(tool, dict)]
+    for what, words in needed:
+        words = words.strip()
+        if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+            raise UserError(
+                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders it "
+                "(--chat_template), or remove it from the data"
             )
-        )
 
 
 # Earlier answers

@@ -209,7 +209,7 @@ BAD = {
     ),
     "a mask": (
         {"messages": [ASK, assistant("No.", mask=0)]}, "sft",
-        "'mask' of message 2 of 'messages' has two meanings; rename it to 'loss_mask'",
+        "'mask' of message 2 of 'messages' is int .'0'.; expected 1, because 0 has two meanings; use 'loss_mask'",
     ),
     "a developer's and a system message": (
         {"messages": [{"role": "developer", "content": "Be long."}, ASK, HALL], "system": "Be brief."}, "sft",
