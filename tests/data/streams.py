@@ -24,17 +24,14 @@ class NumberFile:
 
     first: int
     count: int
-    batch: int = 7
     name: str = "numbers"
     flag: str = "--data_path"
     read: list = field(default_factory=list)
 
-    def batches(self, bad, place):
-        for start in range(place or 0, self.count, self.batch):
-            end = min(start + self.batch, self.count)
-            rows = [{"n": self.first + i} for i in range(start, end)]
-            self.read += [row["n"] for row in rows]
-            yield range(start + 1, end + 1), rows, end
+    def found(self, place):
+        for number in range(place or 0, self.count):
+            self.read.append(self.first + number)
+            yield number + 1, {"n": self.first + number}, number + 1
 
 
 def tokens_of(batch: Batch) -> Tokens:

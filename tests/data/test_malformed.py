@@ -1,17 +1,13 @@
-"""Malformed model folders and data files, generated from a seed: each works or is rejected in one line."""
+"""Malformed model folders, generated from a seed: each works or is rejected in one line."""
 
 import json
 import random
 import shutil
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from transformers import CodeGenConfig, CodeGenForCausalLM
 
-from dschat_ppo.data.rows import load_splits
-from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier, check_vocabulary, load_config
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -43,11 +39,6 @@ def read_model(folder: Path) -> None:
     config, tokenizer = load_config(str(folder), FLAG), load_tokenizer(str(folder), FLAG)
     check_vocabulary(tokenizer, config, FLAG, str(folder))
     check_causal_lm(str(folder))
-
-
-def read_rows(path: Path) -> None:
-    (source,) = parse_sources([str(path)], "--data_path")
-    list(load_splits(source, str(path.parent / "cache")).train)
 
 
 @pytest.fixture
@@ -155,53 +146,3 @@ def test_flipped_bytes_of_weights_are_rejected_or_read(model):
         is_refused(read_model, model)
     (model / "model.safetensors").write_bytes(whole[:-1])
     assert is_refused(read_model, model)
-
-
-ROWS = [{"prompt": f"ask {number}", "response": f"yes {number}"} for number in range(50)]
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-
-
-def not_utf8() -> bytes:
-    """A Parquet file whose second text is not UTF-8, which only validation finds."""
-    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"abc\xff")]
-    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": text, "response": text}), sink)
-    return sink.getvalue().to_pybytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("nulls.jsonl", b"null\n" * 50, "line 1 is not an object"),
-        ("null_first.jsonl", b"null\n" + LINES, "line 1 is not an object"),
-        (
-            "deep.jsonl",
-            LINES + b'{"prompt":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n",
-            "line 51 is nested too deeply",
-        ),
-        ("deep_objects.jsonl", b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "line 1 is nested too deeply"),
-        ("deep.json", b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
-        ("deep_row.json", b'[{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "is nested too deeply"),
-        ("zeros.jsonl", b"\0" * 10_000, "line 1 is not JSON"),
-        ("zeros.parquet", b"\0" * 10_000, "cannot be read: "),
-        ("not_utf8.parquet", not_utf8(), "UTF8"),
-        ("deepest.jsonl", b'{"a":' * 201 + b"1" + b"}" * 201, "row 1 is nested too deeply"),
-        ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1 is not JSON .Exceeds the limit"),
-    ],
-)
-def test_a_file_that_crashes_its_reader_is_a_one_line_error(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=words) as caught:
-        read_rows(tmp_path / name)
-    assert str(caught.value).startswith(f"--data_path {tmp_path / name}: ") and "\n" not in str(caught.value)
-
-
-def test_a_folder_or_dead_link_named_like_a_file_is_rejected(tmp_path):
-    (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(UserError, match="the folder holds no data file"):
-        read_rows(tmp_path)
-    (tmp_path / "a.jsonl").rmdir()
-    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"a\.jsonl: is not a regular file"):
-        read_rows(tmp_path)

@@ -1,153 +1,412 @@
-"""Parts of data sets give the same rows from any place on, with and without --streaming."""
+"""Files of every kind, compressed or not: their values, places to read on from, and what malformed ones get."""
 
+import csv
 import gzip
+import io
 import json
 import os
+import random
+import re
 from pathlib import Path
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from test_splits import column, load, origins_of
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import parts
-from dschat_ppo.data.parts import BadRows, FilePart, _row_of_json, line_batches
-from dschat_ppo.data.rows import load_splits
+from dschat_ppo.data import cache, parts, rows
+from dschat_ppo.data.parts import FilePart, kind_of, read_part
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.streaming import find_rows, raw_batches
 from dschat_ppo.errors import UserError
 
-ROWS = [{"prompt": f"p {i}", "chosen": [{"role": "user", "content": "é" * (i % 7)}], "n": i} for i in range(60)]
+ROWS = [{"prompt": f"ask, {n}", "response": f"Grüße {n}"} for n in range(50)]
+TABLE = pa.Table.from_pylist(ROWS)
+NUMBERS = range(1, 51)
 
 
-def json_lines(path: Path, rows=ROWS) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def parquet(table: pa.Table = TABLE, **settings) -> bytes:
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink, **settings)
+    return sink.getvalue().to_pybytes()
 
 
-def write(path: Path) -> None:
-    """The rows in the format that the name of the file asks for."""
-    text = "".join(json.dumps(row) + "\n" for row in ROWS)
-    table = pa.Table.from_pylist(ROWS)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    elif path.suffix == ".zst":
-        with pa.CompressedOutputStream(str(path), "zstd") as sink:
-            sink.write(text.encode())
-    elif path.name == "array.json":
-        path.write_text(json.dumps(ROWS))
-    elif path.suffix == ".jsonl":
-        path.write_text("\ufeff" + text.replace("\n", "\n\n", 3))
-    elif path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path, row_group_size=16)
-    elif path.suffix == ".arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    elif path.suffix == ".csv":
-        path.write_text("a,b\n" + "".join(f'"x, {i}",{i}\n' for i in range(60)))
-    else:
-        path.write_text("".join(f"line {i:050}\n" for i in range(60)))
+def arrow(opener) -> bytes:
+    sink = pa.BufferOutputStream()
+    with opener(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=20)
+    return sink.getvalue().to_pybytes()
 
 
-def source_for(path: Path, spec: str = ""):
-    [source] = parse_sources([spec or str(path)], "--data_path")
-    return source
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as out:
+        out.write(content)
+    return sink.getvalue().to_pybytes()
 
 
-def found_in(path: Path, tmp_path: Path, spec: str = "", **flags):
-    """The streamed set of a file, folder or name."""
-    settings = DataFlags(data_path=[str(path)], data_output_path=str(tmp_path / "cache"), bad_rows="error", **flags)
-    return find_rows(source_for(path, spec), settings)
+def lines(*rows, end: str = "\n") -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows).encode()
 
 
-def batches_of(found: list, *position, skip: bool = False) -> list:
-    return list(raw_batches(found, None, skip, *position))
-
-
-def rows_of(batches: list) -> list:
-    return [pair for batch in batches for pair in zip(batch.origins, batch.rows, strict=True)]
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch):
-    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
-    monkeypatch.setattr(parts, "BATCH_BYTES", 400)
-
-
-FILES = ["a.jsonl", "array.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.csv", "a.txt"]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_rows_and_their_names_equal_those_without_streaming(tmp_path, name):
-    write(tmp_path / name)
-    splits = load_splits(source_for(tmp_path / name), str(tmp_path / "cache"))
-    plain = [(splits.train.origin(i), row) for i, row in enumerate(splits.train)]
-    found = rows_of(batches_of([FilePart(tmp_path / name, "--data_path")]))
-    assert found == plain and len(found) == 60
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_reading_continues_after_any_batch(tmp_path, name):
-    write(tmp_path / name)
-    parts = [FilePart(tmp_path / name, "--data_path")]
-    whole = batches_of(parts)
-    assert len(whole) > 5
-    for number in range(1, len(whole)):
-        position = json.loads(json.dumps(whole[number - 1].place))
-        assert rows_of(batches_of(parts, position)) == rows_of(whole[number:])
-
-
-def test_json_lines_and_parquet_are_opened_at_the_place_and_not_read_from_the_start(tmp_path):
-    for name in ("a.jsonl", "a.parquet"):
-        write(tmp_path / name)
-    lines = FilePart(tmp_path / "a.jsonl", "--data_path")
-    position = batches_of([lines])[4].place
-    start, content = position["place"][0], (tmp_path / "a.jsonl").read_bytes()
-    # the bytes before the place may be anything now
-    (tmp_path / "a.jsonl").write_bytes(b"\0" * start + content[start:])
-    assert [row["n"] for _, row in rows_of(batches_of([lines], position))] == list(range(position["number"], 60))
-
-    table = FilePart(tmp_path / "a.parquet", "--data_path")
-    batches = list(table.batches(BadRows(False), 37))
-    assert [row["n"] for _, rows, _ in batches for row in rows] == list(range(37, 60))
-    assert [len(rows) for _, rows, _ in batches[:2]] == [2, 7]  # it is read from row 33 on: its row groups have 16
-
-
-def test_the_first_line_of_a_file_with_a_byte_order_mark(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    monkeypatch.setattr(parts, "BATCH_BYTES", 1)
-    batches = list(line_batches(tmp_path / "a.jsonl", BadRows(False), [0, 0], _row_of_json))
-    assert [batch[1:] for batch in batches] == [([{"a": 1}], [12, 1]), ([{"a": 2}], [21, 2])]
-
-
-BAD = {
-    "a.jsonl": ("line 41 is not JSON", '{"n": 1}\n' * 40 + '{"n": \n' + '{"n": 1}\n' * 40),
-    "last.csv": ("row 78 has 3 fields", "a,b\n" + "1,2\n" * 77 + "1,2,3\n"),  # after the last batch of 7
-    "a.csv": ("row 41 has 3 fields", "a,b\n" + "1,2\n" * 40 + "1,2,3\n" + "1,2\n" * 40),
+COLUMNS = {name: {str(n): row[name] for n, row in enumerate(ROWS)} for name in ROWS[0]}
+CONTENT = {
+    "a.jsonl": lines(*ROWS),
+    "lines.json": b"\xef\xbb\xbf" + lines(*ROWS, end="\r\n"),
+    "array.json": json.dumps(ROWS).encode(),
+    "indented.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode(),
+    "array.jsonl": json.dumps(ROWS, indent=2).encode(),
+    "columns.json": json.dumps(COLUMNS).encode(),
+    "indented columns.json": json.dumps(COLUMNS, indent=2).encode(),
+    "a.CSV": "\ufeffprompt,response\n".encode() + "".join(f'"{p}",{r}\n' for p, r in map(dict.values, ROWS)).encode(),
+    "a.tsv": b"prompt\tresponse\r\n" + "".join(f"{p}\t{r}\r\n" for p, r in map(dict.values, ROWS)).encode(),
+    "a.parquet": parquet(row_group_size=16),
+    "stream.arrow": arrow(pa.ipc.new_stream),
+    "file.arrow": arrow(pa.ipc.new_file),
 }
+PACK = {"": lambda content: content, ".gz": gzip.compress, ".zst": zstd}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_line_is_an_error_or_counted_once_also_after_a_resume(tmp_path, name):
-    problem, text = BAD[name]
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(UserError, match=rf"^--data_path {path}: .*{problem}"):
-        batches_of([FilePart(path, "--data_path")])
-    batches = batches_of([FilePart(path, "--data_path")], skip=True)
-    assert [batch.unreadable for batch in batches if batch.unreadable] == [1]
-    assert [batch.problem for batch in batches if batch.problem][0].startswith(f"{path}, {problem}")
-    assert sum(len(batch.rows) for batch in batches) == (77 if name == "last.csv" else 80)
-    for number, batch in enumerate(batches[1:]):
-        again = batches_of([FilePart(path, "--data_path")], batches[number].place, skip=True)
-        assert again[0].unreadable == batch.unreadable
+def batches(path: Path, place=None, skip: bool = False) -> list:
+    return list(read_part(FilePart(path, "--data_path"), skip, place))
 
 
-def test_the_files_of_a_folder_are_read_in_order_and_those_for_evaluation_left_out(tmp_path):
-    for name, start in (("train-00001-of-00002", 100), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 500)):
-        json_lines(tmp_path / f"{name}.jsonl", [{"n": start + i} for i in range(5)])
+def pairs(found: list) -> list:
+    return [pair for batch in found for pair in zip(batch.origins, batch.rows, strict=True)]
+
+
+@pytest.mark.parametrize("packing", PACK)
+@pytest.mark.parametrize("name", CONTENT)
+def test_every_kind_gives_the_same_rows_from_any_place_on(tmp_path, monkeypatch, name, packing):
+    path = tmp_path / f"{name}{packing}"
+    path.write_bytes(PACK[packing](CONTENT[name]))
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    whole = batches(path)
+    assert pairs(whole) == [(f"{path}, row {n}", row) for n, row in zip(NUMBERS, ROWS, strict=True)] and len(whole) == 8
+    for number in range(1, 8):
+        assert batches(path, json.loads(json.dumps(whole[number - 1].place))) == whole[number:]
+    splits = load(tmp_path, path)
+    assert (list(splits.train), origins_of(splits)) == (ROWS, [origin for origin, _ in pairs(whole)])
+    assert splits.train.unreadable == 0
+
+
+def test_lines_are_read_from_the_place_and_not_from_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_ROWS", 20)
+    (tmp_path / "a.jsonl").write_bytes(CONTENT["a.jsonl"])
+    offset, number = batches(tmp_path / "a.jsonl")[0].place
+    (tmp_path / "a.jsonl").write_bytes(bytes(offset) + CONTENT["a.jsonl"][offset:])
+    assert [row for _, row in pairs(batches(tmp_path / "a.jsonl", [offset, number]))] == ROWS[20:]
+
+
+TURN = {"role": "user", "content": "hi"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+EXACT = [
+    [{"a": "2020-01-01"}, {"a": "2021-01-01T00:00:00Z"}],  # dates stay text
+    [{"a": 5}, {"a": 4.5}, {"a": "5"}, {"a": "[1]"}, {"a": True}],
+    [{"a": [1, 0.5]}, {"a": [[1, "x"], []]}],
+    [{"a": {"x": 1}}, {"a": {"y": 2.0}}, {"a": {}}],  # no key is added
+    [{"messages": [TURN]}, {"messages": [TURN, CALL]}],
+    [{"a": 2**62}, {"a": -1}, {"a": 10**30}, {"a": {"b": -(10**30)}}],
+    [{"a": 0.30000000000000004}, {"a": 1e-300}],
+    [{"a": "\u2028 \x00 \U0001f600 \r"}, {"a": ""}],
+]
+
+
+@pytest.mark.parametrize("rows", EXACT, ids=lambda rows: json.dumps(rows)[:40])
+def test_values_of_json_are_exactly_those_of_the_file(tmp_path, rows):
+    (tmp_path / "a.jsonl").write_bytes(lines(*rows))
+    assert json.dumps(list(load(tmp_path, tmp_path / "a.jsonl").train)) == json.dumps(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("nan.jsonl", b'{"p": NaN}\n', [{"p": None}]),
+        ("missing.jsonl", b'{"a": "x"}\n{"b": [1]}\n', [{"a": "x", "b": None}, {"a": None, "b": [1]}]),
+        ("one.json", json.dumps({"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}, indent=1).encode(),
+         [{"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}]),
+        ("one.jsonl", b'{"p": {"0": "a"}}', [{"p": {"0": "a"}}]),  # no columns: each line is a row
+        ("pandas.csv", b",p\n0,Gr\xc3\xbc\xc3\x9fe\n", [{"Unnamed: 0": "0", "p": "Grüße"}]),
+        ("tabs.tsv", b'p\tq\na,b\t"c\td"\n', [{"p": "a,b", "q": "c\td"}]),
+        ("long.csv", b"p,q\n" + b"x" * 300_000 + b",1\n", [{"p": "x" * 300_000, "q": "1"}]),
+        ("a.txt", "\ufeffone\r\n\n  \n two \nfour".encode(), [{"text": "one"}, {"text": " two "}, {"text": "four"}]),
+        ("kinds.parquet", parquet(pa.table({"c": pa.array(["x"]).dictionary_encode(), "b": [b"xyz"]})),
+         [{"c": "x", "b": {"bytes": 3}}]),
+    ],
+)  # fmt: skip
+def test_rows_of_a_file(tmp_path, name, content, rows):
+    (tmp_path / name).write_bytes(content)
+    assert list(load(tmp_path, tmp_path / name).train) == rows
+
+
+def test_fields_of_csv_are_those_that_pandas_reads(tmp_path):
+    rng, out = random.Random(0), io.StringIO()
+    fields = ["", "a", "1.50", "N/A", 'say "x"', "two\nlines", "a,b", " space ", "é\t", "\r\n", "NULL"]
+    csv.writer(out, lineterminator="\n").writerows(
+        [["p", "", "q"], *([*rng.choices(fields, k=2), "end"] for _ in ROWS)]
+    )
+    (tmp_path / "d.csv").write_text(out.getvalue(), newline="")
+    frame = pandas.read_csv(tmp_path / "d.csv", dtype=str, keep_default_na=False)
+    found = load(tmp_path, tmp_path / "d.csv").train
+    assert list(found.columns) == list(frame.columns)
+    assert [list(row.values()) for row in found] == frame.to_numpy().tolist()
+
+
+# Malformed files
+
+
+def not_utf8() -> bytes:
+    """A Parquet file whose second text is not UTF-8, which only validation finds."""
+    buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"abc\xff")]
+    text = pa.Array.from_buffers(pa.string(), 2, buffers)
+    return parquet(pa.table({"prompt": text, "response": text}))
+
+
+GOOD, DEEP = b'{"p": "a"}\n\n', b"[" * 200_000 + b"]" * 200_000
+BAD_ROWS = [  # a row, line 3 or row 2 of the file, that --bad_rows skip leaves out
+    (".jsonl", b'{"p": "x", "resp', r"is not JSON \(Unterminated string starting at: column 12 .*\): '{\"p\": \"x\", "),
+    (".jsonl", b"nothing" + b"x" * 10**6, r"is not JSON \(Expecting value: column 1 \(char 0\)\): 'nothingx{33}'"),
+    (".jsonl", b'{"p": "' + "é".encode() * 60 + b'\xfc"}', r"is not UTF-8 text \(.*\): 'é{20}\\\\xfc\"}'"),
+    (".jsonl", b"null", "is not an object with named fields"),
+    (".jsonl", b"{}", "is not an object with named fields"),
+    (".jsonl", b'{"p": ' + DEEP + b"}", "is nested too deeply"),
+    (".jsonl", b'{"a":' * 201 + b"1" + b"}" * 201, "is nested too deeply"),  # Python parses it
+    (".jsonl", b'{"p": "\\ud800"}', "holds half of a surrogate pair"),
+    (".jsonl", b'{"p": {"x": -Infinity}}', r"is not JSON \(-Infinity is no number\)"),
+    (".jsonl", b'{"a": ' + b"1" * 5000 + b"}", r"is not JSON \(Exceeds the limit"),
+    (".jsonl", bytes(10_000), "is not JSON"),
+    (".json", b"7", "is not an object with named fields"),
+    (".json", b'{"p": "\\ud83d"}', "holds half of a surrogate pair"),
+    (".csv", b"one", "has 1 fields, the header has 2"),
+    (".csv", b'"x\ny",b,c', "has 3 fields, the header has 2; put text that contains the separator in double quotes"),
+    (".csv", b"caf\xe9,2", r"is not UTF-8 text \(save the file as UTF-8\): 'caf\\\\xe9,2'"),
+    (".txt", b"\xff", r"is not UTF-8 text \(save the file as UTF-8\): '\\\\xff\\n'"),
+]  # fmt: skip
+AROUND = {
+    ".jsonl": (GOOD, b'\n{"p": "b"}', 3), ".json": (b'[{"p": "a"}, ', b', {"p": "b"}]', 2),
+    ".csv": (b"p,q\na,2\n", b"\n\nb,4", 2), ".txt": (b"a\n\n", b"\nb", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "row", "cause"), BAD_ROWS, ids=map(str, range(len(BAD_ROWS))))
+def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, monkeypatch, kind, row, cause):
+    before, after, number = AROUND[kind]
+    path = tmp_path / f"d{kind}"
+    path.write_bytes(before + row + after)
+    with pytest.raises(UserError, match=f"^--data_path {path}: row {number} {cause}") as problem:
+        load(tmp_path, path)
+    assert "\n" not in str(problem.value) and len(str(problem.value)) < 500
+    assert str(problem.value).endswith("; --bad_rows skip leaves such rows out")
+    for _ in range(2):  # read, and from the cache
+        train = load(tmp_path, path, "skip").train
+        assert column(train, "text" if kind == ".txt" else "p") == ["a", "b"]
+        assert train.unreadable == 1 and re.match(f"{path}, row {number} {cause}", train.problem)
+    monkeypatch.setattr(parts, "BATCH_ROWS", 1)
+    one, bad, other = batches(path, skip=True)
+    assert (one.unreadable, bad.rows, bad.unreadable, other.unreadable) == (0, [], 1, 0)
+    assert batches(path, one.place, skip=True) == [bad, other] and batches(path, bad.place) == [other]
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.xlsx", b"text", r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer, .*git lfs pull"),
+        ("bad.jsonl", b"abc\ndef\n", "row 1 is not JSON|every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
+        ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
+        ("end.json", b'[{"p": "a"}, {"p": "b"}', r"is not JSON \(Expecting ',' delimiter: column 24"),
+        ("colon.json", b'[{"p": "a"},\n {"p" "b"}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 7 "),
+        ("several.json", b'{\n"p": "a"}\n{\n"p": "b"}\n', r"is not JSON \(Extra data: line 3 .*on each line$"),
+        ("first.json", b'{"p":\n{"p": "b"}\n', "is not JSON .*one object on each line$"),
+        ("latin.json", b'[{"p": "caf\xe9"}]', r"is not UTF-8 text .*caf\\\\xe9"),
+        ("deep.json", DEEP, "is nested too deeply"),
+        ("deep_row.json", b'[{"p":' + DEEP + b"}]", "is nested too deeply"),
+        ("header.csv", b"caf\xe9,q\n1,2\n", "is not UTF-8 text"),
+        ("same.csv", b"a,b,a\n1,2,3\n", "several columns have the same name: a, b, a"),
+        ("excel.csv", b"p;q\na, b;c\n", "the header is one column, 'p;q'; a .csv file needs commas and a .tsv file"),
+        ("tabs.csv", b"p\tq\na\tb\n", r"the header is one column, 'p\\tq'"),
+        ("commas.tsv", b"p,q\na,b\n", "the header is one column, 'p,q'"),
+        ("quote.csv", b'p,q\n1,2\n"a" b,c\n', r"line 3 is not CSV \(',' expected after '\"'\); text with"),
+        ("open.csv", b"p,q\n1,2\n" + b'"open,b\n' + b"3,4\n" * 9, r"line 12 is not CSV \(unexpected end of data\)"),
+        ("zeros.parquet", bytes(10_000), "cannot be read: "),
+        ("cut.parquet", parquet()[:-20], "cannot be read: "),
+        ("not_utf8.parquet", not_utf8(), "cannot be read: .*UTF8"),
+        ("cut.arrow", arrow(pa.ipc.new_file)[:-20], "cannot be read: "),
+        ("plain.jsonl.gz", CONTENT["a.jsonl"], "cannot be read: "),
+        ("plain.jsonl.zst", CONTENT["a.jsonl"], "cannot be read: "),
+        ("one.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:1], "cannot be read: Truncated"),
+        ("cut.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
+        ("cut.jsonl.zst", zstd(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
+        ("sum.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-6] + bytes(6), "cannot be read: .*data check"),
+        *((name, content, "the data set is empty$") for name, content in [
+            ("zero.jsonl", b""), ("blank.jsonl", b"\n\n"), ("list.json", b"[]"), ("header.csv", b"p,q\n"),
+            ("rows.parquet", parquet(TABLE[:0])), ("zero.csv", b"")]),
+    ],
+)  # fmt: skip
+def test_a_malformed_file_is_an_error_in_both_modes(tmp_path, name, content, words, bad_rows):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}: ({words})") as problem:
+        load(tmp_path, tmp_path / name, bad_rows)
+    assert "\n" not in str(problem.value) and len(str(problem.value)) < 700
+
+
+MUTATED = {**CONTENT, "a.txt": b"some\ntext\n" * 20, "plain.parquet": parquet(compression="none", use_dictionary=False)}
+MUTATED |= {f"a.jsonl{packing}": PACK[packing](CONTENT["a.jsonl"]) for packing in (".gz", ".zst")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+@pytest.mark.parametrize("name", MUTATED)
+def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, name, bad_rows):
+    rng, content = random.Random(name), MUTATED[name]
+    for number in range(12):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 3, 20))):
+            damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
+        if number % 3 == 0:
+            del damaged[rng.randrange(1, len(damaged)) :]
+        if number % 7 == 0:
+            damaged = damaged[len(damaged) // 2 :] + damaged[: len(damaged) // 2]
+        path = tmp_path / f"{number}_{name}"
+        path.write_bytes(damaged)
+        try:
+            splits = load(tmp_path, path, bad_rows)
+            assert len(list(splits.train)) == len(splits.train) > 0
+            assert all(str(path) in text for text in origins_of(splits))
+        except UserError as problem:
+            assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1500
+
+
+def test_what_is_no_regular_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "dead.jsonl").symlink_to(tmp_path / "nowhere")
+    for name in ("pipe", "dead"):
+        with pytest.raises(UserError, match=rf"^--data_path {tmp_path}/{name}\.jsonl: is not a regular file$"):
+            load(tmp_path, tmp_path / f"{name}.jsonl")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(CONTENT["a.jsonl"])
+    opened = Path.open
+
+    def refuse(self, *words, **settings):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *words, **settings)
+
+    monkeypatch.setattr(parts.Path, "open", refuse)
+    with pytest.raises(UserError, match=r"^--data_path .*/a\.jsonl: cannot be read: .*Permission denied"):
+        load(tmp_path, path)
+
+
+def test_the_names_of_data_files():
+    assert all(map(kind_of, ["a.jsonl", "a.tsv.gz", "a.JSON.ZST", "a.arrow", "a.txt"]))
+    assert not any(map(kind_of, ["a.gz", "a.md", "jsonl", "a.zip"]))
+
+
+# The cache
+
+
+def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
+    """The parts that were written until then do not keep it full; when it is free, only the entry is left."""
+
+    def fail(path, mode):
+        Path(path).write_bytes(b"some of the rows")
+        raise OSError(28, os.strerror(28))
+
+    def left() -> set[str]:
+        return {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(CONTENT["a.jsonl"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.pa, "OSFile", fail)
+        with pytest.raises(UserError, match=r"^--data_output_path .*cache: .*No space left on device.*free disk space"):
+            load(tmp_path, tmp_path / "d.jsonl.gz")
+    assert left() == set()
+    load(tmp_path, tmp_path / "d.jsonl.gz")
+    assert left() == {"notes.json", "rows_00000.arrow"}
+
+
+def test_another_mode_and_other_content_with_the_time_of_the_old_one_miss_the_cache(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\nx\n')
+    before = path.stat()
+    assert load(tmp_path, path, "skip").train.unreadable == 1
+    with pytest.raises(UserError, match="row 2 is not JSON"):
+        load(tmp_path, path)
+    path.write_text('{"a": 2}\nx\n')
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert column(load(tmp_path, path, "skip").train, "a") == [2]
+
+
+@pytest.mark.parametrize("at", [0, 2**22 - 1])
+def test_the_ends_of_a_large_file_identify_it(tmp_path, at):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(2**22))
+    key = cache.content_key([path])
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"x")
+    assert cache.content_key([path]) != key
+
+
+def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(CONTENT["a.jsonl"])
+    one, two = (FilePart(tmp_path / name / "a.jsonl", "--data_path") for name in ("one", "two"))
+    content, place = one.content, one.key
+    assert content == two.content and place != two.key
+    os.utime(one.path, (1, 1))
+    assert one.content == content and one.key != place
+    two.path.write_bytes(CONTENT["a.jsonl"].replace(b"49", b"50"))
+    assert two.content != content
+
+
+# Folders and streams
+
+
+def test_files_of_a_folder_keep_their_order_names_and_bad_rows(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, numbers in {"b": ["1", "bad"], "a": ["2"], "test": ["worse", "3"], "c": ["4", "bad"]}.items():
+        text = "".join((f'{{"n": "{line}"}}' if line.isdigit() else line) + "\n" for line in numbers)
+        (folder / f"{name}.jsonl").write_text(text)
+    splits = load(tmp_path, folder, "skip")
+    assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
+    assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
+    assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
+    assert (splits.train.unreadable, splits.eval.unreadable) == (2, 1)
+    assert splits.train.problem.startswith(f"{folder / 'b.jsonl'}, row 2 is not JSON")
+
+
+def test_files_of_different_kinds_need_the_same_columns(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"p": "x", "q": "1"}\n{"q": "2", "p": "y"}\n')
+    (folder / "b.csv").write_text("q,p\n3,z\n")
+    assert column(load(tmp_path, folder).train, "p") == ["x", "y", "z"]
+    (folder / "notes.txt").write_text("a note\n" * 30)
+    said = r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"
+    for bad_rows in ("error", "skip"):
+        with pytest.raises(UserError, match=said):
+            load(tmp_path, folder, bad_rows)
+
+
+def found_in(spec: str | Path, tmp_path: Path):
+    """The streamed set that a name means."""
+    [source] = parse_sources([str(spec)], "--data_path")
+    flags = DataFlags(data_path=[str(spec)], data_output_path=str(tmp_path / "cache"), bad_rows="error")
+    return find_rows(source, flags)
+
+
+def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_left_out(tmp_path):
+    for name, first in (("train-00001-of-00002", 10), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 50)):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(*({"n": first + n} for n in range(3))))
     found = found_in(tmp_path, tmp_path)
-    assert [row["n"] for _, row in rows_of(batches_of(found.parts))] == [*range(5), *range(100, 105)]
+    assert [row["n"] for _, row in pairs(raw_batches(found.parts, None, False))] == [0, 1, 2, 10, 11, 12]
     assert found.evaluation == ["validation"]
 
 
@@ -157,58 +416,35 @@ def test_the_files_of_a_folder_are_read_in_order_and_those_for_evaluation_left_o
         ("{}@20", "@ROWS needs all rows"),
         ("{}[train[:10%]]", "reads whole splits"),
         ("{}[nothing]", "has no split 'nothing'; it has train"),
+        ("{}.jsonl", "no such file or folder"),
     ],
 )
-def test_what_needs_all_rows_is_refused(tmp_path, spec, message):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    json_lines(folder / "train.jsonl")
+def test_what_a_stream_refuses(tmp_path, spec, message):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/train.jsonl").write_bytes(CONTENT["a.jsonl"])
     with pytest.raises(UserError, match=message):
-        found_in(folder, tmp_path, spec.format(folder))
+        found_in(spec.format(tmp_path / "set"), tmp_path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="no such file or folder"):
-        found_in(tmp_path / "nothing.jsonl", tmp_path)
-
-
-def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        json_lines(tmp_path / folder / "a.jsonl")
-    one, two = (FilePart(tmp_path / name / "a.jsonl", "--data_path") for name in ("one", "two"))
-    content, place = one.content, one.key
-    assert content == two.content and place != two.key
-    os.utime(one.path, (1, 1))
-    assert one.content == content and one.key != place
-    json_lines(two.path, [*ROWS[:-1], {**ROWS[-1], "n": 61}])
-    assert two.content != content
-
-
-def test_a_data_set_on_the_hub_is_read_from_its_saved_state(tmp_path, monkeypatch):
-    opened = []
-
+def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
     class Builder:
         hash = "revision"
 
         def as_streaming_dataset(self):
-            rows = datasets.Dataset.from_list([{"n": i} for i in range(60)])
-            opened.append(self)
+            rows = datasets.Dataset.from_list([{"n": n} for n in range(60)])
             return {"train": rows.to_iterable_dataset(num_shards=4), "test": rows.to_iterable_dataset()}
 
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
-    found = found_in(tmp_path, tmp_path, "org/name:main")
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    found = found_in("org/name:main", tmp_path)
     assert found.evaluation == ["test"] and "revision" in found.parts[0].content
-    whole = batches_of(found.parts)
-    assert rows_of(whole)[59] == ("org/name:main (train), row 60", {"n": 59}) and len(rows_of(whole)) == 60
-    for number in (1, 4):
-        after = found_in(tmp_path, tmp_path, "org/name:main").parts
-        position = json.loads(json.dumps(whole[number - 1].place))
-        assert rows_of(batches_of(after, position)) == rows_of(whole[number:])
-        assert rows_of(batches_of(after)) == rows_of(whole), "and again from the start"
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match=rf"^--data_path {tmp_path}/rows\.jsonl: is not a regular file$"):
-        found_in(tmp_path / "rows.jsonl", tmp_path)
+    whole = list(raw_batches(found.parts, None, False))
+    assert pairs(whole) == [(f"org/name:main (train), row {n + 1}", {"n": n}) for n in range(60)]
+    for number in range(1, len(whole)):
+        after = found_in("org/name:main", tmp_path).parts
+        place = json.loads(json.dumps(whole[number - 1].place))
+        assert pairs(raw_batches(after, None, False, place)) == pairs(whole[number:])
+        assert pairs(raw_batches(after, None, False)) == pairs(whole), "and again from the start"
+    [part] = found_in("org/name:main", tmp_path).parts
+    for number, _, place in list(part.found(None))[:-1]:  # also in the middle of a table
+        assert next(part.found(place))[0] == number + 1

@@ -395,7 +395,7 @@ def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said, stream
     flags = flags_for(tmp_path, str(folder), bad_rows="skip", **stream)
     assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 1
     assert any(f"skipped: 1 of {2 if streaming else 101} lines cannot be read" in line for line in said)
-    assert any("eval.jsonl, line 2 is not JSON" in line for line in said)
+    assert any("eval.jsonl, row 2 is not JSON" in line for line in said)
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])

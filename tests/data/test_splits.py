@@ -1,6 +1,5 @@
 """Reading files, folders and hub data sets, and splitting their rows."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -42,12 +41,6 @@ def test_brackets_in_a_path_are_not_a_glob_pattern(tmp_path):
     assert len(load(tmp_path, folder).train) == 1
 
 
-def parquet_of(columns: dict[str, list]) -> bytes:
-    file = io.BytesIO()
-    Dataset.from_dict(columns).to_parquet(file)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
 def test_missing_files_are_named_with_their_flag(tmp_path, name):
     with pytest.raises(UserError, match=r"--data_path .*: no such file or folder") as problem:
@@ -72,31 +65,6 @@ def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"prompt\.jsonl: no such file or folder; did you mean prompts\.jsonl\?$"):
         load(tmp_path, "prompt.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("zero.jsonl", b""),
-        ("blank.jsonl", b"\n\n"),
-        ("list.json", b"[]"),
-        ("header.csv", b"prompt,response\n"),
-        ("rows.parquet", parquet_of({"prompt": [], "response": []})),
-    ],
-)
-def test_empty_data_sets_are_an_error(tmp_path, name, content):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"--data_path .*empty") as problem:
-        load(tmp_path, path)
-    assert name in str(problem.value)
-
-
-def test_other_file_formats_are_rejected(tmp_path):
-    path = tmp_path / "data.xlsx"
-    path.write_text("hello")
-    with pytest.raises(UserError, match=r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"):
-        load(tmp_path, path)
 
 
 def test_folders_without_training_files_are_rejected(tmp_path):
@@ -246,12 +214,6 @@ def test_a_hub_data_set_for_evaluation_must_name_one_of_its_splits(tmp_path, mon
     assert origins_of(splits) == ["org/x (test), row 2"]
     with pytest.raises(UserError, match="--data_path org/x: has no split 'dev'; it has train, test"):
         load_splits(source_of("org/x[dev]"), None)
-
-
-def test_rows_lie_on_the_disk(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"n": n} for n in range(5)])
-    [file] = load(tmp_path, path).train.table.cache_files
-    assert Path(file["filename"]).name == "rows_00000.arrow"
 
 
 def test_the_first_evaluation_split_of_the_hub_is_used(tmp_path, monkeypatch):

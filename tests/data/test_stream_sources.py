@@ -144,7 +144,7 @@ def test_an_empty_data_set_is_refused(tmp_path):
     with pytest.raises(UserError, match="the data set is empty"):
         train(tmp_path, str(tmp_path / "blank.jsonl"))
     (tmp_path / "bad.jsonl").write_text("x\nno\n")
-    with pytest.raises(UserError, match=r"bad.jsonl: none of its rows can be read; the first: .*bad.jsonl, line 1 is"):
+    with pytest.raises(UserError, match=r"bad.jsonl: none of its rows can be read; the first: .*bad.jsonl, row 1 is"):
         train(tmp_path, str(tmp_path / "bad.jsonl"), bad_rows="skip")
 
 

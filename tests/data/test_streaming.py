@@ -44,6 +44,7 @@ from dschat_ppo.runtime import stop_requests
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
 
 
 def rest_of(parts, share=None, *position) -> list[tuple[str, int]]:
@@ -65,12 +66,13 @@ def test_raw_rows_of_a_share_continue_after_any_batch_without_reading_the_rows_b
         assert len(parts[0].read) == max(0, 16 - 7 * batches)
 
 
-def test_the_steps_divide_the_rows_in_proportion_whatever_the_batches_are():
+def test_the_steps_divide_the_rows_in_proportion_whatever_the_batches_are(monkeypatch):
     count = 3 * SPLIT_ROWS + 137
-    parts = [StepShare((2, 4, 4), part, seed=1234) for part in range(3)]
+    steps = [StepShare((2, 4, 4), part, seed=1234) for part in range(3)]
     found = []
-    for share, batch in zip(parts, (1, 999, 2500), strict=True):
-        found.append([n for _, n in rest_of([NumberFile(0, count, batch)], share)])
+    for share, batch in zip(steps, (1, 999, 2500), strict=True):
+        monkeypatch.setattr(parts, "BATCH_ROWS", batch)
+        found.append([n for _, n in rest_of([NumberFile(0, count)], share)])
         assert found[-1] == [n for n in range(count) if share.includes(n)]
     assert sorted(sum(found, [])) == list(range(count))  # disjoint and complete
     whole = [sum(n < 3 * SPLIT_ROWS for n in rows) for rows in found]
@@ -114,9 +116,8 @@ def tokens_of_text(batch: Batch) -> Tokens:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
-    if kind == "parquet":  # batches cross its row groups, and reading begins with a row group
+def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_path, kind):
+    if kind == "parquet":  # batches cross its row groups
         pyarrow.parquet.write_table(pa.table({"n": range(99)}), tmp_path / "a.parquet", row_group_size=11)
     else:  # the bad rows behind the last batch of a file are a batch without rows
         (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28)) + "1,2\n" * 3)
@@ -202,8 +203,9 @@ def spoilt(batch: Batch, bad: set[int]) -> Tokens:
 )
 def test_too_many_bad_rows_in_a_chunk_are_an_error(bad, policy, is_too_many, monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(parts, "BATCH_ROWS", 20)
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
-    source = source_of(NumberFile(0, 99, batch=20), name="set", make=partial(spoilt, bad=bad), policy=policy)
+    source = source_of(NumberFile(0, 99), name="set", make=partial(spoilt, bad=bad), policy=policy)
     found = chunks_of(source)
     next(found)
     if is_too_many:
@@ -298,10 +300,10 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
     opened = tmp_path / "opened"
 
     class Noting(NumberFile):
-        def batches(self, bad, place):
+        def found(self, place):
             with opened.open("a") as file:
                 file.write(f"{place} ")
-            yield from super().batches(bad, place)
+            yield from super().found(place)
 
     rows = stream(source_of(Noting(0, 99)))
     rows.load_state_dict(torch_copy(before.state_dict()))
@@ -378,7 +380,7 @@ def test_no_process_is_left_when_the_rank_ends(tmp_path, end):
         "import os, sys, time\nfrom pathlib import Path\nfrom streams import *\n"
         "from dschat_ppo.data.streaming import StreamedRows\n"
         "def make(batch):\n    time.sleep(3600 if batch.rows[0]['n'] > 20 else 0)\n    return tokens_of(batch)\n"
-        "from dschat_ppo.data import streaming\nstreaming.CHUNK_ROWS = 8\n"
+        "from dschat_ppo.data import parts, streaming\nstreaming.CHUNK_ROWS, parts.BATCH_ROWS = 8, 7\n"
         "rows = StreamedRows([source_of(NumberFile(0, 99), make=make)], 50, FEATURES, 'f')\n"
         f"time.sleep(0.5)\nprint(rows.process.pid, flush=True)\n{end}\n"
     )
