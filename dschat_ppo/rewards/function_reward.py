@@ -69,26 +69,19 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     sources, unrouted = _split_route(spec, given)
     head, mark, tail = unrouted.partition("?")
     rest, weight = split_weight(tail if mark else head)
-    place, settings = rest, list[tuple[str, str]]()
-    if mark:
-        try:
-            place, settings = head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True, strict_parsing=True)
-        except ValueError:
-            raise UserError(f"{given}: settings after '?' must be key=value, separated by '&'") from None
+    place, settings = (head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True)) if mark else (rest, [])
     if len(dict(settings)) < len(settings):
         raise UserError(f"{given}: a setting is given twice")
     if not math.isfinite(weight):
         raise UserError(f"{given}: the weight must be finite, got {weight}")
     path, colon, name = place.partition(":")
-    if not colon and place.endswith(".py"):
-        raise UserError(f"{given}: names no function; add it, as in {place}:FUNCTION")
-    if not colon and place not in RULES:
+    if not colon and place not in RULES and not place.endswith(".py"):
         near = difflib.get_close_matches(place, RULES, n=1)
         raise UserError(
             f"{given}: there is no rule '{place}'{f'; did you mean {near[0]}?' if near else ''} "
             f"({', '.join(RULES)}); name your own function as path.py:name or module.path:name"
         )
-    if not colon:
+    if not colon and place in RULES:
         path, name = RULES[place], place
     if not path or not name.isidentifier():
         raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight")

@@ -15,6 +15,7 @@ from dschat_ppo.common.ranks import rank, world_size
 from dschat_ppo.errors import UserError, without_credentials
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
+_LIBRARIES = ("DeepSpeed", "transformers", "datasets", "huggingface_hub")  # they print their records themselves
 _OPEN: list[_RankLog] = []  # one at most
 
 
@@ -66,27 +67,19 @@ def open_log(folder: Path) -> None:
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     root = logging.getLogger()
-    if not root.handlers:  # as `logging.lastResort`, which Python does not use once the root logger has a handler
-        shown = logging.StreamHandler()
-        shown.setLevel(logging.WARNING)
-        shown.addFilter(lambda record: not _is_shown(logging.getLogger(record.name)))
-        root.addHandler(shown)
+    if not root.handlers and logging.lastResort is not None:
+        root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler
+    for name in _LIBRARIES:
+        logging.getLogger(name).propagate = False
     for log in _loggers():
-        if log is root or not log.propagate:
-            log.addHandler(handler)
+        log.addHandler(handler)
     logging.captureWarnings(True)
     faulthandler.enable(handler.descriptor)
     _OPEN.append(handler)
 
 
-def _is_shown(log: logging.Logger) -> bool:
-    """Whether this logger or one above it, except the root, prints its records."""
-    prints = any(isinstance(handler, logging.StreamHandler) for handler in log.handlers)
-    return log.parent is not None and (prints or _is_shown(log.parent))
-
-
-def _loggers() -> tuple[logging.Logger, ...]:
-    return logging.getLogger(), logger(), logging.getLogger("DeepSpeed"), logging.getLogger("transformers")
+def _loggers() -> list[logging.Logger]:
+    return [logging.getLogger(), logger(), *map(logging.getLogger, _LIBRARIES)]
 
 
 def close_log() -> None:
