@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import fillings, gapped_mask, normal, properties, ragged_mask, returns_by_loop, row_lengths, widened
+from ragged import fillings, gapped_mask, normal, properties, ragged_mask, returns_by_loop, widened
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, token_rewards
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
@@ -91,37 +91,14 @@ def test_row_estimators_match_a_loop_over_uneven_groups(name, normalise):
 
 
 @pytest.mark.parametrize("name", ROW_LEVEL)
-@properties
-@given(lengths=row_lengths(rows=8), data=st.data(), seed=st.integers(0, 99))
-def test_row_estimators_match_a_loop_for_any_groups(name, lengths, data, seed):
-    groups = data.draw(st.lists(st.integers(-1, 2), min_size=len(lengths), max_size=len(lengths)))
-    check_rows(name, inputs_of(ragged_mask(lengths, 5), normal(seed, len(lengths), 5), groups))
-
-
-@pytest.mark.parametrize("name", ROW_LEVEL)
 def test_row_estimators_match_a_loop_over_rows_with_gaps(name):
     check_rows(name, inputs_of(gapped_mask(), groups=[1, 1, 2, 1, 2]))
-
-
-def test_there_are_ten_estimators():
-    assert set(ESTIMATORS) == {*ROW_LEVEL, "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"}
 
 
 def test_grpo_by_hand():
     # 1, 2, 6: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7. The other prompt: 5, 5.
     advantages = row_advantages("grpo", scored([1.0, 5.0, 2.0, 6.0, 5.0], [0, 1, 0, 0, 1], epsilon=1e-6))
     assert advantages == pytest.approx([-2 / 7**0.5, 0.0, -1 / 7**0.5, 3 / 7**0.5, 0.0], rel=1e-5)
-
-
-def test_grpo_adds_epsilon_to_the_deviation():
-    # Scores 0 and 2: deviation 2^0.5; with epsilon 1 it is 2^0.5 + 1.
-    advantages = row_advantages("grpo", scored([0.0, 2.0], [0, 0], epsilon=1.0))
-    assert advantages == pytest.approx([-1 / (2**0.5 + 1), 1 / (2**0.5 + 1)], rel=1e-6)
-
-
-def test_the_default_epsilon_is_a_millionth():
-    assert scored([0.0], [0]).epsilon == 0.0
-    assert AdvantageInputs(*[torch.zeros(1)] * 5, gamma=1.0, lam=1.0).epsilon == 1e-6
 
 
 def penalised(scores, penalties, **changes) -> AdvantageInputs:
@@ -148,22 +125,6 @@ def test_grpo_does_not_amplify_the_kl_penalty_of_nearly_equal_scores():
     alone = row_advantages("grpo", scored([1.0, 1.0, 1.0, 1.0001], [0] * 4, epsilon=1e-6))
     assert max(abs(a) for a in found) <= 1.5  # (n - 1) / n^0.5
     assert found == pytest.approx(alone, abs=0.11)
-
-
-@pytest.mark.parametrize("name", ["grpo", "grpo_pass_at_k"])
-@properties
-@given(
-    spread=st.sampled_from([0.0, 1e-7, 1e-4, 0.003, 1.0, 30.0]), weight=st.sampled_from([0.0, 0.01, 1.0, 100.0]),
-    rows=st.integers(2, 9), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_standardised_advantages_are_bounded_for_every_kl(name, spread, weight, rows, seed):
-    scores, penalties = normal(seed, 2, rows).float() * torch.tensor([[spread], [weight]])
-    advantages = torch.tensor(row_advantages(name, penalised((1 + scores).tolist(), penalties.tolist())))
-    # the lead of the best is over the second, which may be as far from the mean on the other side: n^0.5
-    bound = {"grpo": (rows - 1) / rows**0.5, "grpo_pass_at_k": rows**0.5}[name]
-    assert advantages.abs().max() <= bound * (1 + 1e-6)
-    if spread == 0:
-        assert advantages.abs().max() <= 1.0001 * (penalties.max() - penalties.min()) + 1e-6
 
 
 def test_dr_grpo_and_rloo_by_hand():
@@ -195,23 +156,12 @@ def test_pass_at_k_by_hand_rewards_only_the_best_answer():
     assert row_advantages("grpo_pass_at_k", inputs) == [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_pass_at_k_divides_by_the_deviation_of_the_group():
-    # 1, 2, 6: lead 4, unbiased variance 7.
-    assert row_advantages("grpo_pass_at_k", scored([1.0, 2.0, 6.0], [0, 0, 0])) == pytest.approx([0, 0, 4 / 7**0.5])
-
-
 @pytest.mark.parametrize("name", WITHIN_A_GROUP)
 def test_a_group_of_one_has_advantage_zero(name):
     inputs = scored([3.0, -2.0, 8.0], [0, 1, 2], lengths=[3, 1, 2], epsilon=1e-6)
     advantages, returns = ESTIMATORS[name](inputs)
     assert torch.equal(advantages, torch.zeros(3, 3))
     assert returns.tolist() == [[3.0] * 3, [-2.0, 0.0, 0.0], [8.0, 8.0, 0.0]]
-
-
-@pytest.mark.parametrize("name", WITHIN_A_GROUP)
-def test_a_group_with_one_non_empty_row_has_advantage_zero(name):
-    inputs = inputs_of(ragged_mask([3, 0, 0]), groups=[4, 4, 4])
-    assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("score", [0.1, -0.7, 1e-8, 3e7])
@@ -254,19 +204,6 @@ def test_reinforce_plus_plus_baseline_by_hand():
     assert returns.tolist() == [[7.0, 6.0, 4.0], [1.0, 0.0, 0.0]]
 
 
-def test_reinforce_plus_plus_baseline_matches_a_loop():
-    mask = ragged_mask(LENGTHS)
-    inputs = inputs_of(mask, groups=PROMPTS)
-    returns = returns_by_loop(inputs.rewards.numpy(), mask.numpy(), 0.9)
-    expected = np.zeros(returns.shape)
-    for i, length in enumerate(LENGTHS):
-        mates = [j for j in range(len(LENGTHS)) if PROMPTS[j] == PROMPTS[i] and LENGTHS[j] > 0]
-        if len(mates) > 1:
-            mean = np.mean([float(inputs.rewards[j, : LENGTHS[j]].sum()) for j in mates])
-            expected[i, :length] = [returns[i, t] - mean * 0.9 ** (length - 1 - t) for t in range(length)]
-    np.testing.assert_allclose(ESTIMATORS["reinforce_plus_plus_baseline"](inputs)[0].numpy(), expected, atol=1e-10)
-
-
 def test_remax_by_hand_and_against_a_loop():
     mask = ragged_mask(LENGTHS)
     inputs = inputs_of(mask)
@@ -287,24 +224,12 @@ def test_a_score_equal_to_its_baseline_has_advantage_exactly_zero_for_every_gamm
     assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(3, 4))
 
 
-def test_remax_discounts_its_baseline_by_hand():
-    # gamma 0.5, score 3 on the last of three tokens, baseline 1: 2, discounted by 0, 1 and 2 tokens
-    inputs = scored([3.0], [0], [3], gamma=0.5, baselines=torch.tensor([1.0]))
-    assert ESTIMATORS["remax"](inputs)[0].tolist() == [[0.5, 1.0, 2.0]]
-
-
 def test_missing_values_or_baselines_are_an_error():
     mask = ragged_mask([2, 1])
     with pytest.raises(ValueError, match="critic"):
         ESTIMATORS["gae"](inputs_of(mask, values=None))
     with pytest.raises(ValueError, match="greedy"):
         ESTIMATORS["remax"](inputs_of(mask, baselines=None))
-
-
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "remax"}))
-def test_other_estimators_need_neither_values_nor_baselines(name):
-    advantages, _ = ESTIMATORS[name](inputs_of(ragged_mask(LENGTHS), groups=PROMPTS, values=None, baselines=None))
-    assert torch.isfinite(advantages).all()
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -329,13 +254,6 @@ def test_results_do_not_depend_on_padding_or_the_order_of_rows(name, filling, co
     )
     for result, expected in zip(ESTIMATORS[name](other), ESTIMATORS[name](inputs), strict=True):
         torch.testing.assert_close(result, widened(expected, columns, 0.0)[order])
-
-
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_fp32_inputs_give_fp32_outputs(name):
-    inputs = inputs_of(ragged_mask(LENGTHS), normal(0, 8, 5).float(), PROMPTS, values=normal(1, 8, 5).float())
-    inputs = AdvantageInputs(**{**vars(inputs), "baselines": inputs.baselines.float()})
-    assert [x.dtype for x in ESTIMATORS[name](inputs)] == [torch.float32] * 2
 
 
 def test_token_rewards_are_summed_in_fp64():

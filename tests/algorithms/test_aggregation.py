@@ -99,17 +99,3 @@ def test_micro_batches_add_up_to_the_whole(mode, lengths, cut):
         total += part.item()
     assert total == pytest.approx(loss.item(), abs=1e-12)
     torch.testing.assert_close(parts.grad, whole.grad)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_tokens_loss_and_gradient_are_zero(mode):
-    losses = torch.full((2, 3), float("nan"), requires_grad=True)
-    loss = aggregate(losses, torch.zeros(2, 3).bool(), mode, Denominators(1, 1, 1))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert torch.equal(losses.grad, torch.zeros(2, 3))
-
-
-def test_an_unknown_mode_is_an_error():
-    with pytest.raises(ValueError, match="mean_of_means"):
-        aggregate(torch.zeros(1, 1), torch.ones(1, 1).bool(), "mean_of_means", Denominators(1, 1, 1))

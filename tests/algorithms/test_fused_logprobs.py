@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dschat_ppo.algorithms import fused_logprobs
 from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
@@ -85,15 +84,6 @@ def test_values_and_gradients_are_those_of_whole_logits(narrow, head, temperatur
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("block_rows", [1, 7, 300, V, 5 * V])
-def test_the_width_of_a_block_changes_nothing(monkeypatch, block_rows):
-    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
-    hidden, weight, _, tokens = inputs()
-    found = fused_token_scores(hidden, weight, None, tokens, block_bytes=4 * N * block_rows)
-    for a, b in zip(found, whole(hidden, weight, None, tokens, 1.0, Head()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -291,90 +281,6 @@ def test_sums_by_softmax_stand_large_logits_nan_and_a_bias_of_minus_infinity(nar
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-SINGLE = ("gather", "scatter_add")  # they touch one number of a row
-
-
-def bytes_per_logit(temperature: float, backward: bool) -> float:
-    """Bytes of whole blocks that operations read and write, for each logit; of matrix products only what they write."""
-    moved = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found, name = function(*args, **(kwargs or {})), function._schema.name
-            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
-            if not is_view and not any(part in name for part in SINGLE):
-                used = (found,) if name == "aten::mm" else (args, kwargs, found)
-                tensors = [t for t in torch.utils._pytree.tree_leaves(used) if isinstance(t, torch.Tensor)]
-                moved.extend(t.nbytes for t in tensors if t.numel() == 512 * 256)
-            return found
-
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 8, generator=generator).bfloat16().requires_grad_()
-    weight = torch.randn(1024, 8, generator=generator).bfloat16().requires_grad_()
-    tokens = torch.randint(0, 1024, (512,), generator=generator)
-    with Watch():
-        logprobs, _ = fused_token_scores(hidden, weight, None, tokens, temperature, block_bytes=4 * 512 * 256)
-        forward = sum(moved)
-        moved.clear()
-        logprobs.sum().backward()
-    return (sum(moved) if backward else forward) / (512 * 1024)
-
-
-@pytest.mark.parametrize(("backward", "of_1", "of_others"), [(False, 48, 56), (True, 38, 54)])
-def test_a_temperature_of_1_takes_no_pass_over_the_logits(backward, of_1, of_others):
-    assert bytes_per_logit(1.0, backward) == of_1
-    assert bytes_per_logit(0.7, backward) == of_others
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_sums_by_softmax_take_fewer_passes():
-    """On a GPU 4 bytes less again, because the product is in fp32."""
-    assert bytes_per_logit(1.0, backward=False) == 36
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("by_softmax", [False, True])
-@pytest.mark.parametrize(
-    ("softcap", "entropy_grad", "most"), [(None, False, 1.5), (None, True, 3), (3.0, False, 4), (3.0, True, 5)]
-)
-def test_few_blocks_exist_at_a_time(softcap, entropy_grad, most, by_softmax, dtype, monkeypatch):
-    """Three in a forward pass, one of them inside a sum of products, and `most` in a backward pass. None of them is
-    left when the next block is made."""
-    monkeypatch.setattr(fused_logprobs, "has_fused_softmax", lambda device: by_softmax)
-    made, peak, left, block_logits = [], [0], [], fused_logprobs._block_logits
-
-    def noting(*given):
-        left.append(sum(not other.expired() for other, _ in made))
-        return block_logits(*given)
-
-    monkeypatch.setattr(fused_logprobs, "_block_logits", noting)
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(found):
-                if isinstance(tensor, torch.Tensor) and tensor.numel() == 512 * 256:
-                    storage = tensor.untyped_storage()
-                    if all(storage._cdata != other.cdata for other, _ in made):
-                        made.append((StorageWeakRef(storage), storage.nbytes() / (4 * 512 * 256)))
-            made[:] = [(other, size) for other, size in made if not other.expired()]
-            peak[0] = max(peak[0], sum(size for _, size in made))
-            return found
-
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype).requires_grad_() for n in (512, 1024))
-    tokens = torch.randint(0, 1024, (512,), generator=generator)
-    with Watch():
-        scores = fused_token_scores(
-            hidden, weight, None, tokens, 0.7, Head(softcap=softcap), entropy_grad, 4 * 512 * 256
-        )
-        assert peak == [3]
-        peak[0] = 0
-        (scores[0].sum() + (scores[1].sum() if entropy_grad else 0)).backward()
-    assert most - 0.5 <= peak[0] <= most
-    assert left == [0] * 8
-
-
 def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
     """On tensors that claim to be on one; `torch.mm` with another dtype of the result needs one."""
     asked = []
@@ -398,12 +304,3 @@ def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
     monkeypatch.setattr(fused_logprobs, "FP32_PRODUCTS", False)
     assert fused_logprobs._product(on_gpu, weight, None).dtype == torch.float32
     assert asked == [torch.float32]
-
-
-def test_blocks_have_strides_that_a_gpu_multiplies_fast(monkeypatch):
-    """37 rows of at most 700 columns: blocks of 512, and the rest of the vocabulary."""
-    widths, original = [], fused_logprobs._product
-    monkeypatch.setattr(fused_logprobs, "_product", lambda *a: widths.append(len(a[1])) or original(*a))
-    hidden, weight = torch.randn(37, 8), torch.randn(1300, 8)
-    fused_token_scores(hidden, weight, None, torch.arange(37), block_bytes=4 * 37 * 700)
-    assert widths == [512, 512, 276]

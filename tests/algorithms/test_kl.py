@@ -2,19 +2,14 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from dschat_ppo.algorithms.kl import (
     KL_ESTIMATORS,
-    kl_abs,
     kl_full,
-    kl_k1,
-    kl_k2,
     kl_k3,
     kl_loss,
-    straight_through,
 )
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.0, -0.4], dtype=torch.float64)
@@ -86,20 +81,6 @@ def test_the_value_is_that_of_the_estimator(estimator, straight):
     assert kl_loss(logprobs, reference, estimator, straight)[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_straight_gradient_of_a_token_is_the_log_ratio():
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    kl_loss(logprobs, torch.tensor([[-1.5, -1.0]]), "k3", straight=True).sum().backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([0.5, -1.0])
-
-
-def test_straight_through_takes_value_and_gradient_from_two_tensors():
-    x = torch.tensor([2.0, 3.0], requires_grad=True)
-    mixed = straight_through(10 * x, x**2)
-    mixed.sum().backward()
-    assert mixed.tolist() == [20.0, 30.0]
-    assert x.grad.tolist() == [4.0, 6.0]
-
-
 def test_an_unknown_estimator_is_an_error():
     with pytest.raises(KeyError):
         kl_loss(torch.zeros(1, 1), torch.zeros(1, 1), "k4", straight=True)
@@ -136,19 +117,6 @@ def test_full_divergence_is_infinite_if_q_is_zero_where_p_is_not():
     assert kl_full(torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item() == math.inf
 
 
-def test_full_divergence_of_nan_is_nan():
-    assert math.isnan(kl_full(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0])).item())
-
-
-def test_gradients_of_k2_and_abs_by_hand():
-    d = torch.tensor([0.5, -2.0], requires_grad=True)
-    kl_k2(d, torch.zeros(2)).sum().backward()
-    assert d.grad.tolist() == [0.5, -2.0]
-    d.grad = None
-    kl_abs(d, torch.zeros(2)).sum().backward()
-    assert d.grad.tolist() == [1.0, -1.0]
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("straight", [False, True])
 def test_rounding_does_not_decide_the_gradient_where_policy_and_reference_are_equal(estimator, straight):
@@ -157,17 +125,6 @@ def test_rounding_does_not_decide_the_gradient_where_policy_and_reference_are_eq
         loss = kl_loss(logprobs, torch.full((2,), -1.0 + noise), estimator, straight)
         gradients += torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(*gradients, atol=5e-4, rtol=0)
-
-
-def test_k1_by_hand():
-    difference = kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
-    assert difference.tolist() == [0.5, -1.0]
-
-
-def test_k3_by_hand():
-    estimate = kl_k3(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0]))
-    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0])
-    assert (estimate >= 0).all()
 
 
 def test_k3_is_capped_before_its_square_overflows():
@@ -180,11 +137,3 @@ def test_k3_is_capped_before_its_square_overflows():
     estimate.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(19), 0.0, 0.0, 0.0, 1.0])
     assert math.isnan(kl_k3(torch.tensor(math.nan), torch.tensor(0.0)).item())
-
-
-def test_k1_and_k3_are_unbiased():
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    divergence = float((p * np.log(p / q)).sum())
-    log_p, log_q = torch.tensor(np.log(p)), torch.tensor(np.log(q))
-    assert float((torch.tensor(p) * kl_k1(log_p, log_q)).sum()) == pytest.approx(divergence)
-    assert float((torch.tensor(p) * kl_k3(log_p, log_q)).sum()) == pytest.approx(divergence)

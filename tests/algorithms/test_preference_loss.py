@@ -32,11 +32,6 @@ def test_bradley_terry_by_hand():
     assert loss.item() == pytest.approx(-math.log(0.75))
 
 
-def test_equal_scores_cost_log_two():
-    loss = bradley_terry_loss(torch.full((4,), 5.0), torch.full((4,), 5.0), torch.ones(4).bool(), num_pairs=4)
-    assert loss.item() == pytest.approx(math.log(2.0))
-
-
 def test_the_margin_is_subtracted_from_the_lead():
     # Lead 2 with margin 2 is no lead.
     loss = bradley_terry_loss(torch.tensor([2.0]), torch.zeros(1), torch.tensor([True]), 1, torch.tensor([2.0]))
@@ -47,20 +42,6 @@ def test_the_margin_is_subtracted_from_the_lead():
 def test_bradley_terry_matches_numpy_without_the_filler_pair(margin):
     expected = loss_by_numpy(np.zeros(5) if margin is None else margin.numpy()) / 4
     assert bradley_terry_loss(CHOSEN, REJECTED, REAL, 4, margin).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_filler_pairs_have_no_gradient():
-    chosen = CHOSEN.clone().requires_grad_()
-    bradley_terry_loss(chosen, REJECTED, REAL, 4, MARGIN).backward()
-    lead = (CHOSEN - REJECTED - MARGIN).numpy().astype(np.float64)
-    expected = np.where(REAL.numpy(), -1 / (1 + np.exp(lead)) / 4, 0.0)
-    np.testing.assert_allclose(chosen.grad.numpy(), expected, rtol=1e-5)
-    assert chosen.grad[4].item() == 0.0
-
-
-def test_bradley_terry_does_not_overflow_on_an_extreme_pair():
-    loss = bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.tensor([True]), num_pairs=1)
-    assert loss.item() == pytest.approx(1000.0)
 
 
 def test_bradley_terry_of_micro_batches_adds_up_to_the_whole():
@@ -76,24 +57,10 @@ def test_bradley_terry_of_micro_batches_adds_up_to_the_whole():
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-def test_bradley_terry_equals_the_logexp_loss():
-    ours = bradley_terry_loss(CHOSEN, REJECTED, REAL, 4, MARGIN).item()
-    logexp = np.log(1 + np.exp((REJECTED - CHOSEN + MARGIN).numpy().astype(np.float64)))
-    assert ours == pytest.approx(logexp[REAL.numpy()].sum() / 4, rel=1e-5)
-
-
 def test_centering_by_hand_without_the_filler_pair():
     # Sums of scores: 1, 0, 6, -1.8 (and 16 of the filler).
     loss = reward_centering_loss(CHOSEN, REJECTED, REAL, num_pairs=8)
     assert loss.item() == pytest.approx((1 + 0 + 36 + 3.24) / 8)
-
-
-def test_centering_gradient_goes_to_both_scores():
-    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
-    reward_centering_loss(chosen, rejected, REAL, num_pairs=4).backward()
-    expected = [2 * total / 4 for total in (1.0, 0.0, 6.0, -1.8)] + [0.0]
-    assert chosen.grad.tolist() == pytest.approx(expected)
-    assert rejected.grad.tolist() == pytest.approx(expected)
 
 
 def test_values_of_filler_pairs_are_ignored():
@@ -141,10 +108,6 @@ def ours(objective: str, lead: torch.Tensor, beta: float, num_pairs: float) -> t
     return preference_loss(objective, lead, REAL_LEADS, num_pairs, beta, SMOOTHING.get(objective, 0.0))
 
 
-def test_there_is_a_loss_for_every_objective():
-    assert set(PAIR_LOSSES) == {"dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll"}
-
-
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 @pytest.mark.parametrize("objective", PAIR_LOSSES)
 def test_pair_losses_match_a_loop_without_the_filler_pair(objective, beta):
@@ -166,24 +129,6 @@ def test_pair_losses_values_by_hand():
     for objective, value in expected.items():
         found = preference_loss(objective, lead, real, 1, 0.5, 0.1 if objective in SMOOTHING else 0.0).item()
         assert found == pytest.approx(value, abs=1e-6), objective
-
-
-def test_pair_losses_of_a_policy_equal_to_the_reference():
-    lead, real = torch.zeros(3, dtype=torch.float64), torch.ones(3).bool()
-    expected = {
-        "dpo": math.log(2), "dpo_nll": math.log(2), "cdpo": math.log(2), "robust_dpo": math.log(2), "ipo": 25.0,
-        "hinge": 1.0,
-    }  # fmt: skip
-    for objective, value in expected.items():
-        found = preference_loss(objective, lead, real, 3, 0.1, SMOOTHING.get(objective, 0.0)).item()
-        assert found == pytest.approx(value, rel=1e-12), objective
-
-
-def test_the_mean_of_robust_dpo_over_flipped_labels_is_dpo_of_the_true_labels():
-    real = torch.ones(6).bool()
-    right = preference_loss("robust_dpo", LEAD, real, 1, 0.3, 0.2)
-    flipped = preference_loss("robust_dpo", -LEAD, real, 1, 0.3, 0.2)
-    assert (0.8 * right + 0.2 * flipped).item() == pytest.approx(preference_loss("dpo", LEAD, real, 1, 0.3).item())
 
 
 @pytest.mark.parametrize("objective", PAIR_LOSSES)
@@ -234,14 +179,6 @@ def test_log_ratios_are_sums_over_tokens_and_averages_for_ipo():
         by_token = objective == "ipo"
         assert chosen.tolist() == pytest.approx([1 / 2, -6 / 3, 0.0] if by_token else [1.0, -6.0, 0.0])
         assert rejected.tolist() == pytest.approx([-3 / 5, -0.5, 0.0] if by_token else [-3.0, -0.5, 0.0])
-
-
-def test_log_ratios_have_a_gradient_for_the_policy():
-    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    tokens = torch.tensor(TOKENS)
-    chosen, rejected = log_ratios(logprobs, torch.tensor(REFERENCE, dtype=torch.float64), tokens, "ipo")
-    (chosen - rejected).sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([1 / 2, 1 / 3, 1.0, -1 / 5, -1.0, -1.0])
 
 
 def test_chosen_nll_is_the_mean_over_pairs_of_means_over_tokens():

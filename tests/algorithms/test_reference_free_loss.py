@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms.reference_free_loss import (
-    LARGEST_MEAN,
     cpo_pair_loss,
     log_odds,
     orpo_pair_loss,
@@ -33,11 +32,6 @@ def test_log_odds_are_the_logarithm_of_p_over_one_minus_p(mean):
     assert log_odds(torch.tensor(mean, dtype=torch.float64)).item() == pytest.approx(math.log(p / (1 - p)), rel=1e-9)
 
 
-def test_odds_of_one_half_are_one():
-    assert log_odds(torch.tensor(math.log(0.5), dtype=torch.float64)).item() == pytest.approx(0.0, abs=1e-12)
-    assert log_odds(torch.tensor(math.log(0.9), dtype=torch.float64)).item() == pytest.approx(math.log(9))
-
-
 def test_orpo_by_hand():
     chosen, rejected = pair()
     for found, w, r in zip(orpo_pair_loss(chosen, rejected, 0.3).tolist(), CHOSEN, REJECTED, strict=True):
@@ -55,13 +49,6 @@ def test_cpo_by_hand():
     chosen, rejected = pair()
     for found, w, r in zip(cpo_pair_loss(chosen, rejected, 0.4).tolist(), CHOSEN, REJECTED, strict=True):
         assert found == pytest.approx(math.log(1 + math.exp(-(0.4 * w - 0.4 * r))), rel=1e-8)
-
-
-def test_equal_answers_cost_log_two_and_a_lead_of_gamma_too():
-    same = torch.tensor([-1.0], dtype=torch.float64)
-    assert orpo_pair_loss(same, same, 1.0).item() == pytest.approx(math.log(2))
-    assert cpo_pair_loss(same, same, 3.0).item() == pytest.approx(math.log(2))
-    assert simpo_pair_loss(same + 0.5, same, 2.0, 1.0).item() == pytest.approx(math.log(2))
 
 
 def test_the_gradient_of_log_odds_is_one_over_one_minus_p():
@@ -84,8 +71,3 @@ def test_values_and_gradients_are_finite_at_extreme_log_probs(loss):
     assert chosen.grad.isfinite().all() and rejected.grad.isfinite().all()
     assert (chosen.grad <= 0).all() and (rejected.grad >= 0).all()
     assert found.max() > 100, "no extreme pair in the grid"
-
-
-def test_an_answer_that_is_certain_counts_as_almost_certain():
-    certain = torch.tensor([0.0, LARGEST_MEAN / 2], dtype=torch.float64)
-    assert log_odds(certain).tolist() == pytest.approx([math.log(1e6)] * 2, rel=1e-6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
+from dschat_ppo.algorithms.win_rate import wilson_interval, win_shares
 
 
 def test_win_shares_by_hand():
@@ -24,13 +24,3 @@ def test_scores_that_fp32_cannot_tell_apart():
 )  # of other programs; Wilson (1927)
 def test_wilson_interval(share, count, low, high):
     assert wilson_interval(share, count) == pytest.approx((low, high), abs=6e-5)
-
-
-def test_it_solves_the_equation_of_the_score_test():
-    """At both ends the mean is 1.96 standard errors away, each computed at that end."""
-    for end in wilson_interval(0.37, 43):
-        assert abs(0.37 - end) / (end * (1 - end) / 43) ** 0.5 == pytest.approx(1.959964, abs=1e-6)
-
-
-def test_a_tie_is_no_accurate_pair():
-    assert accuracy_of(torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([0.0, 2.0, 1.0, 1.0])) == 0.5

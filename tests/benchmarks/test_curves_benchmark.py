@@ -10,7 +10,7 @@ from dschat_ppo.config.cli import parse
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from curves import PICTURES, RUNS, points  # noqa: E402
+from curves import PICTURES, RUNS  # noqa: E402
 
 sys.path.pop(0)
 PICTURE = re.compile(r"!\[[^\]]+\]\((?:docs/)?pictures/([\w-]+)\.png\)")
@@ -32,10 +32,3 @@ def test_each_picture_has_runs_and_is_shown():
     assert sorted(shown) == sorted(PICTURES)
     files = {file.stem for file in (ROOT / "docs/pictures").iterdir()}
     assert files == {*PICTURES, "learning"}
-
-
-def test_steps_without_the_metric_have_no_point(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/score": 1}\n{"step": 1, "a": 2}\n{"step": 2, "a": null}\n'
-    )
-    assert points(tmp_path, "a") == ([1], [2])

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fault_kinds  # noqa: E402
 import faults  # noqa: E402
 import faulty_main  # noqa: E402
-import long_run  # noqa: E402
 import power_loss  # noqa: E402
-from measure import write_docs  # noqa: E402
 
 LOG = """checkpoint step_000001: copied in 0.0 s, being written
 checkpoint step_000001: saved, 0.9 MiB
@@ -38,14 +35,6 @@ def test_twenty_kills_are_drawn_from_a_seed_and_with_the_others_hit_every_place(
     assert [fault.inject for fault in drawn] != [fault.inject for fault in faults.kills(1, 20)]
     assert {fault.inject["place"] for fault in drawn} | places == set(faulty_main.PLACES)
     assert {fault.inject["rank"] for fault in drawn} == {0, 1}
-
-
-def test_saved_steps_and_the_step_at_which_the_second_start_resumed_are_read_from_the_log():
-    assert faults.saved_steps(LOG) == 2
-    assert faults.saved_steps("") == 0
-    assert faults.resumed_at(LOG) == 0
-    again = "resuming from /out/checkpoints/step_000002: 2 steps are done\n"
-    assert faults.resumed_at(LOG + again + LOG) == 2
 
 
 @pytest.mark.parametrize("code", [0, 5])
@@ -76,20 +65,6 @@ def test_steps_are_lost_whatever_code_an_unfinished_run_gives(tmp_path, monkeypa
     assert outcome.survived is (outcome.met and lost == 0)
 
 
-@pytest.mark.parametrize(
-    ("met", "orphans", "lost", "equal", "survived"),
-    [
-        (True, 0, 0, True, True),
-        (False, 0, 0, True, False),
-        (True, 1, 0, True, False),
-        (True, 0, 1, True, False),
-        (True, 0, 0, False, False),
-    ],
-)
-def test_survived_is_met_alone_lossless_and_equal(met, orphans, lost, equal, survived):
-    assert faults.Outcome("f", 5, met, orphans, lost, equal, 1.0).survived is survived
-
-
 def outputs(folder: Path, loss: float, weight: float) -> Path:
     for role in ("actor", "critic"):
         (folder / role).mkdir(parents=True)
@@ -103,15 +78,6 @@ def test_outputs_are_equal_in_metrics_and_weights_but_not_in_times(tmp_path):
     assert faults.same_outputs(one, outputs(tmp_path / "same", 0.5, 1.0))
     assert not faults.same_outputs(one, outputs(tmp_path / "loss", 0.6, 1.0))
     assert not faults.same_outputs(one, outputs(tmp_path / "weight", 0.5, 1.0 + 2**-23))
-
-
-def test_the_table_goes_between_the_marks(tmp_path):
-    file = tmp_path / "docs.md"
-    file.write_text(f"before\n{faults.MARKS[0]}\nold\n{faults.MARKS[1]}\nafter\n")
-    text = faults.table([faults.Outcome("SIGKILL", 5, True, 0, 0, True, 1.0)])
-    write_docs(file, text, faults.MARKS)
-    assert text.splitlines()[-1] == "| SIGKILL | 5 | 0 | 0 | yes |"
-    assert file.read_text() == f"before\n{faults.MARKS[0]}\n\n{text}\n\n{faults.MARKS[1]}\nafter\n"
 
 
 def test_a_fault_comes_at_its_call_and_not_before(monkeypatch):
@@ -131,40 +97,6 @@ def test_every_place_of_a_fault_exists():
         assert callable(getattr(holder, name))
 
 
-def test_long_runs_are_compared_by_their_quarters_after_the_first_steps():
-    def sample(step: int, memory: int) -> long_run.Sample:
-        return long_run.Sample(step, memory * 2**20, 5, 100, 2.0 * step if step < 60 else 3.0 * step)
-
-    samples = [sample(step, 1000) for step in range(1, 20)]
-    samples += [sample(step, 100) for step in range(20, 60)] + [sample(step, 110) for step in range(60, 100)]
-    found = long_run.compare(samples)
-    assert found["memory_growth"] == pytest.approx(0.1)
-    assert found["step_growth"] == pytest.approx(0.5)
-    assert (found["steps"], found["files_before"], found["shared_bytes_after"]) == (99, 5, 100)
-
-
-def test_power_is_lost_twenty_times_in_both_steps_after_every_event():
-    runs = power_loss.draw(0, 20)
-    moments = [moment for cuts in runs for moment in cuts.moments]
-    assert len(moments) == 20 and max(len(cuts.moments) for cuts in runs) == 2
-    assert {moment.event for moment in moments} == set(power_loss.EVENTS)
-    assert {cuts.step for cuts in runs} == {1, 3} and {cuts.commit for cuts in runs} == {1, 5}
-    assert {cuts.mode for cuts in runs} == set(power_loss.MODES)
-    assert runs == power_loss.draw(0, 20) != power_loss.draw(1, 20)
-
-
-def test_a_loss_is_survived_where_the_next_start_ends_well_with_equal_numbers_and_no_step_lost():
-    cuts = power_loss.Cuts(3, (power_loss.Moment("config.yaml", 1.24),), "data=ordered", 5)
-    whole = power_loss.Loss(cuts, 4, 0, 0, True)
-    losses = [whole, replace(whole, code=2), replace(whole, steps_lost=1), replace(whole, equal=False)]
-    assert [loss.survived for loss in losses] == [True, False, False, False]
-    assert power_loss.summary(losses) == {
-        "injected": 4, "survived": 1, "steps_lost": 1, "trajectories_equal": False,
-    }  # fmt: skip
-    row = "| step 3, 1.2 s after config.yaml | data=ordered, commit=5 | 4 | 0 | 0 | yes |"
-    assert power_loss.table([whole]).splitlines()[-1] == row
-
-
 def test_a_cut_takes_what_is_not_synced_and_nothing_else(tmp_path):
     if not power_loss.may_cut():
         pytest.skip("file systems cannot be mounted and shut down here")
@@ -180,14 +112,6 @@ def test_a_cut_takes_what_is_not_synced_and_nothing_else(tmp_path):
         disk.unmount()
     assert left.pop(str(disk.place / "synced")) == b"x" * 9000
     assert left.get(str(disk.place / "not_synced"), b"") == b""
-
-
-def test_without_root_the_benchmark_of_power_says_so_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(power_loss, "may_cut", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["faults.py", "--power", "--work", str(tmp_path)])
-    monkeypatch.setattr(faults, "Bench", lambda work: None)
-    with pytest.raises(SystemExit, match="^power losses need root and loop devices: [^\n]*$"):
-        faults.main()
 
 
 @pytest.mark.ranks

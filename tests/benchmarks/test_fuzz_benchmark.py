@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -13,8 +12,6 @@ from launch import forked
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fuzz  # noqa: E402
-import fuzz_cases  # noqa: E402
-from fuzz_mutations import mutate_bytes, mutate_file, mutate_json  # noqa: E402
 
 
 def test_thirty_cases_end_with_a_result_or_one_line(tmp_path):
@@ -56,37 +53,3 @@ def print_error(text: str, code: int = 2) -> int:
 )
 def test_the_end_of_a_case_is_judged(tmp_path, body, outcome):
     assert ends(tmp_path, body) == outcome
-
-
-def test_a_case_that_waits_forever_is_ended_with_the_processes_that_it_started(tmp_path):
-    def body() -> None:
-        child = os.fork()
-        if child:
-            (tmp_path / "child").write_text(str(child))
-        time.sleep(100)
-
-    assert ends(tmp_path, body, seconds=1.0) == ("failed", "hang")
-    child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.05)
-
-
-def test_mutations_depend_on_the_seed_alone(tmp_path):
-    def mutated(seed: int) -> list[str]:
-        rng, found = random.Random(seed), list[object]()
-        for number in range(30):
-            file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-            file.write_text('{"a": [1, "b"], "c": {"d": null}}')
-            found += [mutate_json(rng, {"a": [1, {"b": 2}]}), mutate_bytes(rng, b"some bytes " * number)]
-            found.append(mutate_file(rng, file).partition(": ")[2])
-            found.append(file.read_bytes() if file.is_file() and not file.is_symlink() else None)
-        return [repr(each) for each in found]
-
-    assert mutated(1) == mutated(1) != mutated(2)
-
-
-def test_each_kind_of_case_is_in_every_30_in_its_share():
-    for start in (0, 300):
-        drawn = [fuzz_cases.kind_of(number) for number in range(start, start + 30)]
-        assert {name: drawn.count(name) for name in drawn} == {k: share for k, (_, share) in fuzz_cases.KINDS.items()}

@@ -22,25 +22,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_checks.__main__ as runner  # noqa: E402
 import ppo_parts  # noqa: E402
 import rollout  # noqa: E402
-from gpu_checks import attention, generation, parts, run_part, steps, train_runs, trajectory  # noqa: E402
+from gpu_checks import attention, generation, parts, run_part, steps, trajectory  # noqa: E402
 from models import workload  # noqa: E402
-
-
-def test_a_target_is_met_by_a_number_within_its_bounds():
-    target = parts.Target("a.b", at_least=1, at_most=2)
-    assert [target.is_met(value) for value in (0.9, 1, 2, 2.1, None, {"failed": "x"}, float("nan"))] == [
-        False, True, True, False, False, False, False,
-    ]  # fmt: skip
-
-
-def test_missed_targets_are_those_of_the_parts_that_ran():
-    found = {"resume": {"compared": {"beyond_again": 0.5}}, "waits": {"rollout": {"per_token": 0.1}}}
-    lines = {line["path"]: line for line in parts.missed(found, right_only=False)}
-    assert set(lines) == {"resume.compared.beyond_again", "waits.step.train_per_micro_batch"}
-    assert lines["resume.compared.beyond_again"] == {
-        "path": "resume.compared.beyond_again", "is": 0.5, "at_most": 0, "right": True,
-    }  # fmt: skip
-    assert [line["path"] for line in parts.missed(found, right_only=True)] == ["resume.compared.beyond_again"]
 
 
 def perfect(monkeypatch) -> dict:
@@ -76,11 +59,6 @@ def test_right_and_fast_code_misses_nothing(monkeypatch):
     monkeypatch.setattr(RolloutGraphs, "keep", lambda *_: None)
     found = perfect(monkeypatch)
     assert [line["path"] for line in parts.missed(found, False)] == ["rollout_small.ours_64.captures_again"]
-
-
-def test_chance_decides_which_of_two_equal_runs_is_further_away():
-    assert [trajectory.beyond_again(again, resumed) for again, resumed in ((1, 1.5), (1, 3), (0, 0))] == [0, 0, 0]
-    assert trajectory.beyond_again(0.0, 0.5) == 0.5 and trajectory.beyond_again(1.0, 5.0) == 2.0
 
 
 @pytest.mark.parametrize(("card", "gib"), [("h100", 79.6), ("h200", 140.0)])
@@ -158,13 +136,6 @@ def test_parts_that_fail_or_are_late_keep_what_they_found(monkeypatch, tmp_path,
     assert "ValueError: no GPU" in capsys.readouterr().err
 
 
-def test_each_part_has_a_process_but_in_a_trial():
-    names = ["machine", "trajectory", "resume", "ppo"]
-    assert runner.groups_of(names, tiny=False) == [["machine"], ["trajectory"], ["resume"], ["ppo"]]
-    assert runner.groups_of(names, tiny=True) == [["trajectory", "resume"], ["machine", "ppo"]]
-    assert runner.groups_of(["ppo"], tiny=True) == [["ppo"]]
-
-
 def test_a_number_that_cannot_be_measured_is_named_and_does_not_end_the_part(tmp_path):
     findings = run_part.Findings(tmp_path / "found.json")
 
@@ -175,18 +146,6 @@ def test_a_number_that_cannot_be_measured_is_named_and_does_not_end_the_part(tmp
     assert findings.measure("second", lambda: 2.0) == 2.0
     expected = {"first": {"failed": "OutOfMemoryError: CUDA out of memory"}, "second": 2.0}
     assert json.loads((tmp_path / "found.json").read_text()) == expected
-
-
-def test_difference_of_two_runs_by_hand():
-    one = {"loss": 4.0, "kl": 0.5, "gone": 1.0}
-    assert train_runs.largest_difference(one, {**one, "loss": 4.4}) == (pytest.approx(0.1), "loss")
-    assert train_runs.largest_difference(one, {**one, "kl": 0.7}) == (pytest.approx(0.2), "kl")
-    assert train_runs.largest_difference(one, {"loss": 4.0, "kl": 0.5}) == (train_runs.NOT_COMPARABLE, "gone")
-    assert train_runs.largest_difference(one, {**one, "kl": float("nan")}) == (train_runs.NOT_COMPARABLE, "kl")
-    found = trajectory.compared({1: one, 2: one}, {1: {**one, "kl": 0.6}, 2: {**one, "loss": 6.0}})
-    assert (found["first_step"], found["in"]) == (pytest.approx(0.1), "kl")
-    assert (found["all_steps"], found["all_in"], found["steps"]) == (0.5, "loss", 2)
-    assert trajectory.compared({1: one, 2: one}, {1: one})["all_steps"] == train_runs.NOT_COMPARABLE
 
 
 @pytest.mark.parametrize(("run", "counted"), [(2 * 8 * 4 + 16 + 3, 80), (80, 80), (79, 24), (24, 24), (10, 10)])

@@ -53,17 +53,6 @@ def test_both_ways_make_the_same_update(name, folder, monkeypatch):
     assert (weights(ours.engines.actor) - before).abs().mean() > 0.5 * RATE
 
 
-def test_answers_have_the_given_lengths(folder):
-    """The plain way's ids, masks and lengths, for several answers to a prompt."""
-    work = ppo_step.TINY.workload("group", ppo_step.TINY.model.vocab_size)
-    model = ppo_parts.language_model(ppo_step.TINY.model)
-    ids, mask, response_mask = plain.answers(model, work)
-    prompt = work.prompts.prompt_ids.shape[1]
-    assert torch.equal(ids[:, :prompt], work.prompts.prompt_ids.repeat_interleave(8, dim=0))
-    assert response_mask.sum(dim=1).tolist() == work.answer_lengths.tolist() == [4] * 16
-    assert torch.equal(mask[:, prompt:].bool(), response_mask) and bool(mask[:, :prompt].all())
-
-
 @pytest.mark.slow
 def test_a_trial_of_the_script(tmp_path):
     words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]

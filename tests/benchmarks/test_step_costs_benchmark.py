@@ -29,23 +29,6 @@ def test_operators_are_seen_forward_and_backward_with_their_caller():
     assert callers == {"test_step_costs_benchmark.py"}
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "library"),
-    [
-        (str(ROOT / "dschat_ppo/ppo/loop.py"), "run", "dschat_ppo"),
-        ("/venv/site-packages/deepspeed/runtime/engine.py", "step", "deepspeed"),
-        ("/venv/site-packages/transformers/models/llama.py", "forward", "transformers"),
-        ("/venv/site-packages/torch/nn/modules/module.py", "_call_impl", "torch"),
-        ("~", "<built-in method torch._C._nn.linear>", "torch (C++)"),
-        (f"{step_costs.PACKAGE}/cpu_kernels/operations.py", "_run", "kernels (C++)"),
-        ("~", "<built-in method builtins.len>", "Python"),
-        ("/usr/lib/python3.12/contextlib.py", "__enter__", "Python"),
-    ],
-)
-def test_functions_by_library(file, name, library):
-    assert step_costs.library_of(file, 1, name) == library
-
-
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_on_two_ranks(tmp_path):

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from launch import forked, succeed
-from safetensors.torch import save_file
 
 from dschat_ppo.config.cli import parse
 
@@ -45,10 +43,6 @@ def test_differences_are_named(found, named):
     assert list(trajectories.differences("run", found, RECORDED)) == named
 
 
-def test_a_run_that_is_not_recorded_is_a_difference():
-    assert list(trajectories.compare({"other": RECORDED}, {"run": RECORDED})) == ["other: is not in the recording"]
-
-
 def test_a_resumed_run_gives_the_later_lines_and_the_final_weights(monkeypatch):
     run = trajectory_runs.Run("step2_dpo", "", resumed=("step_000001",))
     monkeypatch.setitem(trajectories.RUNS, "run", run)
@@ -68,34 +62,6 @@ def test_a_resumed_run_gives_the_later_lines_and_the_final_weights(monkeypatch):
     assert found() == ["run from step_000001, best/a: 2 in the recording, 3 now"]
     resumed["weights"], resumed["metrics"] = {}, recorded["metrics"][2:]
     assert [line.split(":")[0] for line in found()] == ["run from step_000001, step 2", "run from step_000001, a"]
-
-
-def test_a_digest_depends_on_names_dtypes_shapes_and_every_bit(tmp_path):
-    tensors = {
-        "same": {"w": torch.zeros(2, 2)},
-        "name": {"v": torch.zeros(2, 2)},
-        "dtype": {"w": torch.zeros(2, 2, dtype=torch.int32)},
-        "shape": {"w": torch.zeros(4)},
-        "sign": {"w": -torch.zeros(2, 2)},
-        "bf16": {"w": torch.zeros(2, 2, dtype=torch.bfloat16), "number": torch.tensor(1.0)},
-    }
-    for name, held in tensors.items():
-        save_file(held, tmp_path / name)
-    save_file({"w": torch.zeros(2, 2)}, tmp_path / "again", metadata={"format": "pt"})
-    assert len({trajectories.digest(tmp_path / name) for name in tensors}) == len(tensors)
-    assert trajectories.digest(tmp_path / "again") == trajectories.digest(tmp_path / "same")
-
-
-def test_times_and_memory_are_left_out(tmp_path):
-    line = {"step": 1, "time": 1.0, "loss": 2.0, "time/train": 1, "time/train_tokens_per_s": 1}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"memory/train_peak_gib": 1}) + "\n")
-    (tmp_path / "result.json").write_text('{"seconds": 3, "steps": 1}')
-    assert trajectories.metrics_of(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": "result", "steps": 1}]
-
-
-def test_some_runs_bring_what_they_need():
-    assert trajectories.chosen_runs(["gae"]) == ["sft", "reward", "gae"]
-    assert trajectories.chosen_runs([]) == list(trajectory_runs.RUNS)
 
 
 @pytest.mark.parametrize("name", trajectory_runs.RUNS)

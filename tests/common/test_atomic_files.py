@@ -8,7 +8,6 @@ import pytest
 
 from dschat_ppo.common.atomic_files import (
     checksum,
-    empty_folder,
     make_folder,
     move_files_up,
     replace_folder,
@@ -75,22 +74,10 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path):
     assert (tmp_path / "latest").read_text() == "old" and os.listdir(tmp_path) == ["latest"]
 
 
-def test_the_first_failure_is_reported_not_that_of_the_clean_up(tmp_path):
-    with pytest.raises(FileNotFoundError) as failure:
-        write_text(tmp_path / "nowhere" / "latest", "x")
-    assert failure.value.__context__ is None
-
-
 def test_missing_parents_are_made_and_their_names_synced(tmp_path, calls):
     make_folder(tmp_path / "a/b")
     assert (tmp_path / "a/b").is_dir()
     assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)])
-
-
-def test_an_empty_folder_replaces_the_old_one(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/old").write_text("x")
-    assert list(empty_folder(tmp_path / "a").iterdir()) == []
 
 
 def test_a_finished_folder_replaces_the_old_one_after_it_is_synced(tmp_path, monkeypatch):

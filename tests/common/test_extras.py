@@ -40,16 +40,6 @@ def test_the_command_fits_a_checkout_and_an_installed_package(monkeypatch, tmp_p
     assert how_to_install(module) == outside
 
 
-def test_no_other_message_names_the_checkout():
-    sources = (ROOT / "dschat_ppo").rglob("*.py")
-    assert not [path.name for path in sources if '-e ".' in path.read_text(encoding="utf-8")]
-
-
-def test_a_package_that_is_there_passes(monkeypatch):
-    monkeypatch.setitem(EXTRAS, "numpy", ("numpy", "numpy"))
-    require_extra("numpy", "--some_flag")
-
-
 def test_every_optional_import_has_a_command():
     assert set(EXTRAS) >= OPTIONAL
 

@@ -8,17 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 
 from dschat_ppo.checkpoint import state_files
-from dschat_ppo.checkpoint.engine_state import WEIGHTS, Fragment, Shard, gather
-from dschat_ppo.checkpoint.identity import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
-from dschat_ppo.models import loading, saving
+from dschat_ppo.models import loading
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.session.output_folder import remove_earlier_outputs
 
@@ -52,21 +49,6 @@ def test_each_block_that_is_read_sends_a_heartbeat(tmp_path, heartbeats, small_b
     assert len(heartbeats) == 4
     atomic_files.checksum(tmp_path / "file")
     assert len(heartbeats) == 8
-
-
-def test_each_part_of_a_fingerprint_sends_a_heartbeat(tmp_path, heartbeats):
-    rows_fingerprint(Dataset.from_dict({"ids": [[1]] * (2 * 4096 + 1)}))
-    assert len(heartbeats) == 3
-    (tmp_path / "config.json").write_bytes(b"{}")
-    (tmp_path / "model.safetensors").write_bytes(bytes(SAMPLES * SAMPLE_BYTES + 1))
-    model_fingerprint(tmp_path)
-    assert len(heartbeats) == 3 + 1 + SAMPLES
-
-
-def test_each_block_that_is_written_sends_a_heartbeat(tmp_path, heartbeats, small_blocks):
-    atomic_files.write_file(tmp_path / "file", memoryview(bytes(range(35))))
-    assert (tmp_path / "file").read_bytes() == bytes(range(35))
-    assert len(heartbeats) == 4 + 2 + 2  # and around two calls that sync
 
 
 def test_the_watchdog_is_paused_for_syncs_and_removals(tmp_path, monkeypatch):
@@ -146,12 +128,6 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
     assert not heartbeat.watchdog_is_paused()
 
 
-def test_each_piece_of_the_states_of_other_ranks_sends_a_heartbeat(heartbeats):
-    shards = [Shard([Fragment("w", 2 * rank, 2, 0, 0)], [{WEIGHTS: torch.ones(2)}], 0) for rank in range(2)]
-    assert gather(shards, [Fragment("w", 1, 2, 0, 0)], [2])[0][WEIGHTS].tolist() == [1, 1]
-    assert len(heartbeats) == 2
-
-
 @pytest.mark.parametrize(("stage", "watchdog_paused"), [(None, True), (2, True), (3, False)])
 def test_weights_are_read_before_ranks_wait_for_each_other(
     tmp_path, heartbeats, small_blocks, monkeypatch, stage, watchdog_paused
@@ -169,13 +145,6 @@ def test_weights_are_read_before_ranks_wait_for_each_other(
     loading._read_through.cache_clear()
     with loading._loading(str(tmp_path), {"zero_optimization": {"stage": 3}}):
         assert len(heartbeats) == blocks + (4 if watchdog_paused else 0)
-
-
-def test_the_watchdog_is_paused_while_models_are_saved(tmp_path):
-    paused = []
-    part = SimpleNamespace(save_pretrained=lambda *_, **__: paused.append(heartbeat.watchdog_is_paused()))
-    assert saving._write(part, {}, part, tmp_path / "model") is None
-    assert paused == [True, True]
 
 
 def test_pauses_of_the_watchdog_nest_and_end():

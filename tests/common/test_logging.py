@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dschat_ppo.common.logging import _print_once, logger, print_line, quiet_prints, set_verbose, table
+from dschat_ppo.common.logging import _print_once, logger, print_line, quiet_prints, table
 
 
 @pytest.fixture
@@ -56,14 +56,6 @@ def test_prints_of_libraries_are_discarded(capsys):
     assert capsys.readouterr().out == "line\n"
 
 
-def test_lines_of_this_project_are_printed_among_prints_that_are_discarded(capsys):
-    with quiet_prints():
-        print("memory")
-        print_line("line")
-        logger().info("info")
-    assert capsys.readouterr().out == "line\ninfo\n"
-
-
 @pytest.fixture
 def library():
     """A logger as DeepSpeed sets it up, after `set_verbose`, in place of the real one."""
@@ -94,17 +86,3 @@ def test_verbose_prints_everything(library, monkeypatch):
     log.info("made")
     log.info("made")
     assert stream.getvalue() == "made\nmade\n"
-
-
-def test_the_warning_about_the_cpu_does_not_come_before_deepspeed_is_set_up(monkeypatch):
-    log = logging.getLogger("DeepSpeed")
-    filters = list(log.filters)
-    monkeypatch.setattr("dschat_ppo.common.logging._VERBOSE", [False])
-    try:
-        for verbose, passes in ((False, False), (True, True), (False, False)):
-            set_verbose(verbose)
-            record = logging.makeLogRecord({"msg": "Setting accelerator to CPU. If you have", "levelno": 30})
-            assert bool(log.filter(record)) is passes
-            assert log.filter(logging.makeLogRecord({"msg": "other", "levelno": 30}))
-    finally:
-        log.filters[:] = filters

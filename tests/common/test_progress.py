@@ -2,7 +2,6 @@
 
 import os
 import pty
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,26 +62,6 @@ def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
         assert bar.text() == "SFT step 6/10 (60 %) | 3 s/step | 0:12 left | loss 1.5"
 
 
-def test_time_before_the_first_step_counts_for_no_rate(clock):
-    bar = Progress("SFT", 4, clock=clock)
-    clock.now += 50.0  # between construction and the start
-    with bar:
-        clock.now += 50.0  # an evaluation
-        bar.measure_from_here()
-        clock.now += 2.0
-        bar.advance()
-    assert (bar.seconds_per_step, bar.left) == (2.0, "0:06")
-
-
-def test_rates_are_those_of_the_last_twenty_steps(clock):
-    with Progress("SFT", 100, clock=clock) as bar:
-        for seconds in [50.0, 5.25, *(19 * [0.25])]:
-            clock.now += seconds
-            bar.advance(5)
-    assert bar.seconds_per_step == 0.5 and bar.tokens_per_second == 10.0, "20 steps of 5 tokens in 10 seconds"
-    assert "| 2 steps/s |" in bar.text()
-
-
 def test_a_phase_shows_how_far_it_is(clock):
     with Progress("PPO", 3, clock=clock) as bar:
         report_phase(2, 8, "answers", name="rollout")
@@ -106,15 +85,6 @@ def test_plain_lines_come_only_when_none_was_printed_for_thirty_seconds(clock, c
         clock.now += 29.0
         bar.advance()
     assert capsys.readouterr().out == "", "another line about the step was printed meanwhile"
-
-
-def test_other_ranks_show_nothing(clock, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    with Progress("SFT", 2, clock=clock) as bar:
-        clock.now += 60.0
-        report_phase(1, 2, "batches", name="score")
-        bar.advance()
-    assert capsys.readouterr() == ("", "") and bar.phase == ""
 
 
 def test_the_innermost_progress_is_shown_and_none_after_it(clock, capsys):
@@ -173,8 +143,3 @@ def test_in_a_terminal_one_line_is_redrawn_below_the_lines(size):
     assert [line for line in screen if line.strip()] == ["line 1", "line 2", "line 3", "end"]
     assert "\rSFT step 0/3 (0 %)" in written and "SFT step 3/3 (100 %) | " in written
     assert written.count("\n") == 4, "the progress line itself moves nothing"
-
-
-def test_the_line_fits_a_narrow_terminal():
-    drawn = re.findall(r"\r(SFT[^\r\n]*)", in_a_terminal(20))
-    assert drawn and max(map(len, drawn)) <= 20

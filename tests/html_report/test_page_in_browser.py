@@ -165,11 +165,3 @@ def test_a_phone_folds_all_but_the_overview_and_a_link_unfolds_its_section(brows
     assert found == [0, 2, ["policy"], True, True]
     opened(browser, tmp_path, {"lines": ppo_lines(4)})
     assert run_in(browser, "return all('details.part').every((part) => part.open)"), "not on a wide screen"
-
-
-def test_few_points_are_marked(browser, tmp_path):
-    lines = ppo_lines(40)
-    for line in (lines[4], lines[39]):
-        line["eval/score"] = line["reward/score_mean"]
-    opened(browser, tmp_path, {"lines": lines})
-    assert run_in(browser, "return chart('Held-out evaluation').data") == [[5, 40], [0.5, 4]]

@@ -6,15 +6,7 @@ import pytest
 from report_runs import ppo_lines, write_lines, write_run
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.html_report import run_folder
 from dschat_ppo.html_report.run_folder import read_run, read_runs
-from dschat_ppo.monitor import writers
-from dschat_ppo.ppo import samples
-
-
-def test_the_names_of_the_files_are_those_that_runs_write():
-    names = [run_folder.METRICS, run_folder.RESULT, run_folder.CONFIG, run_folder.STARTS, run_folder.SAMPLES]
-    assert names == [writers.METRICS, writers.RESULT, writers.CONFIG, writers.STARTS, samples.SAMPLES]
 
 
 def test_metrics_become_columns(tmp_path):
@@ -59,11 +51,6 @@ def test_passwords_in_urls_are_not_shown(tmp_path):
     assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
 
 
-def test_infinity_that_another_program_wrote_is_as_nan(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": NaN}\n')
-    assert read_run(tmp_path, "a").metrics["loss"] == [(1, None), (2, None)]
-
-
 def test_answers_of_evaluations_and_of_training(tmp_path):
     row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
            "ended": ["stop", "length"], "kl": [0.75, None],
@@ -86,12 +73,6 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     assert [one.scores for one in run.answers] == [
         {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
     ]  # fmt: skip
-
-
-def test_answers_of_another_shape_stop_no_report(tmp_path):
-    rows = [{"prompt": 3, "answers": "abc"}, {"answers": [7], "scores": "x", "ended": [[]]}]
-    run = read_run(write_run(tmp_path, ppo_lines(1), step_000001=rows, samples=[{"step": "x", "scores": [1]}]), "a")
-    assert run.answers == [] and run.damaged == {"step_000001.jsonl": 2, "samples.jsonl": 1}
 
 
 @pytest.mark.parametrize(("config", "expected"), [
@@ -126,11 +107,3 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=f"{name}: is not a regular file"):
         read_run(tmp_path, "run")
-
-
-def test_numbers_beyond_floats_and_endless_nesting_are_no_points_and_damage(tmp_path):
-    write_run(tmp_path, [{"step": 1, "time": 1.0, "loss": 10**400, "accuracy": 10**300}])
-    (tmp_path / "result.json").write_text("[" * 100_000)
-    run = read_run(tmp_path, "run")
-    assert run.metrics["loss"] == [(1, None)] and run.metrics["accuracy"] == [(1, 10**300)]
-    assert run.damaged == {"result.json": 1}

@@ -91,12 +91,6 @@ def test_a_folder_holds_one_form_of_a_model(assets, tmp_path, lm):
     torch.testing.assert_close(logits(loaded), logits(earlier), rtol=0, atol=0)
 
 
-def test_a_file_is_not_a_model_folder(tmp_path):
-    (tmp_path / "sft.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"^--m .*sft\.jsonl: is a file; name the folder of a model"):
-        model_folder(str(tmp_path / "sft.jsonl"), "--m")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_folder_is_a_model_folder(assets, tmp_path, lm, variant):
     model = lm(variant)
@@ -276,14 +270,6 @@ def test_another_rank_is_refused_with_both_numbers(assets, tmp_path, lm):
         check_causal_lm(folder, settings)
     with pytest.raises(UserError, match=r"^--use_dora: the adapter in .* is not DoRA"):
         check_causal_lm(folder, AdapterSettings(4, 8.0, 0.0, None, False, True, True))
-
-
-def test_a_config_without_a_rank_means_that_of_peft(assets, tmp_path, lm):
-    folder = saved(PolicyModel(lm()), assets, tmp_path / "adapter", merge=False)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "r"}))
-    with pytest.raises(UserError, match=r"^--lora_dim 4: the adapter in .* has rank 8"):
-        check_causal_lm(str(folder), LORA)
 
 
 def test_an_adapter_that_continues_keeps_its_scale(assets, tmp_path, lm, said):

@@ -81,12 +81,6 @@ def test_output_and_gradients_are_those_of_whole_attention(layout, rows, window,
         assert error.mean() < MEAN_ERROR and error.max() < LARGEST_ERROR
 
 
-def test_the_scale_is_that_of_the_width_by_default():
-    given, _ = inputs(1, 12)
-    expected = blockwise_attention(*given, Segments([12]), None, 0.25)
-    assert torch.equal(blockwise_attention(*given, Segments([12])), expected)
-
-
 def test_it_is_as_close_to_exact_attention_as_the_fused_kernel():
     given, gradient = inputs(2, 200)
     exact = [x.detach().double().requires_grad_() for x in given]
@@ -114,16 +108,3 @@ def test_a_large_logit_of_a_hidden_key_changes_nothing(parts):
     assert torch.equal(before[:, :, :20], after[:, :, :20])
     own = torch.autograd.grad(after[:, :, :20], changed, gradient[:, :, :20])
     assert all(bool((x[:, :, 20:] == 0).all()) for x in own)
-
-
-@pytest.mark.parametrize("layout", ["several blocks of queries", "two groups"])
-def test_threads_change_no_bit(layout):
-    parts = LAYOUTS[layout]
-    given, gradient = inputs(2, sum(parts.lengths))
-    found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        output = blockwise_attention(*given, parts)
-        found.append([output, *torch.autograd.grad(output, given, gradient)])
-    torch.set_num_threads(1)
-    assert all(map(torch.equal, *found))

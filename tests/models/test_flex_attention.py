@@ -76,18 +76,6 @@ def test_blocks_that_a_kernel_leaves_out_or_takes_whole(name, window):
         assert mask.full_kv_indices[0, 0, row, :count].tolist() == whole[row].nonzero().flatten().tolist()
 
 
-def test_whole_blocks_of_one_long_segment_are_taken_whole():
-    start, seen, end = torch.zeros(3, 4 * flex.BLOCK, dtype=torch.int64)
-    some, whole = blocks_of_keys(*visible_keys(start, seen, end, None))
-    assert torch.equal(some, torch.eye(4, dtype=torch.bool))
-    assert torch.equal(whole, torch.ones(4, 4, dtype=torch.bool).tril(-1))
-
-
-def test_a_mask_is_made_once_for_each_window():
-    masks = BlockMasks([4, 5], None, CPU)
-    assert masks.of(3) is masks.of(3) and masks.of(3) is not masks.of(None)
-
-
 def heads(total, count=4, kv_heads=2, width=8):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, total, width, generator=generator, requires_grad=True)
@@ -153,9 +141,3 @@ def test_a_gpu_runs_a_compiled_kernel_in_every_thread(monkeypatch):
     assert limits == [flex.MOST_KERNELS] * 2
     assert compiled == [(of_torch.flex_attention, True)]
     assert flex._kernel(on_gpu=False) is of_torch.flex_attention
-
-
-def test_without_a_gpu_pytorch_refuses_gradients():
-    query, key, value = heads(9)
-    with pytest.raises(NotImplementedError, match="backward on CPU"):
-        flex_attention(query, key, value, BlockMasks([9], None, CPU).of(None))

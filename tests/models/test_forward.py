@@ -235,10 +235,3 @@ def test_hooks_of_the_head_run_around_the_fused_function():
     count = sum(LENGTHS)
     assert seen == [(count, 32), [(count,), (count,)]]
     assert "forward" not in vars(lm.lm_head)
-
-
-def test_a_causal_model_alone_is_scored_too():
-    lm, rows = model_of("llama", 1), rollout()
-    with torch.no_grad():
-        found = response_logprobs(lm, rows, TEMPERATURE).logprobs
-        torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from pretended_gpu import moved, pretended_gpu
-from test_forward import FAMILIES, PACKED, TEMPERATURE, model_of, rollout, scores_alone
+from test_forward import TEMPERATURE, model_of, rollout, scores_alone
 from test_segment_attention import flash_by_hand
 from tiny_models import model_of as tiny_model_of
 from tiny_models import new_model
@@ -18,17 +18,6 @@ from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_known_heads_stay_fused_without_a_warning(name, dtype, said):
-    policy = PolicyModel(model_of(name, 1).to(dtype)).train()
-    select_kernels(policy)
-    assert policy.layout.fused
-    assert policy.layout.packed is (name in PACKED)
-    assert policy.training
-    assert not [line for line in said if "output head" in line]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,14 +125,6 @@ def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name,
     ids, wanted = torch.randint(2, 48, (3, 12), generator=torch.Generator().manual_seed(0)), torch.ones(3, 12).bool()
     wanted[1, 5:] = wanted[2, 8:] = False
     torch.testing.assert_close(policy(ids, wanted), plain(ids, wanted), rtol=0, atol=1e-5)
-
-
-def test_a_bias_that_is_learned_gets_its_gradient():
-    policy = PolicyModel(new_model("doge"))
-    select_kernels(policy)
-    policy(torch.arange(24).view(2, 12), torch.ones(2, 12).tril(9).bool())[0].sum().backward()
-    biases = [weight for key, weight in policy.named_parameters() if key.endswith("self_attn.A")]
-    assert biases and all(weight.grad.abs().sum() > 0 for weight in biases)
 
 
 def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):

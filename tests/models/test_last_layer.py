@@ -78,22 +78,6 @@ def test_values_and_scores_and_gradients_are_those_of_each_row_alone(name, way):
     torch.testing.assert_close(scores, ends, rtol=0, atol=1e-5)
 
 
-def test_the_last_mlp_gets_the_tokens_that_are_read():
-    rows = rollout()
-    answers = int(rows.response_mask.sum())
-    for shares in (False, True):
-        policy = PolicyModel(model_of("llama", 1), Layout(packed=True, shares=shares, reads_few=True))
-        sizes = tokens_of_products(policy.backbone)
-        response_logprobs(policy, rows, 1.0)
-        critic = ScalarModel(model_of("llama", 2), Layout(packed=True, shares=shares, reads_few=True))
-        of_critic = tokens_of_products(critic.backbone)
-        response_values(critic, rows)
-        critic(*full_sequences(rows), last_only=True)
-        # Seven answers are not empty. Of three answers and of another three, the first token follows the same token.
-        assert sizes == [answers - 4 * shares]
-        assert of_critic == [answers - 4 * shares, len(rows.response_ids)]
-
-
 def test_the_same_operations_are_recorded_however_many_tokens_are_read():
     """Under ZeRO-3 the ranks gather weights together, also while activation checkpointing runs layers again."""
     ids = torch.randint(2, 300, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -66,14 +66,6 @@ def test_answers_to_one_prompt_stay_together_and_their_prompt_counts_once():
     assert [part.tolist() for part in split_by_tokens(lengths, 175, prompts)] == [[4, 5, 6, 7, 0, 1, 2], [3]]
 
 
-def test_the_shared_group_of_the_benchmark_takes_a_quarter_of_the_tokens():
-    lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(16)))
-    parts = split_by_tokens(lengths, 16 * 448, prompts)
-    assert sum(tokens_run(part, lengths, prompts) for part in parts) == 16 * 896
-    assert [len(part) for part in parts] == [40, 40, 40, 8]  # with 7 x 48 tokens for the copies of a prompt
-    assert len(split_by_tokens(lengths, 16 * 448)) == 8
-
-
 def test_rows_that_share_little_are_divided_as_if_they_shared_nothing():
     generator = torch.Generator().manual_seed(1)
     answers = torch.randint(50, 500, (12,), generator=generator).tolist()

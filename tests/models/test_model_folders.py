@@ -47,11 +47,6 @@ def test_a_missing_folder_that_may_be_a_hub_name_is_answered_too(tmp_path, monke
         model_folder("out/stf", "--model")
 
 
-def test_an_empty_folder_suggests_nothing(tmp_path):
-    with pytest.raises(UserError, match="not a Hugging Face model$"):
-        model_folder(str(tmp_path), "--model")
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_pipe_or_a_device_in_a_model_folder_is_refused_before_anything_waits_for_it(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
@@ -93,15 +88,6 @@ def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter(
 def test_weights_are_wanted_in_one_format(weights, others):
     settings = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
     assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(settings + weights)
-
-
-def test_chat_templates_beside_the_default_one_are_wanted():
-    templates = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
-    assert wanted_files([*templates, "examples/other.jinja", "additional_chat_templates/README.md"]) == templates
-
-
-def test_a_repository_without_weights_still_has_its_settings():
-    assert wanted_files(["config.json", "README.md"]) == ["config.json"]
 
 
 class Hub(BaseHTTPRequestHandler):

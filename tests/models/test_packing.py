@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from test_forward import FAMILIES, model_of, rollout
+from test_forward import model_of, rollout
 
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.models.packing import NAME, ReplacedAttention, reason_not_to_pack, token_states
+from dschat_ppo.models.packing import NAME, reason_not_to_pack, token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.segment_attention import Segments
 
 
 def seen_by_the_backbone(module) -> list[tuple[torch.Size, str]]:
@@ -61,14 +60,6 @@ def test_checkpointed_layers_are_packed_again_in_the_backward_pass(name):
         torch.testing.assert_close(gradients[1][key], gradient, rtol=0, atol=1e-5, msg=key)
 
 
-def test_the_models_own_attention_is_restored_after_an_error_in_packed_rows():
-    config = FAMILIES["llama"][0]
-    before = config._attn_implementation
-    with pytest.raises(RuntimeError, match="mine"), ReplacedAttention(config, Segments([1])):
-        raise RuntimeError("mine")
-    assert config._attn_implementation == before
-
-
 def states_of_rows(model, ids, lengths):
     """The hidden states of the real tokens, row after row, of packed rows."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
@@ -84,17 +75,6 @@ def test_states_are_those_of_each_row_alone():
     assert states.shape == (8, 32)
     alone = model(input_ids=ids[2:, :3]).last_hidden_state[0]
     torch.testing.assert_close(states[5:], alone, rtol=0, atol=1e-5)
-
-
-def test_a_policy_needs_no_memory_for_padding_beside_a_long_row():
-    """Nothing of (rows, longest row, hidden size) is made where one row is long and many are short."""
-    policy, rows, longest = PolicyModel(model_of("llama", 1), Layout(packed=True)), 20, 50
-    lengths = torch.tensor([longest] + [2] * (rows - 1))
-    wanted = (torch.arange(longest) < lengths.unsqueeze(1)) & (torch.arange(longest) > 0)
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-        policy(torch.ones(rows, longest, dtype=torch.int64), wanted)[0].sum().backward()
-    assert max(sizes) < rows * longest * 32
 
 
 def test_the_reason_not_to_pack_is_named(monkeypatch):

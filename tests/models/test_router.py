@@ -1,7 +1,6 @@
 """Which architectures have a load-balancing loss."""
 
 import pytest
-import transformers
 from every_architecture import ARCHITECTURES, config_of
 
 from dschat_ppo.engine.router_term import router_top_k
@@ -19,8 +18,3 @@ def test_architectures_have_a_router_loss_or_are_refused(name):
         return
     with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"):
         router_top_k(config, "--model_name_or_path m")
-
-
-def test_the_message_says_how_deepseek_balances():
-    with pytest.raises(UserError, match="by a bias that is not trained"):
-        router_top_k(transformers.DeepseekV3Config(), "--model_name_or_path m")

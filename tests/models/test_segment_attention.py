@@ -190,13 +190,6 @@ def test_padded_rows_are_segments_of_the_same_length(monkeypatch, choice):
     assert [call["segments"] for call in calls] == ([3] if choice == "flash_attention_2" else [])
 
 
-def test_deterministic_algorithms_are_asked_of_flash_attn(monkeypatch):
-    calls = install(monkeypatch)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    flash_attention_2(*inputs(4), Segments([4]), None, {})
-    assert calls[0]["deterministic"]
-
-
 @pytest.mark.parametrize(("choice", "option", "reason"), [
     ("flash_attention_2", {"is_causal": False}, "is not causal"),
     ("flash_attention_2", {"s_aux": torch.ones(1)}, "has sinks"),
@@ -208,13 +201,6 @@ def test_what_a_chosen_kernel_does_not_have_is_refused(choice, option, reason):
     )
     with ReplacedAttention(model_of("llama", 1).config, None, choice=choice), refused:
         packing._segment_attention(torch.nn.Module(), *inputs(4), None, **option)
-
-
-def test_segments_are_copied_to_the_device_once():
-    layout = Segments([4, 3], [(0, 0), (0, 2)])
-    device = torch.device("cpu")
-    assert layout.varlen(device) is layout.varlen(device)
-    assert layout.masks(device) is layout.masks(device)
 
 
 @pytest.mark.parametrize(

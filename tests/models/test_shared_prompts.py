@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_forward import PACKED, TEMPERATURE, VOCABULARY, both, model_of, rows_alone, scores_alone
 from test_packing import seen_by_the_backbone
-from tiny_models import PADDED_ONLY
 from tiny_models import new_model as tiny_model
 
 from dschat_ppo.cpu_kernels import operations
@@ -140,14 +139,6 @@ def test_random_rows_are_grouped_as_by_trying_all_groups():
         assert (shared, leaders) == (wanted_shared, wanted_leaders)
 
 
-def test_of_groupings_that_save_the_same_the_smaller_groups_are_chosen():
-    """Ten tokens are common to four rows, and twenty to the first two: 3 x 10 = 20 + 10."""
-    ids = torch.arange(1, 5).unsqueeze(1).repeat(1, 25)  # ids of one byte: rows are sorted by them
-    ids[1, :20] = ids[0, :20]
-    ids[:, :10] = 7
-    assert beginnings(ids, torch.full((4,), 25)) == ([0, 1, 2, 3], [0, 20, 0, 10], [0, 0, 2, 2])
-
-
 def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():
     ids = torch.ones(2, 40, dtype=torch.int64)
     assert beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
@@ -169,19 +160,6 @@ def test_a_row_without_a_common_beginning_is_laid_out_as_packed_rows():
     ids, lengths = torch.arange(30).view(3, 10), torch.tensor([10, 4, 7])
     shared, packed = (lay_out(ids, lengths, packs=True, shares=shares) for shares in (True, False))
     assert torch.equal(shared.tokens, packed.tokens) and shared.lengths == packed.lengths == [10, 4, 7]
-
-
-def test_tokens_of_sixteen_prompts_with_eight_answers():
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(0, 50_000, (16, 384), generator=generator).repeat_interleave(8, dim=0)
-    ids = torch.cat([prompts, torch.randint(0, 50_000, (128, 64), generator=generator)], dim=1)
-    rows = lay_out(ids, torch.full((128,), 448), packs=True, shares=True)
-    assert len(rows.tokens) == 16 * (384 + 8 * 64) == 16 * 896
-    assert ids.numel() == 16 * 3584
-    pairs = sum(own * (end - start) + own * (own + 1) // 2
-                for own, (start, end) in zip(rows.lengths, rows.seen, strict=True))  # fmt: skip
-    assert pairs == 16 * (448 * 449 // 2 + 7 * (64 * 384 + 64 * 65 // 2))  # of a query and a key
-    assert 2.7 < 128 * 448 * 449 / 2 / pairs < 2.9
 
 
 # Numbers
@@ -278,14 +256,6 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
 # Selection
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3", "mixtral", "opt", "phimoe", *PADDED_ONLY])
-def test_models_share_where_they_pack(name):
-    policy = PolicyModel(without_dropout(tiny_model(name)))
-    select_kernels(policy)
-    assert policy.layout.shares is policy.layout.packed
-    assert policy.layout.packed is (name not in ("phimoe", *PADDED_ONLY))
-
-
 @pytest.mark.parametrize("kind", ["module", "config", "router"])
 def test_a_model_with_noise_in_training_does_not_share(kind):
     model = without_dropout(tiny_model("mixtral" if kind == "router" else "llama"))
@@ -300,15 +270,6 @@ def test_a_model_with_noise_in_training_does_not_share(kind):
     assert policy.layout.packed and not policy.layout.shares
     select_kernels(policy.eval())
     assert policy.layout.shares, "a reference or a reward model runs without noise"
-
-
-def test_the_dropout_of_a_classifiers_head_is_no_dropout_of_the_model():
-    """Pythia's configuration has 0.1; no head of this project reads it."""
-    model = tiny_model("gpt-neox")
-    assert model.config.classifier_dropout > 0
-    policy = PolicyModel(model)
-    select_kernels(policy)
-    assert policy.layout.shares
 
 
 @pytest.mark.parametrize("by_blocks", [True, False])
@@ -339,10 +300,3 @@ def test_a_head_that_needs_whole_logits_is_not_shared():
     policy.layout = Layout(fused=False)
     select_kernels(policy)
     assert not policy.layout.shares
-
-
-@pytest.mark.parametrize(("alike", "shared"), [(7, [0, 0]), (8, [0, 8])])
-def test_short_beginnings_are_not_shared(alike, shared):
-    ids = torch.arange(24).view(2, 12)
-    ids[1, :alike] = ids[0, :alike]
-    assert beginnings(ids, torch.tensor([12, 12])) == ([0, 1], shared, [0, 0] if any(shared) else [0, 1])

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
+from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
 from dschat_ppo.tools import toy
 
 FLAG = "--model_name_or_path"
@@ -66,10 +66,6 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(str(tmp_path), "--tokenizer")
 
 
-def test_an_eos_of_the_tokenizer_is_kept(tmp_path, said):
-    assert load_tokenizer(str(save(tmp_path, [], config=ids(2))), FLAG).eos_token_id == 1 and not said
-
-
 def test_an_adapter_folder_takes_the_eos_of_its_base(tmp_path):
     base = save(tmp_path / "base", [], config=ids(1))
     adapter = save(
@@ -81,12 +77,3 @@ def test_an_adapter_folder_takes_the_eos_of_its_base(tmp_path):
 def test_without_pad_the_eos_fills_rows(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path, ["pad_token"], config=ids(1))), FLAG)
     assert tokenizer.pad_token_id is None and filler_id(tokenizer) == 1
-
-
-def test_a_tokenizer_to_read_is_loaded_again_only_if_its_files_change(tmp_path):
-    folder = str(save(tmp_path, []))
-    first = read_tokenizer(folder, FLAG)
-    assert first.get_vocab() == load_tokenizer(folder, FLAG).get_vocab()
-    assert read_tokenizer(folder, "--other_flag") is first
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert read_tokenizer(folder, FLAG).chat_template == "{{ messages }}" != first.chat_template

@@ -36,14 +36,6 @@ def test_new_rows_are_the_mean_and_old_logits_stay():
     assert model.config.vocab_size == model.model.embed_tokens.num_embeddings == model.lm_head.out_features == 13
 
 
-def test_enough_rows_change_nothing():
-    model = LlamaForCausalLM(tiny_config(vocab_size=10))
-    table = model.model.embed_tokens.weight
-    assert not grow_vocabulary(model, 10)
-    assert not grow_vocabulary(model, 3)
-    assert model.model.embed_tokens.weight is table
-
-
 def test_tied_weights_stay_one_parameter():
     model = LlamaForCausalLM(tiny_config(vocab_size=10, tie_word_embeddings=True))
     grow_vocabulary(model, 12)
@@ -64,12 +56,6 @@ def test_a_model_with_other_weights_per_token_is_refused():
     model = BertLMHeadModel(BertConfig(**sizes, vocab_size=50, is_decoder=True))
     with pytest.raises(UserError, match=r"--resize_vocabulary: BertLMHeadModel keeps a row.*cls\.predictions\.bias"):
         grow_vocabulary(model, 52)
-
-
-def test_layers_as_wide_as_the_vocabulary_do_not_grow():
-    model = LlamaForCausalLM(tiny_config(vocab_size=32, hidden_size=32, intermediate_size=32))
-    assert grow_vocabulary(model, 34)
-    assert model(IDS).logits.shape == (1, 4, 34)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

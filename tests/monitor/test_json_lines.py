@@ -65,11 +65,6 @@ def test_lines_are_written_at_once_and_synced_by_saved_offset(tmp_path, monkeypa
     assert entries == [tmp_path], "the name of the new file, once"
 
 
-def test_appending_nothing_makes_the_file(tmp_path):
-    JsonLines(tmp_path / "a.jsonl").append([])
-    assert (tmp_path / "a.jsonl").read_bytes() == b""
-
-
 def test_other_ranks_neither_write_nor_cut(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     (tmp_path / "a.jsonl").write_text('{"step": 1}\n')

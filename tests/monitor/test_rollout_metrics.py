@@ -102,26 +102,6 @@ def test_every_metric_matches_a_loop_over_uneven_rows():
     assert found == pytest.approx(metrics_by_loop(rows), rel=1e-5, abs=1e-6)
 
 
-def test_ids_in_the_padding_are_ignored():
-    rows = experience()
-    noise = torch.randint(0, 9, rows.response_ids.shape, generator=torch.Generator().manual_seed(7))
-    polluted = experience(response_ids=torch.where(rows.response_mask, rows.response_ids, noise))
-    assert experience_metrics(polluted, KL_COEF, SOURCES) == experience_metrics(rows, KL_COEF, SOURCES)
-
-
-def test_distinct_answers_by_hand():
-    # Rows of 4, 1, 0 and 3 tokens that all begin alike are four answers.
-    assert (
-        experience_metrics(experience(response_ids=torch.full((4, 5), 3)), KL_COEF, SOURCES)["rollout/distinct_share"]
-        == 1.0
-    )
-    same = experience(
-        response_ids=torch.tensor([[1, 2, 8, 8, 8], [1, 2, 9, 9, 9], [1, 2, 7, 7, 7], [1, 3, 7, 7, 7]]),
-        response_mask=torch.tensor([[True, True, False, False, False]]).expand(4, 5),
-    )
-    assert experience_metrics(same, KL_COEF, SOURCES)["rollout/distinct_share"] == 0.5
-
-
 def test_a_batch_of_empty_answers_has_finite_metrics():
     zeros = torch.zeros(4, 5)
     names = (
@@ -151,12 +131,6 @@ def test_without_critic_and_reference_their_metrics_are_absent():
         "kl/ref_k1", "kl/ref_k3", "reward/kl_penalty", "value/explained_variance", "value/mean", "value/std",
         "reward/model_mean", "reward/rule_mean", "reward/model_std", "reward/rule_std", "reward/equal_groups_share",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("groups", "share"), [([1, 1, 2, 2], 0.5), ([1, 2, 1, 2], 0.0), ([4, 4, 4, 4], 0.0)])
-def test_the_share_of_groups_with_equal_scores(groups, share):
-    rows = experience(scores=torch.tensor([1.0, 1.0, 2.0, 3.0]), groups=torch.tensor(groups))
-    assert experience_metrics(rows, KL_COEF, SOURCES)["reward/equal_groups_share"] == share
 
 
 def test_the_share_of_clipped_scores_and_what_is_left_of_their_differences():

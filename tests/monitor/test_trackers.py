@@ -39,14 +39,6 @@ def test_the_id_of_a_run_is_kept_beside_those_of_other_libraries_and_names_follo
     assert begin()[0].name != run.name
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_damaged_file_has_no_ids_and_is_replaced(begun, content):
-    begin, file = begun
-    file.write_text(content)
-    run, ids = begin(Start(2, 3))
-    assert ids == {"trackio": run.name}
-
-
 def test_ids_that_cannot_be_written_are_a_storage_error(begun, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -65,14 +57,6 @@ def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, libra
     said = str(raised.value)
     assert said.startswith(f"--report_to {library} needs the package {library}")
     assert said.endswith(f': pip install -e ".[{library}]"')
-
-
-def test_a_folder_of_local_files_is_not_the_library(monkeypatch, tmp_path):
-    (tmp_path / "some_tracker").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(extras.EXTRAS, "some_tracker", ("some-tracker", "-e ."))
-    with pytest.raises(UserError, match="--report_to some_tracker needs the package some-tracker: pip install"):
-        trackers.check_trackers(["some_tracker"])
 
 
 def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):

@@ -51,17 +51,6 @@ def test_a_step_is_in_the_run(tmp_path):
     assert config["learning_rate"] == 0.5 and config["data_path"] == ["a", "b"]
 
 
-def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
-    tracking, other = tracking_in(tmp_path, "trackio"), tracking_in(tmp_path / "elsewhere", "trackio")
-    for run, start, steps in ((tracking, Start(), (1, 2, 3)), (other, Start(), (1,)), (tracking, Start(2, 3), (2, 4))):
-        tracker = WandbTracker("trackio", run, start)
-        for step in steps:
-            tracker.write(step, {"a": float(steps[0])}, ())
-        tracker.close(succeeded=True)
-    assert [(line["step"], line["a"]) for line in logs_of("addition", tracking)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
-    assert len(logs_of("addition", other)) == 1, "a run of the same name in another folder"
-
-
 def test_flags_come_before_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_PROJECT", "theirs")
     for project, changes in (("theirs", {}), ("mine", {"project": "mine", "run_name": "first"})):

@@ -84,19 +84,6 @@ def test_a_step_is_one_point_of_the_run(tmp_path):
     }  # fmt: skip
 
 
-def test_a_resumed_start_continues_the_run_and_repeats_no_step(tmp_path):
-    tracking = tracking_in(tmp_path, "wandb")
-    for start, steps in ((Start(), (1, 2, 3)), (Start(2, 3), (2, 3, 4))):
-        tracker = WandbTracker("wandb", tracking, start)
-        for step in steps:
-            tracker.write(step, {"a": float(step)}, ())
-        tracker.close(succeeded=True)
-    first, second = starts_of(tracking.folder)
-    assert first["run"].run_id == second["run"].run_id
-    assert [sorted(start["history"]) for start in (first, second)] == [[1, 2, 3], [4]]
-    assert first["exit"] == [0]
-
-
 def test_a_run_from_scratch_is_a_new_run(tmp_path):
     tracking = tracking_in(tmp_path, "wandb")
     for _ in range(2):
@@ -125,11 +112,4 @@ def test_without_an_api_key_only_offline_runs_begin(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(UserError, match="--report_to wandb: there is no API key; run `wandb login`"):
-        check_wandb()
-
-
-def test_a_key_that_wandb_does_not_accept_is_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(UserError, match="--report_to wandb: .*API key must have.*; or set WANDB_MODE=offline"):
         check_wandb()

@@ -39,25 +39,6 @@ def test_nan_and_infinity_are_written_as_null(tmp_path):
     assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
 
 
-def test_the_result_is_json_without_partial_files(tmp_path):
-    write_result(tmp_path, {"grad_norm_after": math.inf, "steps": 3})
-    assert json.loads((tmp_path / "result.json").read_text(), parse_constant=no_constant) == {
-        "grad_norm_after": None,
-        "steps": 3,
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch, opened):
-    monkeypatch.setenv("RANK", "1")
-    with MetricsWriter(tmp_path, TRACKING) as writer:
-        writer.write(1, {"a": 1.0})
-        assert writer.saved_offset() == 0
-    assert opened == []
-    write_result(tmp_path, {"a": 1.0})
-    assert list(tmp_path.iterdir()) == []
-
-
 class Recorded:
     """A tracker that records what it receives."""
 
@@ -151,13 +132,6 @@ def test_a_bug_of_a_tracker_is_raised(tmp_path, opened):
         opened[0].write = lambda *_: 1 / 0
         writer.write(1, {"a": 1.0})
     assert [tracker.succeeded for tracker in opened] == [False, False]
-
-
-def test_a_result_is_replaced_atomically(tmp_path):
-    (tmp_path / "result.json").write_text("the old one")
-    os.link(tmp_path / "result.json", tmp_path / "kept")
-    write_result(tmp_path, {"a": 1})
-    assert (tmp_path / "kept").read_text() == "the old one", "a new file took its place"
 
 
 def test_the_result_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):

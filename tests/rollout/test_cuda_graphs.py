@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeDevice, FakeGraph
+from fake_graphs import FakeDevice
 from tiny_models import LENGTHS, model_of, new_model, prompts_of
 
 from dschat_ppo.rollout import continuous_batching, cuda_graphs, running_pool
@@ -18,7 +18,6 @@ from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.running_pool import PooledRows
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.types import FinishReason
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 SAMPLINGS = {
@@ -188,13 +187,6 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
     assert len(set(map(id, device.pools))) == 1
 
 
-def test_cached_memory_is_released_only_if_little_is_free(device):
-    graphs = RolloutGraphs()
-    device.free = 2 * 2**30 + 6 * 48 * 24 - 1  # 2 GiB and the logits of 6 rows
-    run(graphs)
-    assert device.emptied == 1 < graphs.recorder.captures  # not for the bucket of 4 rows
-
-
 def asks_host(monkeypatch) -> None:
     original = continuous_batching.ContinuousBatching._generate_tokens
 
@@ -246,36 +238,6 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
     assert (device.attempts == 1) is breaks
 
 
-def test_memory_that_runs_out_before_a_capture_halves_the_rows(device, monkeypatch, caplog):
-    expected, graphs, original = run(), RolloutGraphs(), KVCache.layer
-
-    def failing(self, layer, keys, values):
-        if device.stream is not device.main and len(keys) == 6:
-            raise OUT_OF_MEMORY
-        return original(self, layer, keys, values)
-
-    monkeypatch.setattr(KVCache, "layer", failing)
-    assert run(graphs).response_ids.tolist() == expected.response_ids.tolist()
-    assert device.stream is device.main and graphs.recorder.captures and not graphs.recorder.refusal
-    assert len(warnings_of(caplog)) == 1
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_garbage_is_collected_while_a_graph_is_recorded(fails, device, monkeypatch):
-    """It may hold the memory of older graphs, and to free that breaks a capture."""
-    collects, begin, end = [], FakeGraph.capture_begin, FakeGraph.capture_end
-
-    def noted(original):
-        return lambda self, **how: collects.append(gc.isenabled()) or original(self, **how)
-
-    monkeypatch.setattr(FakeGraph, "capture_begin", noted(begin))
-    monkeypatch.setattr(FakeGraph, "capture_end", noted(end))
-    if fails:
-        device.fail_inside.append((RuntimeError("CUDA error: operation not permitted"), True))
-    run(RolloutGraphs())
-    assert collects and not any(collects) and gc.isenabled()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_rollout_used_is_freed_at_once(fails, device, monkeypatch):
     """Also after an error: nothing waits for the collection of garbage."""
@@ -298,16 +260,6 @@ def test_what_a_rollout_used_is_freed_at_once(fails, device, monkeypatch):
         gc.enable()
 
 
-def test_other_errors_of_a_step_are_raised(device, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("shape mismatch")
-
-    monkeypatch.setattr(KVCache, "layer", fail)
-    with pytest.raises(RuntimeError, match="shape"):
-        run(graphs := RolloutGraphs())
-    assert device.attempts == 0 and not graphs.recorder.refusal and device.stream is device.main
-
-
 @pytest.mark.parametrize(("sampling", "recorded"), [
     ("truncated", True), ("penalised nucleus", True), ("penalised nucleus", False),
 ])  # fmt: skip
@@ -324,17 +276,6 @@ def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampl
     monkeypatch.setattr(cuda_graphs, "NUCLEUS_STATIC", 4)
     assert_equal(run(RolloutGraphs() if recorded else None, sampling, tokens=40), expected)
     assert whole[:4] == [False, True, False, True] and len(whole) > 6 and all(whole[4:])
-
-
-def test_stop_strings_are_found_in_answers_of_graphs(device):
-    def decode(rows):
-        return ["".join(chr(97 + token // 7) + chr(65 + token % 7) for token in row) for row in rows]
-
-    ends = {"stop_strings": ("Ab", "dC"), "decode": decode, "tokens": 30}
-    expected, graphs = run(**ends), RolloutGraphs()
-    assert_equal(run(graphs, **ends), expected)
-    assert graphs.recorder.captures and not graphs.recorder.refusal
-    assert (expected.finish_reason == FinishReason.STOP).any()
 
 
 FIRST, SECOND = (3, 9, 17, 5, 2, 11), (30, 1, 6, 6, 14, 4)  # prompt lengths
@@ -408,45 +349,6 @@ def test_a_large_cache_is_not_kept(device, model, monkeypatch):
     assert graphs._kept.memory.pool.nbytes == token * slots
 
 
-@pytest.mark.parametrize(("peak", "kept"), [(None, False), (0.8699, True), (0.8701, False)])
-def test_a_larger_cache_is_kept_if_updates_leave_room_for_it(peak, kept, device, model, monkeypatch):
-    """It takes 3 % of the memory, and updates `peak` of it; later they take 3 % more, because they hold the cache."""
-    total = 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, total))
-    graphs, peaks = RolloutGraphs(), {"train": peak and peak * total}
-    monkeypatch.setattr(cuda_graphs, "largest_peak", peaks.get)
-    monkeypatch.setattr(KVCache, "nbytes", int(0.03 * total) - 30_000)  # what else is kept takes less than that
-    rollout(model, graphs, FIRST)
-    for _ in range(2):
-        before = device.attempts
-        rollout(model, graphs, FIRST)
-        assert (device.attempts == before) is kept
-        peaks["train"] = peak and peak * total + int(0.03 * total)
-    peaks["train"] = 0.95 * total  # longer rows came
-    rollout(model, graphs, FIRST)
-    assert graphs._kept is None
-
-
-def test_a_pool_that_is_not_kept_begins_with_the_capacity_that_was_needed(device, model, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 0))
-    for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
-        monkeypatch.setattr(running_pool, name, 4)
-    graphs, expected, growths, original = RolloutGraphs(), rollout(model, None, FIRST), [0], KVCache.move_slots
-
-    def noting(self, sources, targets, capacity):
-        growths[-1] += capacity > self.capacity
-        original(self, sources, targets, capacity)
-
-    monkeypatch.setattr(KVCache, "move_slots", noting)
-    for _ in range(2):
-        captures = graphs.recorder.captures
-        assert_equal(rollout(model, graphs, FIRST), expected)
-        assert graphs._kept is None and graphs.recorder.captures > captures
-        growths.append(0)
-    assert growths[0] > 1 and growths[1:] == [0, 0]
-    assert graphs.capacity(("another", 6), 100) == 1 and graphs.capacity(*graphs._capacities, 7) == 7
-
-
 def test_a_pool_that_grows_after_a_capture_is_recorded_again(device, monkeypatch):
     """Graphs of the smaller pool die; the others need new memory."""
     for name in ("FIRST_TOKENS", "SEGMENT_STEP"):
@@ -455,16 +357,3 @@ def test_a_pool_that_grows_after_a_capture_is_recorded_again(device, monkeypatch
     assert_equal(run(graphs, tokens=30, eos_ids=()), expected)
     assert not graphs.recorder.refusal and device.attempts == graphs.recorder.captures
     assert len(set(device.pools)) > 1
-
-
-def test_nothing_is_kept_after_memory_ran_out(device, model, monkeypatch):
-    graphs, original = RolloutGraphs(), KVCache.layer
-
-    def failing(self, layer, keys, values):
-        if len(keys) == 5 and keys.shape[2] == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, layer, keys, values)
-
-    monkeypatch.setattr(KVCache, "layer", failing)
-    rollout(model, graphs, FIRST)
-    assert graphs.recorder.captures and graphs._kept is None

@@ -96,14 +96,6 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
         assert used[8:] == [2, 2, 5, 5, 4, 4, 1, 1]
 
 
-def test_the_lengths_are_those_of_the_step():
-    batch, query = decode_batch()
-    attention = flash_with(kernel := LoopingKernel())
-    attention(batch, 3, query, query, query, 0.3, None)
-    attention(DecodeMetadata(0, batch.cache, batch.slots - torch.tensor([0, 1, 2])), 3, query, query, query, 0.3, None)
-    assert [used for _, used, _ in kernel.calls] == [[1, 1, 12, 12, 6, 6], [1, 1, 11, 11, 4, 4]]
-
-
 # Which layers use it
 
 
@@ -125,11 +117,6 @@ def heads(count=4, kv_heads=2, width=8, dtype=torch.float32) -> tuple[Tensor, Te
 )
 def test_layers_that_the_kernel_supports(expected, softcap, shape):
     assert flash_with(LoopingKernel()).supports(*heads(**shape), softcap) is expected
-
-
-def test_values_of_another_width_are_not_supported():
-    query, key, _ = heads()
-    assert not flash_with(LoopingKernel()).supports(query, key, torch.zeros(1, 2, 3, 16), None)
 
 
 def ignores_used(query, keys, values, numbers, starts, used, longest, scale):

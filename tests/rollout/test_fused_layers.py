@@ -117,24 +117,6 @@ def test_a_layer_that_computes_something_else_is_not_fused(dtype, monkeypatch):
     assert fused_layers(model, plain) == []
 
 
-def test_a_layer_is_compared_once(monkeypatch):
-    model, compared = new_model("llama"), []
-    agreeing = module._agreeing
-    monkeypatch.setattr(
-        module, "_agreeing", lambda *a: compared.append(a[1]) or agreeing(*a)
-    )  # fmt: skip
-    first, second = fused_layers(model, plain), fused_layers(model, plain)
-    assert compared == list(model.model.layers) and [a for a, _ in first] == [a for a, _ in second]
-
-
-def test_an_error_of_packing_is_raised():
-    def failing(_):
-        raise RuntimeError("no memory")
-
-    with pytest.raises(RuntimeError, match="no memory"):
-        fused_layers(new_model("llama"), failing)
-
-
 def test_rounding_is_told_from_another_number():
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(1000, generator=generator, dtype=torch.float64)
@@ -215,7 +197,3 @@ def test_a_packed_product_of_several_layers_has_their_outputs_one_after_another(
     with torch.no_grad():
         expected = torch.cat([layer(inputs) for layer in layers], dim=1)
         torch.testing.assert_close(module.packed_product(layers, 4)(inputs), expected, atol=2e-2, rtol=2e-2)
-
-
-def test_full_precision_is_not_packed():
-    assert not can_prepack(torch.nn.Linear(2, 2))

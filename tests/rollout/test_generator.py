@@ -11,7 +11,6 @@ from tiny_models import (
     cut_at,
     eos_of,
     model_of,
-    new_model,
     plain_logprobs,
     prompts_of,
     tokens_of,
@@ -76,13 +75,6 @@ def test_a_response_does_not_depend_on_the_number_of_rows_or_the_engine(name, ex
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_response_does_not_depend_on_the_order_of_prompts(name, expected, engine):
-    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(4))
-    found = answer(name, part(prompts_of(), order.tolist()), SEEDS[order], rows=3, engine=engine)
-    assert_same(select_rows(found, order.argsort()), expected)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_give_the_responses_of_one(name, expected, engine):
     """Halves of the prompts, numbered as parts of one whole."""
     first, second = [0, 1, 2], [3, 4, 5, 6, 7]
@@ -108,15 +100,6 @@ def test_samples_of_a_prompt_are_the_responses_of_their_seeds(way):
     assert len({tuple(row) for row in tokens_of(found)}) == 20
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_another_seed_changes_its_response_and_no_other(engine):
-    plain = answer(engine=engine)
-    seeds = SEEDS.clone()
-    seeds[2] += 1
-    other = answer(engine=engine, seeds=seeds)
-    assert [a == b for a, b in zip(tokens_of(plain), tokens_of(other), strict=True)] == [r != 2 for r in range(COUNT)]
-
-
 @pytest.mark.parametrize("sampling", [SamplingParameters(top_k=1), WARM])
 @pytest.mark.parametrize("way", [{"rows": 3}, {"static": True}, {"engine": "padded"}])
 def test_ids_in_padding_change_nothing(sampling, way):
@@ -125,14 +108,6 @@ def test_ids_in_padding_change_nothing(sampling, way):
     wider = answer(prompts=pad_rows(prompts_of(), max(LENGTHS) + 3, 0), sampling=sampling, **way)
     assert_same(second, first)
     assert_same(wider, first)
-
-
-def test_ids_in_padding_do_not_count_as_seen():
-    penal = SamplingParameters(temperature=1.3, repetition_penalty=3.0)
-    for engine in ENGINES:
-        first = answer(prompts=prompts_of(padding_id=0), sampling=penal, engine=engine)
-        second = answer(prompts=prompts_of(padding_id=5), sampling=penal, engine=engine)
-        assert_same(second, first)
 
 
 @pytest.mark.parametrize("penalty", [1.5, 0.6])
@@ -229,17 +204,6 @@ def test_prompt_and_response_may_fill_all_positions(name, way):
     assert rollout.response_ids.shape == (3, 57)
 
 
-def test_ids_in_the_padding_of_a_response_do_not_matter():
-    rollout = answer()
-    noise = torch.randint(0, VOCABULARY, rollout.response_ids.shape, generator=torch.Generator().manual_seed(8))
-    polluted = replace(rollout, response_ids=torch.where(rollout.response_mask, rollout.response_ids, noise))
-    assert not torch.equal(polluted.response_ids, rollout.response_ids)
-    with torch.no_grad():
-        before, after = (response_logprobs(model_of("llama"), rows, 1.0).logprobs for rows in (rollout, polluted))
-    mask = rollout.response_mask
-    torch.testing.assert_close(before[mask], after[mask], atol=1e-6, rtol=0)
-
-
 # Limits of single responses
 
 
@@ -262,12 +226,6 @@ def test_an_empty_prompt_is_refused(engine):
     mask[3] = False
     with pytest.raises(ValueError, match="empty"):
         answer(prompts=replace(prompts, prompt_mask=mask), engine=engine)
-
-
-@pytest.mark.parametrize(("count", "samples"), [(COUNT - 1, 1), (COUNT + 1, 1), (COUNT, 2), (0, 1)])
-def test_a_wrong_number_of_seeds_is_refused(count, samples):
-    with pytest.raises(ValueError, match="seeds"):
-        answer(seeds=torch.arange(count), samples=samples)
 
 
 # Cancellation
@@ -312,17 +270,3 @@ def test_greedy_answers_are_cut_at_the_first_end():
 def test_the_engine_is_described_with_its_kernels(settings, synchronised, text):
     config = GenerationConfig(WARM, WITH_ENDS, **settings)
     assert engine_text(model_of("llama"), config, (lambda number: number) if synchronised else None) == text
-
-
-def test_the_compiled_attention_is_described_where_it_is_used():
-    model, config = new_model("llama").bfloat16(), GenerationConfig(WARM, WITH_ENDS, prepack=False)
-    assert engine_text(model, config) == "continuous batching, compiled attention, whole weights"
-    assert "PyTorch attention" in engine_text(model, replace(config, static=True))
-
-
-def test_prepacked_weights_are_described_where_they_are_used(monkeypatch):
-    monkeypatch.setattr("dschat_ppo.rollout.generator.can_prepack", lambda model: True)
-    model, config = model_of("llama"), GenerationConfig(WARM, WITH_ENDS)
-    assert engine_text(model, config).endswith("PyTorch attention, prepacked weights, whole weights")
-    assert "prepacked" not in engine_text(model, replace(config, prepack=False))
-    assert "prepacked" not in engine_text(model, config, lambda number: number)

@@ -71,17 +71,3 @@ def test_the_rows_of_a_pool_reserve_their_longest_answer_on_a_cpu(monkeypatch):
     monkeypatch.setattr(memory, "rows_for_memory", lambda model, length: 700 // length)
     assert pool_limits(model_of("llama"), 0, 70) == (10, 700)
     assert pool_limits(model_of("llama"), 3, 70) == (3, 210)
-
-
-def test_logits_take_a_tenth_of_a_gpus_memory_at_most(monkeypatch):
-    monkeypatch.setattr(memory, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
-    assert rows_on_gpu(monkeypatch, 4800 * 2**20) == 20
-
-
-def test_cached_memory_is_released_only_if_little_is_free(monkeypatch):
-    released = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(True))
-    for free, expected in ((2 * GIB + 5, 0), (2 * GIB + 4, 1)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2**50))
-        memory.release_if_short(torch.device("cuda"), 5)
-        assert len(released) == expected

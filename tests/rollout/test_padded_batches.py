@@ -58,9 +58,3 @@ def test_a_batch_without_memory_starts_again_with_half_the_rows(rows, fail_above
     fail_above(rows)
     assert_same(run(engine="padded"), expected)
     assert len(warnings_of(caplog)) == {1: 3, 3: 2, 5: 1}[rows]
-
-
-def test_a_batch_of_one_row_that_does_not_fit_is_an_error(fail_above):
-    fail_above(0)
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        run(engine="padded")

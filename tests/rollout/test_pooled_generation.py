@@ -47,14 +47,6 @@ def test_answers_much_shorter_than_the_longest_possible_one_take_little_memory(l
     assert 0 < max(largest) < 0.3 * reserved
 
 
-@pytest.mark.parametrize("tokens", [8, 64])
-def test_the_answers_of_a_prompt_keep_one_copy_of_it(tokens, largest):
-    model = new_model("llama", max_position_embeddings=2048)
-    config = GenerationConfig(SamplingParameters(), StoppingCriteria(tokens), samples=8, rows=8, static=True)
-    generate(model, prompts_of((385,)), torch.arange(8), config)
-    assert max(largest) == (1 + 384 + 8 * tokens) * BYTES_PER_TOKEN
-
-
 def decode(rows):
     return ["".join(chr(97 + token // 7) + chr(65 + token % 7) for token in row) for row in rows]
 

@@ -200,17 +200,6 @@ def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
     assert world.engine.running.positions.tolist() == [9, 9] and world.passes == 1
 
 
-def test_free_rows_are_filled_when_enough_are_free(monkeypatch):
-    """An eighth of the rows, at least four."""
-    world = World(monkeypatch, np.random.default_rng(0), [4] * 200, rows=64, answers=[3] * 7 + [4] + [30] * 192)
-    active = []
-    with torch.no_grad():
-        for _ in range(6):
-            world.engine._step()
-            active.append(200 - len(world.engine.waiting))
-    assert active == [64, 64, 64, 64, 72, 72]  # 7 have finished, and then 8
-
-
 def test_prompts_of_very_different_lengths_get_separate_batches():
     lengths = np.array([100] * 20 + [10] * 20)
     running = RunningBatches(lengths, np.arange(40), 0)
@@ -274,15 +263,6 @@ def test_the_inputs_of_a_step_are_the_rows_of_all_batches_and_a_prefix_groups_th
     assert shared.prefix.grid[0, 0] == 1 and shared.prefix.grid[1].tolist() == [0, 2]
 
 
-def test_an_unshared_batch_has_whole_rows():
-    batch = shared_batch()
-    batch.unshare()
-    assert batch.prefix is None and not batch.prefix_lengths.any() and not batch.prefix_rows.any()
-    assert batch.slots.tolist() == [6, 5, 6]
-    for row, (sequence, prompt, length) in enumerate(((10, 8, 5), (11, 7, 4), (12, 8, 5))):
-        assert_holds(batch.cache, row, [*(100 * prompt + n for n in range(length)), 100 * sequence])
-
-
 # Pools
 
 
@@ -325,12 +305,6 @@ def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(seed, m
     assert failed and world.engine.rows == 10
 
 
-def test_a_pool_that_is_too_small_for_one_sequence_may_grow_to_it(monkeypatch):
-    world = World(monkeypatch, np.random.default_rng(0), [30, 30], rows=2, slots=0)
-    assert world.engine.running.most_slots == SPARE + 1 + 29 + int(world.answers.max())
-    world.run()
-
-
 @pytest.mark.parametrize(("samples", "share_from", "rows"), [(1, 0, 9), (4, 8, 40)])
 @pytest.mark.parametrize("equal", [False, True])
 def test_a_pool_with_the_capacity_of_an_equal_rollout_does_not_grow(samples, share_from, rows, equal, monkeypatch):
@@ -349,16 +323,6 @@ def test_a_pool_with_the_capacity_of_an_equal_rollout_does_not_grow(samples, sha
     assert len(set(capacities)) > 1
     World(monkeypatch, rng, lengths + 60, rows, samples, share_from, 10**6, pool, np.full(40, LONGEST)).run()
     assert pool.capacity > before, "what needs more slots than there are makes it grow"
-
-
-def test_a_prompt_in_the_pool_is_not_computed_again():
-    running = RunningPool(np.full(4, 20), np.zeros(4, dtype=int), np.full(4, 9), KVCache(1, 1), 999, STEP, 5)
-    (first,) = running.start(np.array([0, 1]))
-    assert first.sequences.tolist() == [0] and first.starts.tolist() == [running._prefixes[0]]
-    running.advance(np.array([True, False]), STEP)
-    (second,) = running.start(np.array([2, 3]))
-    assert not len(second.sequences)
-    assert running.rows.prefix_starts.tolist() == [running._prefixes[0]] * 3
 
 
 def test_the_answers_of_a_short_prompt_get_copies_of_one_computation():
@@ -393,13 +357,3 @@ def test_a_wave_starts_only_if_all_rows_can_double_once():
     running.advance(np.arange(9) < 1, 1)
     assert running.room_for(np.array([9]), 1) == 1
     assert running.room_for(np.array([9]), 2) == 0, "too few to be worth a pass"
-
-
-def test_the_shortest_answer_goes_back_to_the_queue():
-    running = RunningPool(np.full(6, 4), np.arange(6), np.full(6, 40), KVCache(1, 1), 60, STEP, 0)
-    running.start(np.arange(3))
-    running.rows.positions = np.array([25, 13, 20])
-    running.rows.sizes, running.rows.starts = np.array([28, 14, 17]), np.array([1, 29, 43])
-    assert running.stop_for_slots() == [1]
-    running.reserve_slots()
-    assert running.sequences.tolist() == [0, 2] and (running.rows.sizes >= [29, 24]).all()

@@ -51,21 +51,6 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
     assert (weights[drawn] > 0).all()
 
 
-def test_draw_by_hand():
-    weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
-    points = torch.tensor([0.0, 0.1, 0.25, 0.3, 0.74, 0.75, LAST])
-    assert draw(weights.expand(7, -1), points).tolist() == [1, 1, 3, 3, 3, 4, 4]
-
-
-@pytest.mark.parametrize("point", [0.0, 0.5, LAST])
-@pytest.mark.parametrize("size", [3, BLOCK, 1000])
-def test_the_only_weight_is_always_drawn(size, point):
-    places = torch.tensor([0, size // 2, size - 1])
-    for scale in (1e-20, 1.0, 1e20):
-        weights = torch.zeros(3, size).scatter_(1, places.unsqueeze(1), scale)
-        assert draw(weights, torch.full((3,), point)).tolist() == places.tolist()
-
-
 @pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 2777, 50_257])
 def test_an_index_of_weight_0_is_never_drawn(size):
     generator = torch.Generator().manual_seed(size)
@@ -75,12 +60,6 @@ def test_an_index_of_weight_0_is_never_drawn(size):
     for points in (torch.zeros(64), torch.full((64,), LAST), torch.full((64,), 2.0**-24), uniforms(64)):
         drawn = draw(weights, points)
         assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()
-
-
-def test_the_first_and_the_last_number_give_the_first_and_the_last_weight():
-    weights = torch.zeros(2, 700)
-    weights[:, [200, 201, 333, 640]] = torch.tensor([0.2, 0.3, 0.1, 0.4])
-    assert draw(weights, torch.tensor([0.0, LAST])).tolist() == [200, 640]
 
 
 # Samplers against the exact distribution
@@ -187,20 +166,6 @@ def test_a_search_that_may_not_ask_marks_the_rows_whose_nucleus_it_cannot_hold()
     assert not torch.equal(tokens, expected[0])
     found = sample(logits, sampling, points, search=NucleusSearch(None, overflow := torch.zeros_like(overflow)))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not overflow.any()
-
-
-def test_a_mark_of_an_earlier_token_stays():
-    overflow = torch.tensor([True, False])
-    sample(torch.tensor([[9.0, 0, 0], [9.0, 0, 0]]), SamplingParameters(top_p=0.5), torch.zeros(2),
-           search=NucleusSearch(1, overflow))  # fmt: skip
-    assert overflow.tolist() == [True, False]
-
-
-def test_prohibition_moves_the_nucleus():
-    """Of 0.4, 0.3, 0.2, 0.1 without the first: 0.5, 0.33, 0.17; a top-p of 0.6 keeps two of them."""
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    counts = frequencies(logits, SamplingParameters(top_p=0.6), even(5000), forbidden=mask_of(4, [0]))
-    assert counts.tolist() == [0, 3000, 2000, 0]
 
 
 @pytest.mark.parametrize(
@@ -327,15 +292,3 @@ def test_a_nucleus_does_not_depend_on_the_order_of_equal_weights_or_on_other_row
         sample(torch.cat([logits, flat]), SamplingParameters(top_p=0.3), point.expand(2))[0][0] for point in points
     ]
     assert alone.tolist() == torch.stack(beside).tolist()
-
-
-def test_which_samplings_change_the_distribution():
-    assert not SamplingParameters().changes_distribution
-    assert not SamplingParameters(temperature=0.3).changes_distribution
-    changing = [
-        SamplingParameters(top_p=0.9),
-        SamplingParameters(top_k=1),
-        SamplingParameters(min_p=0.1),
-        SamplingParameters(repetition_penalty=0.9),
-    ]
-    assert all(sampling.changes_distribution for sampling in changing)

@@ -45,20 +45,6 @@ def test_ends_and_limits_finish_a_sequence_with_their_reason():
     assert rollout.rollout_logprobs.tolist() == [[-1, 0, 0], [-2, 0, 0], [-3, 0, 0], [-4, -1, -1]]
 
 
-def test_tokens_after_the_end_change_nothing():
-    """Static steps check for finished sequences only now and then."""
-    found = buffers()
-    append(found, [0], [0], [9])
-    append(found, [0], [1], [8])
-    assert found.finish_reasons[0] == EOS and found.response_lengths[0] == 1
-
-
-def test_an_unfinished_sequence_has_no_response():
-    found = buffers()
-    append(found, [0, 1], [0, 0], [9, 3])
-    assert found.rollout().response_mask.tolist() == [[True], [False], [False], [False]]
-
-
 def test_ends_are_forbidden_below_the_minimum_length():
     found = buffers(min_new_tokens=2).forbidden(torch.tensor([0, 1, 2]))
     assert found.nonzero().tolist() == [[0, 8], [0, 9], [1, 8], [1, 9]]

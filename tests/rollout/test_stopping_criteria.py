@@ -62,10 +62,6 @@ def some_token(place: int) -> int:
 # Tokens
 
 
-def test_without_an_end_all_responses_have_full_length(way):
-    assert_is(run(way, StoppingCriteria(NEW)), whole(), [LENGTH] * COUNT)
-
-
 @pytest.mark.parametrize("place", [0, 1, 7, 8, NEW - 1])
 def test_eos_ends_a_response_and_belongs_to_it(way, place):
     """At the first position, around the tokens of one poll, and as the last token within the limit."""
@@ -94,20 +90,6 @@ def test_eos_at_the_limit_is_eos_and_after_it_is_cut(way):
     assert at_limit.response_mask[row].sum() == 7
     assert cut.finish_reason[row] == LENGTH
     assert cut.response_mask[row].sum() == 6
-
-
-def test_a_maximum_of_one_token(way):
-    first = [row[0] for row in whole()]
-    eos, stop = first[0], next(token for token in first if token != first[0])
-    reasons = [EOS if token == eos else STOP if token == stop else LENGTH for token in first]
-    assert LENGTH in reasons
-    assert_is(run(way, StoppingCriteria(1, (eos,), (stop,))), [[token] for token in first], reasons)
-
-
-def test_the_rollout_is_as_wide_as_its_longest_response(way):
-    eos = whole()[2][3]
-    rollout = run(way, StoppingCriteria(NEW, eos_ids=(eos,)), lengths=(40,))
-    assert rollout.response_ids.shape[1] == int(rollout.response_mask.sum()) <= NEW
 
 
 def test_no_end_is_sampled_before_the_minimum_as_in_transformers(way):
@@ -169,13 +151,6 @@ def test_a_stop_string_ends_a_response_whose_text_contains_it(way, start, end):
     assert_is(run(way, with_strings(stop)), responses, reasons)
 
 
-def test_any_of_several_strings_ends_a_response(way):
-    strings = [text(whole()[row])[start : start + 4] for row, start in ((0, 3), (3, 8), (5, 15))]
-    responses, reasons = expected_of(*strings)
-    assert reasons.count(STOP) >= 3
-    assert_is(run(way, with_strings(*strings)), responses, reasons)
-
-
 def test_a_string_in_the_prompt_ends_nothing(way):
     """Neither does one that begins in the prompt and ends in the response."""
     prompts = prompts_of()
@@ -196,13 +171,6 @@ def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(way
         rollout = run(way, with_strings(stop, **ends))
         assert tokens_of(rollout)[number] == list(row[:5])
         assert rollout.finish_reason[number] == reason
-
-
-def test_a_string_completed_by_the_last_token_the_limit_allows_is_a_stop(way):
-    number, stop = next((n, text(row)[-4:]) for n, row in enumerate(whole()) if text(row)[-4:] not in text(row)[:-1])
-    responses, reasons = expected_of(stop)
-    assert (len(responses[number]), reasons[number]) == (NEW, STOP)
-    assert_is(run(way, with_strings(stop)), responses, reasons)
 
 
 def test_strings_need_a_decoder():

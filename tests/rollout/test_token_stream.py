@@ -3,8 +3,6 @@
 Its text: the pieces make the text of all tokens, and no piece holds half a character.
 """
 
-import random
-
 import pytest
 import torch
 from tiny_models import LENGTHS, NEW_TOKENS, VOCABULARY, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
@@ -62,16 +60,6 @@ def test_end_tokens_that_the_model_cannot_draw_are_ignored():
     assert found == cut_at(shared_greedy("llama"), ends)
 
 
-def test_an_abandoned_stream_computes_no_more():
-    model, passes = model_of("llama"), []
-    hook = model.register_forward_hook(lambda *_: passes.append(1))
-    stream = stream_tokens(model, ROWS[0], 0, GREEDY, (), NEW_TOKENS)
-    next(stream), next(stream)
-    stream.close()
-    hook.remove()
-    assert len(passes) == 2 and torch.is_grad_enabled()
-
-
 def pieces_of(tokenizer, ids) -> tuple[list[str], str]:
     stream = TextStream(tokenizer)
     pieces = [stream.add(token) for token in ids]
@@ -96,16 +84,6 @@ def test_the_answer_to_a_text_keeps_the_space_with_which_it_begins(kind, context
     prompt, whole = (tokenizer.encode(text) for text in ("Where is it? It", "Where is it? It is in the hall."))
     stream = TextStream(tokenizer, prompt[-context:])
     assert "".join([*map(stream.add, whole[len(prompt) :]), stream.rest()]) == " is in the hall."
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_tokens(kind):
-    """Also bytes that are no characters, and special tokens."""
-    tokenizer, rng = tokenizer_of(kind), random.Random(3)
-    for _ in range(20):
-        ids = [rng.randrange(len(tokenizer)) for _ in range(12)]
-        pieces, rest = pieces_of(tokenizer, ids)
-        assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_half_a_character_waits():
