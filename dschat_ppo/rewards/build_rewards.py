@@ -60,7 +60,7 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
 def check_routes(
     flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True
 ) -> None:
-    """Check that each route of a reward source leads to prompts, and that each prompt has a reward source.
+    """Check that each route of a reward source leads to prompts.
 
     `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most `MOST_ROWS`, evenly
     spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
@@ -80,12 +80,6 @@ def check_routes(
             raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
         if source not in names:
             logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
-    lacking = sorted(found - {source for _, sources in routes for source in sources})
-    if lacking and all(sources for _, sources in routes):
-        logger().warning(
-            f"no reward source scores prompts of the data source {', '.join(map(repr, lacking[:MOST_SHOWN]))}; "
-            f"their answers get {flags.reward_default:g} (--reward_default)"
-        )
 
 
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:

@@ -39,9 +39,6 @@ class RewardRequest:
     @classmethod
     def of(cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0) -> RewardRequest:
         """A request whose texts are known."""
-        if not len(prompts) == len(responses) == len(rows):
-            counts = f"{len(prompts)} prompts, {len(responses)} responses, {len(rows)} rows"
-            raise ValueError(f"a reward request needs equally many of each, got {counts}")
         return cls(rows, lambda: (prompts, responses), step)
 
     @cached_property

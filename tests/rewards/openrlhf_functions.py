@@ -25,11 +25,3 @@ def earlier(queries, prompts, labels):
 
 def one_tensor_each(queries, prompts, labels):
     return [torch.tensor([1.0]) for _ in queries]
-
-
-def no_rewards(queries, prompts, labels):
-    return {"reward": torch.ones(len(queries))}
-
-
-def single_number(queries, prompts, labels):
-    return {"rewards": torch.tensor(1.0)}

@@ -126,20 +126,6 @@ def test_a_route_that_a_sample_does_not_show_is_a_warning(monkeypatch, capsys):
     assert "none of 4 training prompts has the data source 'c', but: a, b" in capsys.readouterr().out
 
 
-def test_prompts_that_no_function_scores_are_reported(capsys):
-    rows = rows_of("a", "b", None)
-    check_routes(flags(reward_function=["a=length"], reward_default=-1.0), [], rows)
-    printed = capsys.readouterr().out
-    assert (
-        "no reward source scores prompts of the data source 'None', 'b'; their answers get -1 (--reward_default)"
-        in printed
-    )
-    check_routes(flags(reward_function=["a=length", "exact_match"]), [], rows)
-    check_routes(flags(reward_function=["a=length"], use_reward_model=True), [], rows)
-    check_routes(flags(reward_function=["length"]), [], ["not JSON: not read"])
-    assert capsys.readouterr().out == ""
-
-
 def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
 

@@ -149,15 +149,6 @@ def test_functions_of_openrlhf_run_as_they_are(name, expected):
         assert numbers == {"scores": [1, 0, 0], "length": [1, 1, 0], "rows": [3, 3, 3]}
 
 
-@pytest.mark.parametrize(("name", "cause"), [
-    ("no_rewards", "nor a dict with 'rewards' (its keys: ['reward'])"),
-    ("single_number", "returned 'rewards' that is not a list"),
-])  # fmt: skip
-def test_what_a_function_of_openrlhf_lacks_is_said(name, cause, capsys):
-    _, _, counts = ask(OPENRLHF, name, OF_OPENRLHF)
-    assert counts.failed == 3 and cause in counts.cause
-
-
 @pytest.mark.parametrize(
     ("names", "form"),
     [
@@ -263,10 +254,3 @@ def test_a_batch_may_return_any_sequence_but_no_dict():
     for value in ({"score": [1.0]}, "12", 3.0, None):
         with pytest.raises(TypeError, match=f"returned {type(value).__name__}, not a list of numbers"):
             returned_rows(value, per_row=False)
-
-
-def test_a_log_named_scores_is_kept_unless_the_reply_has_scores_of_its_own():
-    reply = {"rewards": [1.0, 2.0], "extra_logs": {"scores": [3.0, 4.0]}}
-    assert [row.numbers for row in returned_rows(reply, per_row=False)] == [{"scores": 3.0}, {"scores": 4.0}]
-    own = returned_rows({**reply, "scores": [5.0, 6.0]}, per_row=False)
-    assert [row.numbers for row in own] == [{"scores": 5.0}, {"scores": 6.0}]

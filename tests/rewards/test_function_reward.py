@@ -97,13 +97,6 @@ def test_a_list_of_another_length():
     assert ask("wrong_length", of_responses("abc", "two", "a")) == ([3, -9, 1], 1)
 
 
-def test_few_warnings_then_a_count(capsys):
-    assert ask("faulty_row", of_responses(*["raise"] * 6, "ok"))[1] == 6
-    printed = capsys.readouterr().out
-    assert [f"row {row}:" in printed for row in range(7)] == [True] * 3 + [False] * 4
-    assert "3 more of 7 rows" in printed
-
-
 @pytest.mark.parametrize(("spec", "expected"), [
     ("exact_match", (RULES["exact_match"], "exact_match", 1.0, ())),
     (f"{FILE}:lengths", (FILE, "lengths", 1.0, ())), (f"{FILE}:lengths:-2e-1", (FILE, "lengths", -0.2, ())),

@@ -11,7 +11,6 @@ from dschat_ppo.data.batches import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.rewards import learned_reward as rewards_model
 from dschat_ppo.rewards import reward_source
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
@@ -85,21 +84,6 @@ def test_answers_to_one_prompt_are_scored_in_one_pass(engine, monkeypatch):
     scores = scores_in_batches(engine, *right_padded(rows, 0), 40)
     hook.remove()
     assert passes == [[30, 30, 30], [5, 5, 5]]  # 20 + 12 and 20 + 9 tokens, and 2 x 2 for copies
-    assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
-
-
-def test_a_rank_with_fewer_passes_repeats_its_last(engine, monkeypatch):
-    counting, requested = Counting(engine), []
-
-    def busiest_makes_four(value, op):
-        requested.append((int(value), op))
-        return torch.tensor(4)
-
-    monkeypatch.setattr(rewards_model.dist, "all_reduce", busiest_makes_four)
-    rows = [[5, 6, 7], [8], [9, 10]]
-    scores = scores_in_batches(counting, *right_padded(rows, 0), 6)
-    assert requested == [(2, "max")]
-    assert counting.shapes == [(2, 3), (1, 1), (1, 1), (1, 1)]
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
 
 
@@ -227,22 +211,6 @@ def test_step_scores_are_aggregated(engine, tokenizer, how, of):
     assert ModelReward(engine)(request(*[("", "", {})] * 4), rollout).tolist() == pytest.approx(
         alone(engine, [prompt + answer for prompt, answer in zip(prompts, ids, strict=True)]), abs=1e-5
     )
-
-
-def test_steps_of_retokenised_answers(engine, tokenizer):
-    tokenizer.chat_template = None
-    rows = [("a lamp ", "in\nthe hall", {}), ("red red red", "yes", {})]
-    steps = StepScoring(tokenizer, "\n", "min")
-    sequences = [[*tokenizer.encode(prompt), *tokenizer.encode(answer, add_special_tokens=False),
-                  tokenizer.eos_token_id] for prompt, answer, _ in rows]  # fmt: skip
-    first = [*tokenizer.encode("a lamp "), *tokenizer.encode("in\n", add_special_tokens=False)]
-    scores = [1 / (1 + math.exp(-score)) for score in alone(engine, [first, *sequences])]
-    found = foreign(engine, tokenizer, rows, steps=steps)
-    assert found.tolist() == pytest.approx([min(scores[:2]), scores[2]], abs=1e-5)
-    short = len(tokenizer.encode("the hall"))  # the first step is cut off with the prompt
-    expected = alone(engine, [sequence[-short:] for sequence in sequences])
-    found = foreign(engine, tokenizer, rows, max_length=short, steps=steps)
-    assert found.tolist() == pytest.approx([1 / (1 + math.exp(-score)) for score in expected], abs=1e-5)
 
 
 def test_a_model_without_a_step_separator_is_no_process_reward_model():

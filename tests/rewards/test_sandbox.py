@@ -45,12 +45,6 @@ def test_the_score_is_the_share_of_passed_tests(response, tests, score):
     assert code_tests(response, tests) == score
 
 
-@pytest.mark.parametrize("tests", [None, [], 3, [1], {"a": 1}])
-def test_a_row_without_tests_raises(tests):
-    with pytest.raises(ValueError, match="column 'tests'"):
-        code_tests("x = 1", tests)
-
-
 def test_a_failing_test_does_not_end_the_others():
     tests = ["raise SystemExit", "1 / 0", "raise KeyboardInterrupt", "assert True"]
     assert run_tests("", tests, LIMITS) == [False, False, False, True]
@@ -101,11 +95,6 @@ def test_all_files_together_are_limited():
     test = "for n in range(4):\n    with open(str(n), 'wb') as file:\n        file.write(bytes(2**20))"
     assert passes(test, limits=Limits(file_mb=5))
     assert not passes(test, limits=Limits(file_mb=3))
-
-
-def test_output_is_discarded(capfd):
-    assert passes("import sys\nfor n in range(10**4): print('x' * 1000); sys.stderr.write('y' * 1000)")
-    assert capfd.readouterr() == ("", "")
 
 
 def test_an_endless_report_ends_the_program():

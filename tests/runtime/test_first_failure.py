@@ -70,13 +70,6 @@ def test_a_process_that_ends_without_leaving_is_lost(ranks):
     assert not record.folder.exists()  # nobody is there to wait for
 
 
-def test_a_reused_process_number_does_not_count_as_running(ranks):
-    record = ranks(0)
-    (record.folder / "rank_1").write_text(f"{os.getpid()} {find_process(os.getpid()).started + 1}")
-    assert record.lost_ranks() == [1]
-    record.leave()
-
-
 def test_progress_of_any_rank_counts(ranks):
     record = ranks(0)
     ranks(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
+from deepspeed.ops.op_builder.builder import MissingCUDAException, OpBuilder
 from launch import ROOT, environment
 
 from dschat_ppo.errors import StopRequested, UserError
@@ -123,9 +123,7 @@ def guarded(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("problem", [
     RuntimeError("Error building extension 'toy': fatal error: Python.h: No such file or directory"),
-    OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root."),
     MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"),
-    CUDAMismatchException("Installed CUDA version 12.8 does not match the version torch was compiled with 12.4"),
 ])  # fmt: skip
 def test_what_a_compilation_lacks(guarded, monkeypatch, problem):
     def fail():

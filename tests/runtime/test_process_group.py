@@ -1,17 +1,15 @@
 """Ranks join those of their own launch, even if another launch uses the same port at the same instant."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT, deepspeed_command, environment, forked, succeed
+from launch import deepspeed_command, environment, forked, succeed
 from torch.distributed import DistNetworkError
 
 from dschat_ppo.errors import UserError
@@ -74,45 +72,6 @@ def test_a_rank_of_another_launch_changes_nothing():
         own = begin(stack, port, 1, "runs/a b")
         assert [process.communicate(timeout=100)[0] for process in (host, own)] == ["runs/a b runs/a b\n"] * 2
         assert other.poll() is None
-
-
-def pair(folder: Path) -> list[subprocess.Popen[str]]:
-    """Two launches at one instant on one port. The first opens its store at once, and its rank 1 comes last."""
-    started, port = [], str(free_port())
-    for number, delays in enumerate(([0.0, 2.0], [1.0, 0.5])):
-        words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", folder / "a"]
-        command = deepspeed_command(2, "tests/workers/meeting.py", *words)
-        command[command.index("--master_port") + 1] = port
-        env = environment() | {"TMPDIR": str(folder), "RANKS": "4", "DELAYS": json.dumps(delays)}
-        with (folder / f"said_{number}").open("w") as said:
-            started.append(
-                subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
-            )
-    return started
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_of_two_launches_on_one_port_one_runs_with_its_own_ranks(tmp_path):
-    """Rank 1 of the second launch comes to the first one's store before rank 1 of the first, with its output folder."""
-    started = pair(tmp_path)
-    try:
-        codes = [process.wait(timeout=200) for process in started]
-    finally:
-        for process in started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-    said = [(tmp_path / f"said_{number}").read_text() for number in range(2)]
-    assert codes == [0, 2], said
-    told = [[line for line in text.splitlines() if line.startswith(("error", "rank "))] for text in said]
-    assert [len(lines) for lines in told] == [0, 1], told
-    # whichever of its ranks comes first; rank 0 meets the lock of the folder before the port
-    assert "another run" in told[1][0] and any(flag in told[1][0] for flag in ("--master_port", "--output_dir"))
-    met = [json.loads(path.read_text()) for path in tmp_path.glob("a/met_*")]
-    assert len(met) == 2
-    for members in met:
-        assert [rank for rank, _ in members] == [0, 1]
-        assert len({launcher for _, launcher in members}) == 1
 
 
 class Accelerator:

@@ -170,14 +170,6 @@ def test_a_stop_request_reaches_the_other_ranks(watched, capsys):
     assert capsys.readouterr().out.count("stopping (SIGTERM): the state is saved after this optimizer step") == 1
 
 
-def test_a_stop_request_before_training_saves_nothing(watched, capsys):
-    phases.reset_phases()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert soon(watched.stop_requested)
-    time.sleep(3 * watchdog.POLL_SECONDS)
-    assert "the run ends before training begins, with nothing to save" in capsys.readouterr().out
-
-
 def test_a_stop_request_of_another_rank_sets_the_flag(watched):
     watched.request_stop()
     assert soon(stop_requests.flag_is_set)
