@@ -23,7 +23,6 @@ from dschat_ppo.data.templates import (
     Tools,
     added_tokens,
     check_rendered,
-    end_tokens,
     render,
     render_answer,
     text_answer,
@@ -57,7 +56,7 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
     end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token))
     if end in text:
-        text = without_final(text, tuple(end_tokens(tokenizer))) + end
+        text = without_final(tokenizer, text)[0] + end
     found = encode_example(tokenizer, Example("", [text]))
     return [*found.prompt, *found.answers[0]]
 

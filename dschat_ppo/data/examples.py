@@ -185,12 +185,12 @@ def from_json(value: Any) -> Any:
     if isinstance(found, dict) and isinstance(found.get("messages"), list):
         found = found["messages"]
     parts = found if isinstance(found, list) else [found]
-    given = [part if isinstance(part, dict) else {} for part in parts]
-    has_texts = all({"role", "from"} & set(part) and {"content", "value", "tool_calls"} & set(part) for part in given)
-    has_roles = all(str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in given)
-    # of a list one may fail: turns without content, or with roles of their own, are refused later
-    is_read = has_texts or has_roles if isinstance(found, list) else has_texts and has_roles
-    return found if parts and is_read else value
+    if not all(isinstance(part, dict) and {"role", "from"} & set(part) for part in parts):
+        return value
+    has_texts = all({"content", "value", "tool_calls"} & set(part) for part in parts)
+    has_roles = all(str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts)
+    # of three signs one may fail: turns without content, or with other roles, are refused later
+    return found if parts and isinstance(found, list) + has_texts + has_roles >= 2 else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -248,7 +248,8 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             raise UserError(f"{name} has {'no role' if given is None else f'role {given!r}'}; expected {_EXPECTED}")
         calls = without_nulls(rest.pop("tool_calls", None))
         if given.strip().lower() in _CALLS:
-            calls, content = _calls_of(content, name), ""
+            calls, content = json_value(content), ""
+            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
         if calls:
             rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
         elif content is None:
@@ -319,20 +320,12 @@ def tools_beside(value: Any) -> Any:
     return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
 
 
-def _calls_of(text: Any, name: str) -> list[Any]:
-    """The tool calls of a ShareGPT `function_call` message."""
-    found = json_value(text)
-    calls = found if isinstance(found, list) else [found]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise UserError(f"the function call of {name} is no JSON object with 'name': {str(text)[:60]!r}")
-    return [{"type": "function", "function": call} for call in calls]
-
-
 def _with_parsed_arguments(call: Any, name: str) -> Any:
     """A tool call whose arguments are an object: templates write them as JSON, and would quote a text."""
-    checked(call, dict, f"a tool call of {name}", "an object")
-    inner = call.get("function", call)
-    if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), str):
+    inner = call.get("function", call) if isinstance(call, dict) else call
+    if "name" not in checked(inner, dict, f"a tool call of {name}", "an object with 'name'"):
+        raise UserError(f"a tool call of {name} has no 'name'")
+    if not isinstance(inner.get("arguments"), str):
         return call
     arguments = json_value(inner["arguments"] or "{}")
     inner = {**inner, "arguments": checked(arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object")}

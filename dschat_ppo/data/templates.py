@@ -186,9 +186,14 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Text -> id of each token of `answer_ends`."""
-    return {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
+def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, int | None]:
+    """(a text without the tokens at its end that end answers, and without white space around them; the id of the first
+    of these tokens)."""
+    ends = {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
+    first = None
+    while (token := next(filter(text.rstrip().endswith, ends), None)) is not None:
+        text, first = text.rstrip().removesuffix(token), ends[token]
+    return text, first
 
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
@@ -198,10 +203,8 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
         if answer.get("tool_calls"):
             raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
         answer = str(answer.get("content") or "")
-    ends = end_tokens(tokenizer)
-    bare = without_final(answer, tuple(ends))
-    rest = answer[len(bare) :]
-    return bare, next((number for token, number in ends.items() if rest.startswith(token)), int(tokenizer.eos_token_id))
+    bare, first = without_final(tokenizer, answer)
+    return bare, int(tokenizer.eos_token_id) if first is None else first
 
 
 def render_answer(
@@ -215,7 +218,7 @@ def render_answer(
     token that ends the answer). The text ends with that token, unless the template writes none."""
     end = turn_end(tokenizer)
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-    content = without_final(message.get("content") or "", tuple(end_tokens(tokenizer)))
+    content, _ = without_final(tokenizer, message.get("content") or "")
     message = {**message, "content": content}
     whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
     is_opened = whole.startswith(opening)
@@ -248,15 +251,6 @@ def _without_opening(content: str, opening: str) -> str:
     texts = (text[start:] for start in range(len(tail)) for text in (tail, tail.rstrip()))
     begun = next((text for text in texts if len(text.strip()) > 2 and content.startswith(text)), "")
     return content[len(begun) :]
-
-
-def without_final(answer: str, final: tuple[str, ...]) -> str:
-    """A text without the tokens `final` at its end."""
-    while (bare := answer.rstrip()).endswith(final):
-        answer = bare
-        for token in final:
-            answer = answer.removesuffix(token)
-    return answer
 
 
 def render(
@@ -292,8 +286,7 @@ def check_rendered(text: str, messages: Messages, tools: Tools | None) -> None:
     templates drop their thinking."""
     needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
     needed += [("the tool call", str(function.get("name", ""))) for function in functions_of(messages)]
-    described = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
-    needed += [("the tool", str(tool.get("name", ""))) for tool in described if isinstance(tool, dict)]
+    needed += [("the tool", str(tool.get("name", ""))) for tool in functions_of([{"tool_calls": tools}])]
     for what, words in needed:
         words = words.strip()
         if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:

@@ -69,14 +69,8 @@ def test_arguments_of_tool_calls_become_objects():
             "message 1 of 'm' has a part of type 'image_url'; only text parts can be used",
         ),
         ([{"role": "user", "content": ["a"]}], "message 1 of 'm' has a part of type 'str'"),
-        (
-            [{"from": "function_call", "value": "find()"}],
-            "the function call of message 1 of 'm' is no JSON object with 'name'",
-        ),
-        (
-            [{"from": "function_call", "value": "{}"}],
-            "the function call of message 1 of 'm' is no JSON object with 'name'",
-        ),
+        ([{"from": "function_call", "value": "find()"}], "a tool call of message 1 of 'm' is str .'find"),
+        ([{"from": "function_call", "value": "{}"}], "a tool call of message 1 of 'm' has no 'name'"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
             "'arguments' of a tool call of message 1 of 'm' is str",

@@ -136,7 +136,7 @@ def test_a_text_that_brings_its_own_bos_has_one(kind):
     assert with_bos.prompt == without.prompt
 
 
-@pytest.mark.parametrize("after", ["", "\n", " \n\n"])
+@pytest.mark.parametrize("after", ["", " \n\n", "\n<|endoftext|>"])
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
 @pytest.mark.parametrize("prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"])
 def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
