@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -73,44 +72,6 @@ def noisy(response):
     return 1.0
 
 
-class UnprintableError(ValueError):
-    def __str__(self):
-        raise SystemExit(4)
-
-    __repr__ = __str__
-
-
-class WithoutName(type):
-    __name__ = property(lambda self: 1 / 0)
-
-
-class NamelessError(Exception, metaclass=WithoutName):
-    pass
-
-
-class UnpicklableError(Exception):
-    def __init__(self):
-        super().__init__("a lock")
-        self.lock = threading.Lock()
-
-
-class Text(str):
-    """A `str` subclass, returned by `str()` of an exception."""
-
-    def __getitem__(self, key):
-        return Text("harmless")
-
-    def split(self):
-        raise RuntimeError
-
-    __format__ = __str__ = __len__ = split
-
-
-class OfTextsError(RuntimeError):
-    def __str__(self):
-        return Text("a text that is none")
-
-
 def fail(problem):
     raise problem
 
@@ -125,13 +86,9 @@ def forge(reply):
 FAULTS = {
     "garbage": lambda: forge(b"no JSON\n"),
     "raise": lambda: 1 / 0,
-    "unprintable": lambda: fail(UnprintableError()),
-    "nameless": lambda: fail(NamelessError()),
-    "unpicklable": lambda: fail(UnpicklableError()),
     "bare": lambda: fail(KeyError()),
     "long": lambda: fail(RuntimeError("x" * 2**28)),
     "lines": lambda: fail(OSError(" one\n\ttwo\n")),
-    "subclass": lambda: fail(OfTextsError()),
     "hang": lambda: time.sleep(60),
     "exit": lambda: os._exit(0),
     "quit": lambda: sys.exit(3),

@@ -87,14 +87,8 @@ def _module_of(file: str) -> ModuleType:
 
 
 def cause_of(problem: BaseException, file: str | None) -> str:
-    """Type and text of an exception and the innermost line of `file` in its traceback, as one line. The exception may
-    be a class of the user, whose `__str__` may raise anything."""
-    kind, text, place = "an exception", "its text cannot be printed", ""
-    try:
-        kind = printable_line(type(problem).__name__)
-        lines = [n for frame, n in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
-        place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
-        text = printable_line(str.__getitem__(str(problem), slice(_LONGEST_TEXT)))
-    except BaseException:  # noqa: BLE001, S110  then the defaults above describe it
-        pass
+    """Type and text of an exception and the innermost line of `file` in its traceback, as one line."""
+    kind, text = type(problem).__name__, printable_line(str(problem)[:_LONGEST_TEXT])
+    lines = [number for frame, number in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+    place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
     return (f"{kind}: {text}" if text else kind) + place

@@ -75,8 +75,9 @@ class _Watchdog:
             if hangs and (first is None or is_stopping):
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
-                if self._has_lasted("lost", bool(self.record.lost_ranks()), LOST_SECONDS):
-                    self._end_without_lost_rank()
+                lost = self.record.lost_ranks()
+                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
+                    self._end_without(lost)
             elif first.hung or (hangs and is_stopping):
                 idle, logs = f"{heartbeat.idle_seconds():.0f}", log_path()
                 text = f"rank {ranks.rank()} has made no progress for {idle} s: {where()}\n{_stacks()}"
@@ -124,11 +125,10 @@ class _Watchdog:
             return False
         return time.monotonic() - self._since.setdefault(name, time.monotonic()) >= seconds
 
-    def _end_without_lost_rank(self) -> NoReturn:
-        """The process of another rank was killed, and the main thread of this rank has not noticed."""
-        lost = ", ".join(map(str, self.record.lost_ranks()))
-        first = self.record.record(RANK_LOST)
-        text = f"rank {ranks.rank()}: another rank is gone (rank {lost}; {where()}): the run ends; {HOW_TO_RESUME}\n"
+    def _end_without(self, lost: list[int]) -> NoReturn:
+        """The processes of other ranks were killed, and the main thread of this rank has not noticed."""
+        first, names = self.record.record(RANK_LOST), ", ".join(map(str, lost))
+        text = f"rank {ranks.rank()}: another rank is gone (rank {names}; {where()}): the run ends; {HOW_TO_RESUME}\n"
         self._end(first.code, text + _stacks(), text if first.rank == ranks.rank() else "")
 
     def _end(self, code: int, text: str, prints: str = "", waits: bool = False) -> NoReturn:
