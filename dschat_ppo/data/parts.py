@@ -33,7 +33,6 @@ MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a da
 WAY_OUT = "--bad_rows skip leaves such rows out"
 _AROUND = 40  # characters before and after a place in a file that a message quotes
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
-_LFS = b"version https://git-lfs.github.com/"
 
 Row = dict[str, Any]
 Found = Iterator[tuple[int, Row | UserError, Any]]  # number of a row from 1 on, the row or its problem, place after it
@@ -162,7 +161,7 @@ class FilePart:
         if not self.path.is_file():
             raise UserError(f"{what}: is not a regular file")
         with reading(f"{what}: cannot be read"), self.path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
+            if file.read(100).startswith(b"version https://git-lfs.github.com/"):
                 raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
 
     def found(self, place: Any) -> Found:
@@ -261,17 +260,10 @@ def _table_rows(path: Path, kind: str, after: int) -> Numbered:
 def _rows_of_table(table: pa.Table) -> list[Row]:
     """Rows in values of JSON: dates and decimals as text, of bytes only their number."""
     table.validate(full=True)  # the only check that its text is UTF-8
-    _check_names(table.column_names)
-
-    def as_json(value: Any) -> Any:
-        return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
-
-    return json.loads(json.dumps(table.to_pylist(), default=as_json))
-
-
-def _check_names(names: list[str]) -> None:
-    if len(set(names)) < len(names):
-        raise UserError(f"several columns have the same name: {', '.join(names)}")
+    if len(set(table.column_names)) < table.num_columns:
+        raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
+    values = table.to_pylist()
+    return json.loads(json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v)))
 
 
 # Lines of JSON or text
@@ -299,12 +291,9 @@ def _is_json_lines(path: Path) -> bool:
     with _opened(path) as file:
         filled = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file if line.strip())
         first, second = next(filled, b""), next(filled, b"")
-    if first.startswith(b"[") or ".json" not in map(str.lower, path.suffixes):
+    if ".json" not in map(str.lower, path.suffixes):
         return not first.startswith(b"[")
-    try:
-        return bool(second and json.loads(first))
-    except (ValueError, RecursionError):  # an object over several lines
-        return False
+    return first.startswith(b"{") and first.endswith(b"}") and bool(second)
 
 
 def _constant(name: str) -> None:
@@ -320,9 +309,7 @@ def _parsed(text: str) -> Any:
     """The value of a line or file; an error says what is wrong, and quotes the text there."""
     try:
         return _DECODER.decode(text)
-    except RecursionError:
-        raise UserError("is nested too deeply") from None
-    except ValueError as problem:  # also Infinity, or a number of more than 4,300 digits
+    except (RecursionError, ValueError) as problem:  # also Infinity, or a number of more than 4,300 digits
         reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
         near = text[max(0, place - _AROUND) : place + _AROUND]
         raise UserError(f"is not JSON ({reason}): {near!r}") from None
@@ -364,12 +351,10 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
 
         try:
             names = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))]  # an index of pandas
-            row_of(names)
-            _check_names(names)
+            if len(row_of(names)) < len(names):
+                raise UserError(f"several columns have the same name: {', '.join(names)}")
             if len(names) == 1 and any(mark in names[0] for mark in ";\t,"):
-                raise UserError(
-                    f"the header is one column, {names[0]!r}; a .csv file needs commas and a .tsv file tabs"
-                )
+                raise UserError(f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file tabs")
             yield from ((number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1))
         except csv.Error as problem:
             wrong = f"line {lines.line_num} is not CSV ({problem})"

@@ -72,7 +72,7 @@ def test_folders_without_training_files_are_rejected(tmp_path):
     with pytest.raises(UserError, match="the folder holds no data file; supported are"):
         load(tmp_path, tmp_path / "bare")
     write_jsonl(tmp_path / "bare" / "test.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"bare: has no training split \(test\); choose one, as in .*bare\[test\]"):
+    with pytest.raises(UserError, match=r"bare: has the splits test; choose one for training, as in .*bare\[test\]"):
         load(tmp_path, tmp_path / "bare")
 
 
@@ -166,7 +166,8 @@ def test_several_training_splits_need_a_choice_and_their_own_evaluation_split(tm
     for n, name in enumerate(["train_sft", "train_prefs", "test_sft", "test_prefs"]):
         write_jsonl(tmp_path / "d" / f"{name}-00000-of-00001.jsonl", [{"n": n}])
     with pytest.raises(
-        UserError, match=r"has several training splits \(train_prefs, train_sft\); choose one, as in .*d\[train"
+        UserError,
+        match=r"has the splits test_prefs, test_sft, train_prefs, train_sft; choose one for training, as in .*d\[train",
     ):
         load(tmp_path, tmp_path / "d")
     splits = load(tmp_path, f"{tmp_path}/d[train_sft]")

@@ -17,7 +17,7 @@ from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import hub_dataset
+from dschat_ppo.data.sources import open_set, parse_sources
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.writers import write_config, write_result
@@ -120,7 +120,7 @@ def test_rows_of_the_hub_are_durable(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     power = PowerLoss(monkeypatch)
-    hub_dataset("name", None, None)
+    open_set(parse_sources(["name"], "--data_path")[0], None)
     assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
 
 
