@@ -148,7 +148,7 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     barrier()
     before, start = memory(), time.perf_counter()
     if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
-        load_splits(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path, flags.bad_rows)
+        load_splits(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
     barrier()
     read, cpu = time.perf_counter(), cpu_seconds()
     rows = prepare("preference", tokenizer, flags, LIMIT).train

@@ -1,6 +1,6 @@
 """Parts of data sets: a file, or a split that `datasets` gives. All are read in batches of rows, from any place on. No
-type is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5. A row that cannot be read is an
-error, or counted and left out (`--bad_rows`)."""
+type is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5. What cannot be read is a row
+too, a `BadRow`, so that bad rows are counted in one place (`tokenise.py`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ KINDS = {
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(KINDS)} (also with {' or '.join(COMPRESSED)})"
 BATCH_ROWS = 1000
-MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
-WAY_OUT = "--bad_rows skip leaves such rows out"
 _AROUND = 40  # characters before and after a place in a file that a message quotes
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
 
@@ -38,14 +36,8 @@ Row = dict[str, Any]
 Found = Iterator[tuple[int, Row | UserError, Any]]  # number of a row from 1 on, the row or its problem, place after it
 
 
-def too_many(bad: int, rows: int, policy: str) -> bool:
-    """Whether `--bad_rows` does not accept so many bad rows; if all are bad, no value does."""
-    return bad > MOST_BAD[policy] * rows or 0 < rows == bad
-
-
-def way_out(bad: int, rows: int, policy: str) -> str:
-    """The hint at `--bad_rows skip` after a count, where that would help."""
-    return "" if policy == "skip" or bad == rows else f"; {WAY_OUT}"
+class BadRow(str):
+    """What takes the place of a row that cannot be read: what is wrong with it."""
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -61,30 +53,22 @@ def kind_of(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists and dicts.
-    `unreadable` rows among them are left out; `problem` is that of the first one, or ""."""
+    """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists and dicts."""
 
     origins: list[str]
-    rows: list[Row]
+    rows: list[Row | BadRow]
     place: Any = None
-    unreadable: int = 0
-    problem: str = ""
 
 
-def read_part(part: Part, skip: bool, place: Any = None) -> Iterator[Batch]:
-    """The rows of a part from `place` on. Without `skip`, one that cannot be read is an error, a `UserError` that names
-    the part and its flag as all errors do."""
+def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
+    """The rows of a part from `place` on. A `UserError` names the part and its flag."""
     name = part.name
     try:
         with reading("cannot be read"):
             found = part.found(place)
             while batch := list(islice(found, BATCH_ROWS)):
-                bad = [f"row {number} {row}" for number, row, _ in batch if isinstance(row, UserError)]
-                if bad and not skip:
-                    raise UserError(f"{bad[0]}; {WAY_OUT}")
-                good = [(f"{name}, row {number}", row) for number, row, _ in batch if not isinstance(row, UserError)]
-                origins, rows = [origin for origin, _ in good], [row for _, row in good]
-                yield Batch(origins, rows, batch[-1][2], len(bad), f"{name}, {bad[0]}" if bad else "")
+                rows = [BadRow(row) if isinstance(row, UserError) else row for _, row, _ in batch]
+                yield Batch([f"{name}, row {number}" for number, _, _ in batch], rows, batch[-1][2])
     except UserError as problem:
         raise UserError(f"{part.flag} {name}: {problem}") from problem
 

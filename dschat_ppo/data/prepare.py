@@ -10,8 +10,6 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,11 +30,11 @@ from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
-from dschat_ppo.data.parts import too_many, way_out
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, rows_of_splits
+from dschat_ppo.data.parts import BadRow
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, parsed, rows_of_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
-from dschat_ppo.data.streaming import StreamedRows, StreamSource, find_rows, start, stream_of
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, TokenTable, mapped, tokenise_rows
+from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, start
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, mapped, refuse_bad, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 
@@ -91,19 +89,20 @@ def prepare(
     sources += parse_sources(eval_paths or [], EVAL_FLAG)
     train, evaluation, streams, forms = list[Part](), list[Part](), list[StreamSource](), dict[str, Form]()
     fraction = None if eval_paths else eval_fraction  # None: data sets for training give no rows for evaluation
-    cache, bad_rows = flags.data_output_path, flags.bad_rows
+    cache = flags.data_output_path
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
             # Read: all rows, or the first ones of a stream. The first rows decide the form, so that all steps agree.
-            name, is_eval, own = source.spec, source.flag in (EVAL_FLAG, whole_flag), None
-            stream = find_rows(source, flags) if flags.streaming and not is_eval else None
-            if stream is not None:
-                columns, first = stream.columns, stream.first
-            else:
-                raw, own = load_splits(source, cache, bad_rows, whole=is_eval)
-                report_unreadable(name, [raw, own], bad_rows)
+            name, is_eval = source.spec, source.flag in (EVAL_FLAG, whole_flag)
+            stream = find_rows(source, cache) if flags.streaming and not is_eval else None
+            if stream is None:
+                raw, own = load_splits(source, cache, whole=is_eval)
                 raw = raw if most_rows is None else raw.select(range(min(most_rows, len(raw))))
-                columns, first = list(raw.columns), [raw[number] for number in range(min(FIRST_ROWS, len(raw)))]
+                columns, first = list(raw.columns), raw.first(FIRST_ROWS)
+            else:
+                columns, first, own = stream.columns, stream.first, None
+                if stream.evaluation and fraction is not None:
+                    own = rows_of_splits(stream.opened, stream.evaluation, cache)
             has_template = tokenizer.chat_template is not None
             form = detect_form(source.location, columns, first, has_template, flags, len(sources) == 1)
             logger().info(f"data: {name}: {form.description}")
@@ -114,25 +113,25 @@ def prepare(
             settings = TokeniseSettings(form, source.name, use, tokenizer, flags, limit, all_turns, step_separator)
 
             # The rows of the step, and those held out of them for evaluation
+            count = SPLIT_ROWS if stream is not None else len(raw)
+            share = (0, 0 if is_eval else count)
+            if source.flag == "--data_path":
+                share = share_of_step(count, parse_data_split(flags.data_split), PARTS[use])
+                if share[0] == share[1]:
+                    raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
+                if stream is None and share != (0, count):
+                    used = f"{share[1] - share[0]} of {count} rows (--data_split {flags.data_split})"
+                    logger().info(f"data: {name}: this step uses {used}")
             if stream is not None:
-                streams.append(stream_of(stream, settings))
-                if stream.evaluation and fraction is not None:
-                    own = rows_of_splits(stream.opened, stream.evaluation, cache, bad_rows)
-                    report_unreadable(name, [own], bad_rows)
-                elif fraction:
+                streams.append(stream.source(share, settings))
+                if fraction and not stream.evaluation:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
             else:
-                numbers, held_out = np.arange(len(raw)), np.arange(0)
-                if is_eval:
-                    numbers, held_out = held_out, numbers
-                elif source.flag == "--data_path":
-                    numbers = rows_of_step(len(raw), parse_data_split(flags.data_split), PARTS[use])
-                    if len(numbers) == 0:
-                        raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
-                    if len(numbers) < len(raw):
-                        used = f"{len(numbers)} of {len(raw)} rows (--data_split {flags.data_split})"
-                        logger().info(f"data: {name}: this step uses {used}")
+                numbers, held_out = np.arange(share[1]), np.arange(count if is_eval else 0)
+                if source.flag == "--data_path":
+                    order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
+                    numbers = order[slice(*share)]
                 if fraction and own is None:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)
@@ -172,23 +171,17 @@ def prepare_whole(
 def tokenised(
     source: DataSource, raw: Rows, settings: TokeniseSettings, train: np.ndarray, held_out: np.ndarray
 ) -> tuple[list[Part], list[Part]]:
-    """For training and for evaluation, the rows with these numbers that are within the length limit, can be used and
-    are no repetitions; what is dropped, and why, is logged. `UserError` if `--bad_rows` does not accept it, or if the
-    limit leaves training no row or no whole answer."""
-    name, skips, used = source.spec, settings.flags.bad_rows == "skip", np.concatenate([train, held_out])
-    table = tokenise_rows(raw, used, settings)
-    bad = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
+    """For training and for evaluation, the rows with these numbers that can be used and are within the length limit;
+    what is dropped, and why, is logged. `UserError` if `--bad_rows` does not accept it, or if the limit leaves training
+    no row or no whole answer."""
+    name, policy, limit = source.spec, settings.flags.bad_rows, f"{limit_flag(settings.use)} {settings.limit}"
+    table = tokenise_rows(raw, np.concatenate([train, held_out]), settings)
+    bad, count = np.flatnonzero(table.fitted == Fitted.UNUSABLE), len(train) + len(held_out)
     first = [str(table.problems[int(index)]) for index in bad[:_SHOWN]]
-    report_bad(name, "rows cannot be used", len(bad), len(used), settings.flags.bad_rows, first)
-    usable, repeats = ~np.isin(table.fitted, (Fitted.UNUSABLE, Fitted.DROPPED)), repetitions(table)
-    if len(repeats):
-        later, earlier = (raw.origin(int(table.number[index])) for index in repeats[0])
-        done = "are dropped" if skips else "are kept (--bad_rows skip drops them)"
-        logger().warning(
-            f"data: {name}: {len(repeats)} rows repeat an earlier row and {done}: {later} repeats {earlier}"
-        )
-        usable[repeats[:, 0]] &= not skips
-    limit, parts = f"{limit_flag(settings.use)} {settings.limit}", (list[Part](), list[Part]())
+    refuse_bad(name, len(bad), count, policy, first)
+    for line in [f"{name}: {len(bad)} of {count} rows cannot be used", *first] if first else ():
+        logger().warning(f"data: skipped: {line}")
+    parts: tuple[list[Part], list[Part]] = [], []
     for numbers, kept, is_eval in ((train, parts[0], False), (held_out, parts[1], True)):
         if len(numbers) == 0:
             continue
@@ -204,7 +197,7 @@ def tokenised(
             raise UserError(f"{name}: none of its rows for training serves this step")
         if not is_eval and (table.fitted[order] == Fitted.ANSWER_CUT).all():
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-        order = order[usable[order]]
+        order = order[table.fitted[order] != Fitted.DROPPED]
         if not is_eval and len(order) == 0:
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
         kept.append(Part(source, table.rows, order))
@@ -215,12 +208,11 @@ def tokenised(
 # equal on every rank and after a resume.
 
 
-def rows_of_step(count: int, shares: tuple[float, float, float], part: int) -> np.ndarray:
-    """(N,) int64, numbers of the rows of one step: `part` 0 is SFT, 1 reward model, 2 PPO. The parts are random,
-    disjoint and complete. All three steps see the same split of `count` rows, which `shares` decide."""
-    order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
-    bounds = [round(count * sum(shares[:i]) / sum(shares)) for i in range(4)]
-    return order[bounds[part] : bounds[part + 1]]
+def share_of_step(count: int, shares: tuple[float, float, float], part: int) -> tuple[int, int]:
+    """The places in an order of `count` rows that one step uses: `part` 0 is SFT, 1 reward model, 2 PPO. They are
+    disjoint and complete."""
+    first, last = (round(count * sum(shares[:number]) / sum(shares)) for number in (part, part + 1))
+    return first, last
 
 
 def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -285,12 +277,17 @@ def text_blocks(
     def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         raise_if_stop_requested(DOING)  # tokenising may take hours
         ids: list[int] = []
-        for row, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
-            text = json.loads(row).get("text") or ""
+        for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
+            row = parsed(text, ["text"])
+            if isinstance(row, BadRow) and flags.bad_rows == "skip":
+                continue
             try:
-                if not isinstance(text, str):
-                    raise UserError(f"'text' holds {json.dumps(text)[:40]}; it needs a text column 'text'")
-                ids += encode_example(tokenizer, Example("", [text])).answers[0]
+                if isinstance(row, BadRow):
+                    raise UserError(f"it {row}; --bad_rows skip leaves such rows out")
+                value = row["text"] or ""
+                if not isinstance(value, str):
+                    raise UserError(f"'text' holds {str(value)[:40]}; it needs a text column 'text'")
+                ids += encode_example(tokenizer, Example("", [value])).answers[0]
             except UserError as problem:
                 raise UserError(f"{PTX_FLAG}: {shown_path(origin)}: {problem}") from None
             ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
@@ -303,8 +300,7 @@ def text_blocks(
         (source,) = parse_sources([spec], PTX_FLAG)
         if is_hub_name(source.location):
             source = replace(source, config=source.config or config_name)
-        rows, _ = load_splits(source, flags.data_output_path, flags.bad_rows)
-        report_unreadable(source.spec, [rows], flags.bad_rows)
+        rows, _ = load_splits(source, flags.data_output_path)
         if "text" not in rows.columns:
             columns = ", ".join(rows.columns)
             raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
@@ -315,29 +311,3 @@ def text_blocks(
         raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
     logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
     return blocks
-
-
-# Bad rows and repeated ones
-
-
-def report_unreadable(name: str, parts: Sequence[Rows | None], policy: str) -> None:
-    """Log the unreadable lines of files that `--bad_rows` left out; `UserError` if they are too many."""
-    found = [rows for rows in parts if rows is not None]
-    bad, problems = sum(rows.unreadable for rows in found), [rows.problem for rows in found if rows.unreadable]
-    report_bad(name, "lines cannot be read", bad, bad + sum(map(len, found)), policy, problems[:1])
-
-
-def report_bad(name: str, what: str, bad: int, rows: int, policy: str, first: list[str]) -> None:
-    """Log that `bad` of `rows` are left out, and the first ones; `UserError` if they are too many."""
-    if bad and too_many(bad, rows, policy):
-        raise UserError(f"{name}: {bad} of {rows} {what}{way_out(bad, rows, policy)}. The first: {' | '.join(first)}")
-    for line in [f"{name}: skipped: {bad} of {rows} {what}", *(f"skipped: {each}" for each in first)] if bad else ():
-        logger().warning(f"data: {line}")
-
-
-def repetitions(table: TokenTable) -> np.ndarray:
-    """(M, 2) int64, token rows whose digest is that of an earlier one, and that one; no blocks of long texts."""
-    rows = np.flatnonzero(~np.isin(table.fitted, (Fitted.UNUSABLE, Fitted.DROPPED, Fitted.BLOCKS)))
-    digests = np.array(table.rows.data.column("digest"))[rows]
-    _, first, which = np.unique(digests, return_index=True, return_inverse=True)
-    return np.column_stack([rows, rows[first[which]]])[first[which] != np.arange(len(rows))]

@@ -1,11 +1,12 @@
 """Raw rows of data sets, read once and then memory-mapped from the cache: JSON text in one column of a table, parsed
-when it is used, so that its values are those of the file."""
+when it is used, so that its values are those of the file. A text in place of an object is a `BadRow`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from datasets import Dataset
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
-from dschat_ppo.data.parts import Batch, FilePart, Row, read_part
+from dschat_ppo.data.parts import BadRow, FilePart, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
@@ -33,35 +34,35 @@ class Rows:
     Attributes:
         table: the JSON text `ROW` and the `ORIGIN`, "FILE, row N", of each row.
         columns: all keys of the rows, in the order in which they appear.
-        unreadable, problem: how many lines of the files were left out, and the place and cause of the first, or "".
     """
 
     table: Dataset
     columns: tuple[str, ...]
-    unreadable: int = 0
-    problem: str = ""
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Row | BadRow:
         return parsed(self.table[index][ROW], self.columns)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (parsed(each[ROW], self.columns) for each in self.table)
 
     def origin(self, index: int) -> str:
         """ "FILE, row N" of a row, for messages."""
         return shown_path(self.table[index][ORIGIN])
 
+    def first(self, count: int) -> list[Row]:
+        """The first rows that can be read."""
+        found = (self[number] for number in range(len(self)))
+        return list(islice((row for row in found if not isinstance(row, BadRow)), count))
+
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows with these numbers."""
-        return Rows(self.table.select(numbers), self.columns, self.unreadable, self.problem)
+        return Rows(self.table.select(numbers), self.columns)
 
 
-def parsed(text: str, columns: Sequence[str]) -> Row:
+def parsed(text: str, columns: Sequence[str]) -> Row | BadRow:
     """The row of a value of the column `ROW`, with all columns of its data set."""
-    return dict.fromkeys(columns) | json.loads(text)
+    value = json.loads(text)
+    return BadRow(value) if isinstance(value, str) else dict.fromkeys(columns) | value
 
 
 class Splits(NamedTuple):
@@ -71,47 +72,47 @@ class Splits(NamedTuple):
     eval: Rows | None
 
 
-def load_splits(source: DataSource, cache_dir: str | None, bad_rows: str = "error", whole: bool = False) -> Splits:
+def load_splits(source: DataSource, cache_dir: str | None, whole: bool = False) -> Splits:
     """Read a data set.
 
     Args:
         source: a file, a folder or a hub name.
         cache_dir: folder of the cache; None for that of `datasets`.
-        bad_rows: `--bad_rows`; unless "error", lines of files that cannot be read are left out and counted.
-        whole: read as `train`, for evaluation, the split that `source` names or else all, whatever they are named; a
-            hub data set with several must name one.
+        whole: for evaluation: the split that `source` names or else all are read as those for training; a hub data set
+            with several must name one.
     """
     found = open_set(source, cache_dir)
     names = list(found.splits)
-    if whole and source.split is None:
-        if is_hub_name(source.location) and len(names) > 1:
-            example = found.example(names[-1])
-            raise UserError(f"{found.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+    if not whole:
+        cuts, for_eval = found.chosen()
+    elif source.split is not None:
+        cuts, for_eval = found.cuts(source.split), []
+    elif is_hub_name(source.location) and len(names) > 1:
+        example = found.example(names[-1])
+        raise UserError(f"{found.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+    else:
         if len(names) > 1:
             logger().info(f"data: {source.spec}: all its splits are used for evaluation: {', '.join(names)}")
-        return Splits(rows_of_splits(found, names, cache_dir, bad_rows), None)
-    cuts, for_eval = (found.cuts(str(source.split)), []) if whole else found.chosen()
-    train = joined_rows([rows_of_splits(found, [name], cache_dir, bad_rows, cut) for name, cut in cuts])
+        return Splits(rows_of_splits(found, names, cache_dir), None)
+    train = joined_rows([rows_of_splits(found, [name], cache_dir, cut) for name, cut in cuts])
     if not for_eval:
         return Splits(train, None)
     files = ", ".join(part.path.name for part in found.parts(for_eval) if isinstance(part, FilePart))
     if files:  # they make them so
         logger().info(f"data: {source.spec}: files for evaluation: {shorten(files, 300)}")
-    return Splits(train, rows_of_splits(found, for_eval, cache_dir, bad_rows))
+    return Splits(train, rows_of_splits(found, for_eval, cache_dir))
 
 
-def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, bad_rows: str, cut: str = "") -> Rows:
+def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, cut: str = "") -> Rows:
     """The rows of splits, in the order of their parts; of one split perhaps a slice such as "train[:10%]"."""
-    skip, tables, by_kind = bad_rows != "error", list[Rows](), dict[str, tuple[str, tuple[str, ...]]]()
-    for part in found.parts(names):
-        key = rows_key(part.key, part.name, skip)
-        tables.append(_stored(cache_dir, key, read_part(part, skip), f"{part.flag} {part.name}"))
-        if isinstance(part, FilePart):
-            by_kind[str(part.kind)] = part.path.name, tables[-1].columns
-    if len({frozenset(columns) for _, columns in by_kind.values()}) > 1:  # some are not the data, such as notes.txt
-        shown = "; ".join(
-            f"{kind}: {name} has {shorten(', '.join(columns), 200)}" for kind, (name, columns) in by_kind.items()
-        )
+    parts = found.parts(names)
+    tables = [_stored(part, cache_dir) for part in parts]
+    kinds = {  # some are not the data, such as notes.txt
+        str(part.kind): (part.path.name, table.columns)
+        for part, table in zip(parts, tables, strict=True) if isinstance(part, FilePart)
+    }  # fmt: skip
+    if len({frozenset(columns) for _, columns in kinds.values()}) > 1:
+        shown = "; ".join(f"{kind}: {name} has {shorten(', '.join(has), 200)}" for kind, (name, has) in kinds.items())
         way = "name one of the files, or move the others away"
         raise UserError(f"{found.what}: holds files of different kinds with different columns ({shown}); {way}")
     rows = joined_rows(tables)
@@ -125,36 +126,33 @@ def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, 
     return rows.select(range(place.from_, place.to))
 
 
-def _stored(root: str | None, key: str, batches: Iterator[Batch], what: str) -> Rows:
-    """Rows from the cache below `root`. What is not there yet is read from `batches` and written. `what` is for an
-    error if there is none."""
+def _stored(part: Part, cache_dir: str | None) -> Rows:
+    """The rows of a part from the cache below `cache_dir`; they are read and written if they are not there yet."""
 
     def make(folder: Path) -> Dataset:
         columns: Row = {}
-        path, count, bad, problem = folder / "rows.arrow", 0, 0, ""
+        path = folder / "rows.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            for batch in batches:
+            for batch in read_part(part):
                 raise_if_stop_requested("prepared the data")
-                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
                 for row in batch.rows:
-                    columns.update(dict.fromkeys(row))
+                    columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
                 writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
-                count, bad, problem = count + len(texts), bad + batch.unreadable, problem or batch.problem
-        if not count:
-            reason = f"every row is bad; the first: {problem}" if bad else "the data set is empty"
-            raise UserError(f"{what}: {reason}")
-        notes = json.dumps([list(columns), bad, problem])
-        (folder / NOTES_FILE).write_text(notes, encoding="utf-8")
-        return Dataset.from_file(str(path))
+        rows = Dataset.from_file(str(path))
+        if not columns:
+            problem = "the data set is empty"
+            if rows:
+                problem = f"every row is bad; the first: {rows[0][ORIGIN]} {json.loads(rows[0][ROW])}"
+            raise UserError(f"{part.flag} {part.name}: {problem}")
+        (folder / NOTES_FILE).write_text(json.dumps(list(columns)), encoding="utf-8")
+        return rows
 
-    table = cached_dataset(root, key, make)
-    columns, bad, problem = notes_of(table)
-    return Rows(table, tuple(columns), bad, problem)
+    table = cached_dataset(cache_dir, rows_key(part.key, part.name), make)
+    return Rows(table, tuple(notes_of(table)))
 
 
 def joined_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of several parts, one part after another, with the columns of all."""
     columns = dict.fromkeys(name for part in parts for name in part.columns)
-    problems = [part.problem for part in parts if part.problem]
-    table = datasets.concatenate_datasets([part.table for part in parts])
-    return Rows(table, tuple(columns), sum(part.unreadable for part in parts), problems[0] if problems else "")
+    return Rows(datasets.concatenate_datasets([part.table for part in parts]), tuple(columns))

@@ -1,49 +1,49 @@
 """`--streaming`: training rows that are read and tokenised while the run trains, for data larger than the disk.
 
-Each rank has a process that makes chunks of its rows ahead of their use. Every chunk comes with the position in the
-data after it, and checkpoints hold the positions of the chunks in use, so that a resumed run reads on from there.
+The worker of a `DataLoader` makes chunks of token rows ahead of their use. Every chunk comes with the position in the
+data after it, and checkpoints hold these positions, so that a resumed run reads on from the chunk in use.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import multiprocessing
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing.connection import Connection
+from itertools import chain
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pyarrow as pa
 import torch
 from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable
+from torch.utils.data import DataLoader, IterableDataset
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.examples import SPLIT_SEED, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
-from dschat_ppo.data.parts import WAY_OUT, Batch, Part, Row, read_part, too_many, way_out
+from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, open_set
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.processes import signal_when_parent_ends
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
+ALL = (0, SPLIT_ROWS)  # the share of a step that uses all of them
+AHEAD = 32  # batches of raw rows that the worker may be ahead, which is more than a chunk
 READ, UNUSABLE = "raw rows", "that cannot be used"
 NOTHING = "without a sample for this step (as bad answers in SFT)"
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
-_POLL_SECONDS = 0.1
 Tokens = tuple[list[Row], Counter[str], str]
 Position = dict[str, Any]  # of numbers, texts, lists and dicts, which every checkpoint can hold
 START: Position = {"part": 0, "number": 0, "place": None}  # before the first raw row of a data set
@@ -52,48 +52,24 @@ START: Position = {"part": 0, "number": 0, "place": None}  # before the first ra
 # Raw rows
 
 
-@dataclass(frozen=True)
-class StepShare:
-    """The raw rows of one step by `--data_split`: of each `SPLIT_ROWS` rows a random part, disjoint from those of the
-    other steps (`part` 0, 1, 2). It depends only on the number of a row, so that every step sees the same division."""
-
-    shares: tuple[float, float, float]
-    part: int
-    seed: int
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """Range of places in the random order of `SPLIT_ROWS` rows that belong to the step."""
-        whole = sum(self.shares)
-        first, last = (round(SPLIT_ROWS * sum(self.shares[:i]) / whole) for i in (self.part, self.part + 1))
-        return first, last
-
-    def includes(self, number: int) -> bool:
-        """Whether this raw row, from 0, belongs to the step."""
-        block, place = divmod(number, SPLIT_ROWS)
-        return place in _chosen(self, block)
-
-
 @lru_cache(8)
-def _chosen(share: StepShare, block: int) -> set[int]:
-    """The places inside a block of `SPLIT_ROWS` rows that belong to the step."""
-    order = torch.randperm(SPLIT_ROWS, generator=shared_generator(share.seed, _SPLIT_USE, block)).tolist()
-    return set(order[slice(*share.bounds)])
+def places_of_step(share: tuple[int, int], block: int) -> frozenset[int]:
+    """The places in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]` to `share[1]` of a
+    random order, which every step and run sees alike."""
+    order = torch.randperm(SPLIT_ROWS, generator=shared_generator(SPLIT_SEED, _SPLIT_USE, block)).tolist()
+    return frozenset(order[slice(*share)])
 
 
-def raw_batches(
-    parts: Sequence[Part], share: StepShare | None, skip: bool, position: Position = START
-) -> Iterator[Batch]:
-    """The raw rows of `share`, or all, from `position` on; `place` is the position after them. Without `skip`, a line
-    that cannot be read is an error."""
+def raw_batches(parts: Sequence[Part], share: tuple[int, int], position: Position = START) -> Iterator[Batch]:
+    """The raw rows of a step from `position` on; `place` is the position after them."""
     number, place = position["number"], position["place"]
     for index in range(position["part"], len(parts)):
-        for batch in read_part(parts[index], skip, place):
-            kept = [at for at in range(len(batch.rows)) if share is None or share.includes(number + at)]
+        for batch in read_part(parts[index], place):
+            spots = (divmod(number + at, SPLIT_ROWS) for at in range(len(batch.rows)))
+            kept = [at for at, (block, spot) in enumerate(spots) if spot in places_of_step(share, block)]
             number += len(batch.rows)
-            origins, rows = [batch.origins[at] for at in kept], [batch.rows[at] for at in kept]
             after = {"part": index, "number": number, "place": batch.place}
-            yield replace(batch, origins=origins, rows=rows, place=after)
+            yield Batch([batch.origins[at] for at in kept], [batch.rows[at] for at in kept], after)
         place = None
 
 
@@ -102,52 +78,24 @@ def raw_batches(
 
 @dataclass(frozen=True)
 class StreamSource:
-    """One data set of a stream. `weight` is its share of the rows, relative to the other data sets; `bad_rows` is the
-    flag. `content` identifies the raw rows wherever they are stored. `tokenise` makes of a batch of raw rows the token
-    rows that are kept, counts of what was done for the log (of `UNUSABLE` rows too), and the problem of the first bad
-    row, or ""; `UserError` for a row that ends the run."""
+    """One data set of a stream.
+
+    Attributes:
+        weight: its share of the rows, relative to the other data sets.
+        share: see `raw_batches`.
+        tokenise: makes of a batch of raw rows the token rows that are kept, counts of what was done for the log (of
+            `UNUSABLE` rows too), and the problem of the first bad row, or ""; `UserError` for a row that ends the run.
+        bad_rows: the flag.
+        content: identifies the raw rows wherever they are stored.
+    """
 
     name: str
     weight: float
     parts: Sequence[Part]
-    share: StepShare | None  # None: all its rows
+    share: tuple[int, int]
     tokenise: Callable[[Batch], Tokens]
     bad_rows: str = "few"
     content: str = ""
-
-
-class _Reader:
-    """Reads one source: `rows` gives its token rows, and None after each batch of raw rows. `position` is behind the
-    last token row: the position before its batch, and how many token rows from there on are used; reading from there
-    may divide the rows into other batches."""
-
-    def __init__(self, source: StreamSource, position: Position):
-        self.source, self.position, self.rows = source, position, self._read()
-        self.counts, self.problem = Counter[str](), ""  # of the raw rows read for this chunk; the first problem
-
-    def _read(self) -> Iterator[Row | None]:
-        source, before, used = self.source, self.position["before"], self.position["used"]
-        for batch in raw_batches(source.parts, source.share, source.bad_rows != "error", before):
-            rows, counts, problem = source.tokenise(batch)
-            if not used:  # otherwise a chunk before has counted them
-                self.counts.update({READ: len(batch.rows) + batch.unreadable, UNUSABLE: batch.unreadable})
-                self.counts.update(counts)
-                self.problem = self.problem or batch.problem or problem
-            for number in range(used, len(rows)):
-                self.position = {"before": before, "used": number + 1}
-                yield rows[number]
-            yield None
-            before, used = batch.place, max(0, used - len(rows))
-
-    def end_chunk(self) -> tuple[Counter[str], str]:
-        """`counts` and `problem` of the chunk. `UserError` if `--bad_rows` refuses so many unusable rows."""
-        counts, problem, policy = self.counts, self.problem, self.source.bad_rows
-        bad, rows = counts[UNUSABLE], counts[READ]
-        if too_many(bad, rows, policy):
-            hint = way_out(bad, rows, policy)
-            raise UserError(f"{self.source.name}: {bad} of {rows} rows cannot be used{hint}. The first: {problem}")
-        self.counts, self.problem = Counter(), ""
-        return counts, problem
 
 
 @dataclass(frozen=True)
@@ -165,6 +113,21 @@ def start_of(sources: Sequence[StreamSource]) -> Position:
     return {"sources": [{"before": START, "used": 0} for _ in sources], "taken": [0 for _ in sources]}
 
 
+def token_rows(source: StreamSource, position: Position) -> Iterator[tuple[Row | None, Position, Counter[str], str]]:
+    """(token row, position behind it, no counts, "") of each token row, and before those of each batch of raw rows
+    (None, position, counts of the batch, its first problem). A position is that before a batch, and how many token rows
+    from there on are used: reading from there may divide the rows into other batches."""
+    before, used = position["before"], position["used"]
+    for batch in raw_batches(source.parts, source.share, before):
+        rows, counts, problem = source.tokenise(batch)
+        counts += Counter({READ: len(batch.rows)})
+        # of a batch that is used in part, a chunk before has counted the rows
+        yield None, {"before": before, "used": used}, Counter() if used else counts, "" if used else problem
+        for number in range(used, len(rows)):
+            yield rows[number], {"before": before, "used": number + 1}, Counter(), ""
+        before, used = batch.place, max(0, used - len(rows))
+
+
 def chunks(
     sources: Sequence[StreamSource], num_rows: int, features: Features, first: int, position: Position
 ) -> Iterator[Chunk | None]:
@@ -172,33 +135,38 @@ def chunks(
     raw rows, so that a rank that waits sees progress.
 
     With several sources, each row comes from the source that lacks most to its share of the rows so far. `UserError` if
-    a source has no further row.
+    a source has no further row, or `--bad_rows` refuses the bad rows of a chunk.
     """
-    readers = [_Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)]
-    weights, taken = [source.weight for source in sources], list(position["taken"])
-    rows = list[Row]()
+    places, taken = list(position["sources"]), list(position["taken"])
+    found = [token_rows(source, place) for source, place in zip(sources, places, strict=True)]
+    weights = [source.weight for source in sources]
+    rows, counts, problems = list[Row](), [Counter[str]() for _ in sources], ["" for _ in sources]
     for number in range(first * CHUNK_ROWS, num_rows):
-        source = neediest(weights, taken)
-        for row in readers[source].rows:
+        which = neediest(weights, taken)
+        source, row = sources[which], None
+        for row, place, done, problem in found[which]:
+            places[which] = place
             if row is not None:
                 break
+            counts[which] += done
+            problems[which] = problems[which] or problem
             yield None
-        else:
-            readers[source].end_chunk()  # the better reason, if there is one
+        is_end = len(rows) + 1 == CHUNK_ROWS or number + 1 == num_rows or row is None
+        for one, count, problem in zip(sources, counts, problems, strict=True) if is_end else ():
+            refuse_bad(one.name, count[UNUSABLE], count[READ], one.bad_rows, [problem])
+        if row is None:
             way = f"set --streaming_rows {number} or less (a run that has begun resumes from its newest checkpoint with"
             way += " this value and --resume_force True)"
             way = way if number else "--data_split leaves it none, or --truncation drops all"
-            has = f"{sources[source].name} has only {taken[source]} rows for this step"
+            has = f"{source.name} has only {taken[which]} rows for this step"
             raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
-        rows.append(row | {"source": source})
-        taken[source] += 1
-        if len(rows) == CHUNK_ROWS or number + 1 == num_rows:
-            counts, problems = zip(*(reader.end_chunk() for reader in readers), strict=True)
-            after = {"sources": [reader.position for reader in readers], "taken": list(taken)}
+        rows.append(row | {"source": which})
+        taken[which] += 1
+        if is_end:
             table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
-            made = Dataset(table, fingerprint=f"{number}")
+            made, after = Dataset(table, fingerprint=f"{number}"), {"sources": list(places), "taken": list(taken)}
             yield Chunk(made, after, sum(counts, Counter()), list(filter(None, problems)))
-            rows = []
+            rows, counts, problems = [], [Counter() for _ in sources], ["" for _ in sources]
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -208,38 +176,33 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
     return lacking.index(max(lacking))
 
 
-# The process that makes them
+# What a rank sees
 
 
-def _serve(pipe: Connection, other_end: Connection, chunks_from: Callable[[int, Position], Iterator[Any]]) -> None:
-    """Body of the process: make chunks from where the rank says, `(its number of the order, chunk, position)`, until it
-    says otherwise. A chunk waits in the pipe until the rank takes it. The process ignores signals, since the rank still
-    needs the rows of its last step; it ends with the rank."""
-    other_end.close()  # so that the pipe ends with the rank
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # DeepSpeed's launcher sends them to all descendants
+@dataclass
+class _Made(IterableDataset):
+    """What the worker makes: `make()`, and an error in place of what cannot be made."""
+
+    make: Callable[[], Iterator[Chunk | None]]
+
+    def __iter__(self) -> Iterator[Chunk | UserError | None]:
+        try:
+            yield from self.make()
+        except UserError as problem:
+            yield problem
+
+
+def _begin_worker(_: int) -> None:
+    """The worker is not ended by the signals that DeepSpeed's launcher sends to all descendants, since the rank still
+    needs the rows of its last step. It notices within seconds that its rank has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal_when_parent_ends(signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
-    made: Iterator[Any] = iter(())
-    answer: Any
-    has_ended = True
-    with suppress(EOFError, OSError):  # the rank has ended
-        while True:
-            if has_ended or pipe.poll():
-                order, *place = pipe.recv()
-                made = chunks_from(*place)
-            try:
-                answer, has_ended = next(made), False
-            except (UserError, StopIteration) as problem:
-                answer, has_ended = problem, True
-            pipe.send((order, answer))
-
-
-# What the rank sees
+    Finalize(None, os._exit, (0,), exitpriority=0)  # it would wait for the thread that has forked it
 
 
 class StreamedRows:
-    """Token rows of a stream: `len(rows)`, `rows[i]` and `rows[[i, j]]` as for a `Dataset`.
+    """Token rows of a stream: `len(rows)` and `rows[i]` as for a `Dataset`.
 
     Row i is in chunk i // `CHUNK_ROWS`. Chunk 0, the one in use and the one before are in memory, so rows are to be
     used in the order of `batches.chunked_order`.
@@ -250,37 +213,26 @@ class StreamedRows:
     """
 
     def __init__(self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str):
-        self.column_names = list(features)
-        self.fingerprint = fingerprint
-        self.counts: dict[str, int] = {}  # what was done with the raw rows of chunk 0
-        self._num_rows = num_rows
-        self._positions = {0: start_of(sources)}  # before chunk 0, 1 and those near the one in use
+        self.column_names, self.fingerprint, self._num_rows = list(features), fingerprint, num_rows
+        self.counts = Counter[str]()  # what was done with the raw rows of chunk 0
+        self._make = partial(chunks, sources, num_rows, features)
+        self._positions = {0: start_of(sources)}  # before chunks
         self._chunks: dict[int, Dataset] = {}
-        self._order, self._next = 0, -1  # orders given to the process, and the chunk that it makes next
-        self._pipe, other_end = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(other_end, self._pipe, partial(chunks, sources, num_rows, features)), daemon=True
-        )
-        self.process.start()
-        other_end.close()
-        atexit.register(self.process.kill)  # before `multiprocessing` waits for it: it ignores SIGTERM
+        self._begin(0)
         self._use(0, may_stop=True)
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def __getitem__(self, index: int | Sequence[int]) -> dict[str, Any]:
-        """One row, or the columns of several. `UserError` if the stream has fewer, or a row of the chunk is bad."""
-        if isinstance(index, int):
-            if not 0 <= index < self._num_rows:
-                raise IndexError(index)
-            return dict(self._use(index // CHUNK_ROWS)[index % CHUNK_ROWS])
-        rows = [self[number] for number in index]
-        return {name: [row[name] for row in rows] for name in self.column_names}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row. `UserError` if the stream has fewer, or a row of the chunk is bad."""
+        if not 0 <= index < self._num_rows:
+            raise IndexError(index)
+        return dict(self._use(index // CHUNK_ROWS)[index % CHUNK_ROWS])
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions before the chunks in use, for `load_state_dict`."""
-        return {"rows": self.fingerprint, "positions": self._positions}
+        """The positions before chunks, for `load_state_dict`."""
+        return {"rows": self.fingerprint, "positions": dict(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Read on from a saved position, in other rows from the start."""
@@ -292,56 +244,64 @@ class StreamedRows:
         the state is saved after the optimizer step."""
         if chunk not in self._chunks:
             if self._next != chunk:
-                self._go_to(chunk)
+                self._begin(chunk)
             self._chunks = {number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks}
             while self._next <= chunk:
                 rows = self._receive(may_stop)
             self._chunks[chunk] = rows
             if 0 < chunk == (self._num_rows - 1) // CHUNK_ROWS:
-                self._go_to(1)  # of the next epoch
+                self._begin(1)  # of the next epoch
         return self._chunks[chunk]
 
-    def _go_to(self, chunk: int) -> None:
-        """Let the process begin at a chunk, or at the last one before it whose position is known."""
+    def _begin(self, chunk: int) -> None:
+        """Let a worker begin at a chunk, or at the last one before it whose position is known."""
         self._next = max(number for number in self._positions if number <= chunk)
         if self._next < chunk and dist.is_main():
             logger().warning(
                 f"data: the checkpoint has no position of these rows after row {chunk * CHUNK_ROWS}, so they are read "
                 f"again from row {self._next * CHUNK_ROWS}"
             )
-        self._order += 1
-        with suppress(OSError):  # the process has ended, which `_receive` reports
-            self._pipe.send((self._order, self._next, self._positions[self._next]))
+        made = _Made(partial(self._make, self._next, self._positions[self._next]))
+        self._worker = iter(DataLoader(
+            made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_unchanged,
+            worker_init_fn=_begin_worker, multiprocessing_context="fork", generator=torch.Generator(),
+        ))  # fmt: skip
+        for worker in self._worker._workers:  # type: ignore[attr-defined]
+            atexit.register(worker.kill)  # before `multiprocessing` waits for it: it ignores SIGTERM
 
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged."""
-        order, found = 0, None
-        while order != self._order or found is None:  # the answer to an order before, or a batch of raw rows is done
+        found = None
+        while found is None:  # a batch of raw rows is done
+            if may_stop:
+                raise_if_stop_requested(DOING)
             try:
-                while may_stop and not self._pipe.poll(_POLL_SECONDS):
-                    raise_if_stop_requested(DOING)
-                order, found = self._pipe.recv()
-            except (EOFError, OSError):
+                found = next(self._worker)
+            except RuntimeError as problem:
+                self._next = -1
                 raise UserError(
-                    "the process that reads the stream has ended, most often because memory ran out (its own message, "
-                    "if any, is above); run the same command again to resume from the newest checkpoint"
+                    f"the process that reads the stream has ended ({problem}), most often because memory ran out; run "
+                    "the same command again to resume from the newest checkpoint"
                 ) from None
             heartbeat()
-        if not isinstance(found, Chunk):
+        if isinstance(found, UserError):
             self._next = -1
             raise found
-        chunk, self._next = self._next, self._next + 1
-        known = self._positions | ({self._next: found.after} if len(found.rows) == CHUNK_ROWS else {})
-        self._positions = {number: known[number] for number in known if number in (0, 1) or chunk <= number + 1}
-        self.counts = found.counts if chunk == 0 else self.counts
+        first, self._next = self._next * CHUNK_ROWS, self._next + 1
+        if len(found.rows) == CHUNK_ROWS:
+            self._positions[self._next] = found.after
+        self.counts = self.counts if first else found.counts
         if dist.is_main():
-            first = chunk * CHUNK_ROWS
             done = ", ".join(f"{number} {what}" for what, number in found.counts.items())
             done = done or "read together with the rows before"
             logger().info(f"data: stream: rows {first + 1} to {first + len(found.rows)} of {self._num_rows}: {done}")
-            for problem in found.problems:
-                logger().warning(f"data: skipped: {problem}")
+            for told in found.problems:
+                logger().warning(f"data: skipped: {told}")
         return found.rows
+
+
+def _unchanged(found: Any) -> Any:
+    return found
 
 
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
@@ -365,53 +325,44 @@ def load_stream_state(rows: Dataset | StreamedRows, state: dict[str, Any] | None
 
 @dataclass(frozen=True)
 class StreamedSet:
-    """A data set whose training rows are streamed: the parts with them in order, its first rows, and the names of its
-    splits with evaluation rows."""
+    """A data set whose training rows are streamed: the parts with them in order, the first rows that can be read, whose
+    columns all its rows have, and the names of its splits with evaluation rows."""
 
     opened: OpenSet
     parts: list[Part]
     first: list[Row]
+    columns: list[str]
     evaluation: list[str]
 
-    @property
-    def columns(self) -> list[str]:
-        """Those of its first rows, which all its rows have then."""
-        return list(dict.fromkeys(name for row in self.first for name in row))
+    def source(self, share: tuple[int, int], settings: TokeniseSettings) -> StreamSource:
+        """The source of its token rows."""
+        tokenise = partial(_token_batch, columns=self.columns, settings=settings)
+        flag, content = self.opened.source, "\0".join(part.content for part in self.parts)
+        return StreamSource(
+            flag.name, flag.weight or 1.0, self.parts, share, tokenise, settings.flags.bad_rows, content
+        )
 
 
-def find_rows(source: DataSource, flags: DataFlags) -> StreamedSet:
+def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
     """Open a data set and read its first rows. Refuses what needs all rows: a number of them, or a slice."""
     if source.samples is not None:
-        raise UserError(
-            f"{source.flag} {source.spec}: @ROWS needs all rows, so it does not go with --streaming; use a weight, as "
-            "in NAME:0.5"
-        )
-    opened = open_set(source, flags.data_output_path, streaming=True)
+        way = "it does not go with --streaming; use a weight, as in NAME:0.5"
+        raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
+    opened = open_set(source, cache_dir, streaming=True)
     [(name, cut), *others], evaluation = opened.chosen()
     if cut or others:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts = opened.parts([name])
-    rows, problem = list[Row](), ""
-    for batch in raw_batches(parts, None, flags.bad_rows != "error"):
-        rows, problem = rows + batch.rows, problem or batch.problem
-        if len(rows) >= FIRST_ROWS:
+    parts, first, reason = opened.parts([name]), list[Row](), "the data set is empty"
+    for batch in raw_batches(parts, ALL):
+        first += [row for row in batch.rows if isinstance(row, dict)]
+        if len(first) >= FIRST_ROWS:
             break
-    if not rows:
-        reason = f"none of its rows can be read; the first: {problem}" if problem else "the data set is empty"
+        if not first and batch.rows:
+            reason = f"none of its rows can be read; the first: {batch.origins[0]} {batch.rows[0]}"
+    if not first:
         raise UserError(f"{source.flag} {source.spec}: {reason}")
-    return StreamedSet(opened, parts, rows[:FIRST_ROWS], evaluation)
-
-
-def stream_of(found: StreamedSet, settings: TokeniseSettings) -> StreamSource:
-    """The source of its token rows. `UserError` if `--data_split` leaves none for the step."""
-    source, share, flags = found.opened.source, None, settings.flags
-    if source.flag == "--data_path":
-        share = StepShare(parse_data_split(flags.data_split), PARTS[settings.use], SPLIT_SEED)
-        if share.bounds[0] == share.bounds[1]:
-            raise UserError(f"{source.spec}: --data_split {flags.data_split} leaves no row for this step")
-    tokenise = partial(_token_batch, columns=found.columns, settings=settings)
-    content = "\0".join(part.content for part in found.parts)
-    return StreamSource(source.name, source.weight or 1.0, found.parts, share, tokenise, flags.bad_rows, content)
+    columns = list(dict.fromkeys(chain.from_iterable(first[:FIRST_ROWS])))
+    return StreamedSet(opened, parts, first[:FIRST_ROWS], columns, evaluation)
 
 
 def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -> StreamedRows:
@@ -429,13 +380,13 @@ def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -
 
 def _token_batch(batch: Batch, columns: list[str], settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found = tokenise_batch([dict.fromkeys(columns) | row for row in batch.rows], batch.origins, settings)
-    made, bad = [row for row in found if row["problem"] is None], [row for row in found if row["problem"] is not None]
-    messages = [row["problem"] for row in bad]
-    if messages and settings.flags.bad_rows == "error":
-        raise UserError(f"{messages[0]}; {WAY_OUT}")
-    names = list(token_features(settings.use))
-    rows = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
+    raw = [dict.fromkeys(columns) | row if isinstance(row, dict) else row for row in batch.rows]
+    found, names = tokenise_batch(raw, batch.origins, settings), list(token_features(settings.use))
+    problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
+    if settings.flags.bad_rows == "error":
+        refuse_bad(settings.source, len(problems), len(raw), "error", problems)
+    made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
-    counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(bad)})
-    return rows, counts, messages[0] if bad else ""
+    counts += Counter({NOTHING: len(raw) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
+    kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
+    return kept, counts, problems[0] if problems else ""

@@ -23,6 +23,7 @@ from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
+from dschat_ppo.data.parts import BadRow, Row
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, parsed
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
@@ -30,6 +31,7 @@ from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 DOING = "prepared the data"
+MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 _BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
@@ -83,6 +85,13 @@ class TokeniseSettings:
         return [*how, self.step_separator] if self.use == "steps" else how
 
 
+def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
+    """`UserError` if `--bad_rows` does not accept so many bad rows of a data set; if all are bad, no value does."""
+    if bad > MOST_BAD[policy] * rows or 0 < rows == bad:
+        way = "" if policy == "skip" or bad == rows else "; --bad_rows skip leaves such rows out"
+        raise UserError(f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}")
+
+
 def token_features(use: str) -> Features:
     """Columns of token rows of `use`; `digest` is a hash of the others."""
     columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
@@ -98,7 +107,7 @@ def token_features(use: str) -> Features:
 
 
 def tokenise_batch(
-    raw_rows: Sequence[dict[str, Any]], origins: Sequence[str], settings: TokeniseSettings
+    raw_rows: Sequence[Row | BadRow], origins: Sequence[str], settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
     """Tokenise some raw rows of one data set; `origins` is "FILE, row N" of each.
 
@@ -110,20 +119,24 @@ def tokenise_batch(
     made: list[dict[str, Any]] = []
     for number, (row, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
-        found, suffix = list[dict[str, Any]](), ""
-        try:
-            for example in settings.form.read(row, settings.use, origin):
-                suffix = example.suffix
-                found += _token_rows(row, example, settings)
-        except UserError as problem:  # a ranked list with a bad answer gives no pair at all
-            told = f"{origin}{suffix}: {str(problem).removeprefix(f'{origin}: ')}; the row: {_shown(row)}"
-            found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE), "problem": told}]
-        if settings.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
-            raise UserError(
-                f"{origin}: longer than the limit of {settings.limit} tokens (--truncation error); the row: "
-                f"{_shown(row)}; --truncation left cuts such rows, drop leaves them out"
-            )
-        made += [{"number": number, "problem": None, **values} for values in found]
+        found, suffix, problem = list[dict[str, Any]](), "", ""
+        if isinstance(row, BadRow):
+            problem = f"{origin} {row}"
+        else:
+            try:
+                for example in settings.form.read(row, settings.use, origin):
+                    suffix = example.suffix
+                    found += _token_rows(row, example, settings)
+            except UserError as error:  # a ranked list with a bad answer gives no pair at all
+                problem = f"{origin}{suffix}: {str(error).removeprefix(f'{origin}: ')}; the row: {_shown(row)}"
+            if settings.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
+                raise UserError(
+                    f"{origin}: longer than the limit of {settings.limit} tokens (--truncation error); the row: "
+                    f"{_shown(row)}; --truncation left cuts such rows, drop leaves them out"
+                )
+        if problem:
+            found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE)}]
+        made += [{"number": number, "problem": problem or None, **values} for values in found]
     return made
 
 
@@ -146,24 +159,23 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
         raise UserError("the prompt is empty")
     rows = []
     for fitted, outcome in fit(ids, example, settings.tokenizer, settings.limit, settings.flags.truncation):
-        labels: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if use == "unpaired":
-            labels = {"label": example.labels[0]}
+            more = {"label": example.labels[0]}
         elif use == "steps":
             ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, settings.step_separator)
             kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
-            labels = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
+            more = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
             outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
-        more: dict[str, Any] = {}
-        if use == "sft":
-            more["prompt_spans"] = [list(span) for span in fitted.prompt_spans]
-        if use == "prompt":
-            more["row"] = row_text(row, example, settings)
+        elif use == "sft":
+            more = {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
+        elif use == "prompt":
+            more = {"row": row_text(row, example, settings)}
         whole = fitted if outcome == Fitted.BLOCKS else ids
-        content = map(str, [example.margin, *([labels] if labels else ()), *more.values()])
+        content = map(str, [example.margin, *more.values()])
         rows.append({
             "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin, "fitted": int(outcome),
-            "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **labels, **more,
+            "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **more,
             "digest": _hash(fitted, *content),
         })  # fmt: skip
     return rows
@@ -324,5 +336,4 @@ def _hash(ids: EncodedExample, *content: str) -> int:
     lists = [ids.prompt, *ids.answers]
     numbers = b"".join(array("i", part).tobytes() for part in [list(map(len, lists)), *lists])
     texts = (text.encode("utf-8", "surrogatepass") for text in content)
-    digest = hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8).digest(), "little", signed=True)

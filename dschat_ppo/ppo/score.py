@@ -76,7 +76,7 @@ class RewardRequests:
         them.
         """
         samples = len(rollout.response_ids) // len(indices)
-        data: list[dict[str, Any]] = [json.loads(text) for text in self.prompts[indices]["row"]]
+        data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
 
         def decode() -> tuple[list[str], list[str]]:
             ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id

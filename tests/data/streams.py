@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import datasets
 
 from dschat_ppo.data.parts import Batch
-from dschat_ppo.data.streaming import StepShare, StreamSource, Tokens
+from dschat_ppo.data.streaming import ALL, StreamSource, Tokens
 
 FEATURES = datasets.Features(
     {
@@ -47,6 +47,6 @@ def expected(numbers) -> list[int]:
 
 
 def source_of(
-    *files, weight: float = 1.0, share: StepShare | None = None, name: str = "numbers", make=tokens_of, policy="error"
+    *files, weight: float = 1.0, share: tuple[int, int] = ALL, name: str = "numbers", make=tokens_of, policy="error"
 ) -> StreamSource:
     return StreamSource(name, weight, files, share, make, policy)

@@ -45,14 +45,6 @@ def test_pairs_become_two_token_rows(tmp_path):
     assert sorted(map(single, rows)) == sorted(expected)
 
 
-def test_an_answer_with_two_labels_is_no_repetition(tmp_path, said):
-    row = {"prompt": "Q:", "completion": "a", "label": True}
-    flags = flags_for(tmp_path, [row, {**row, "label": False}, row], bad_rows="skip")
-    rows = prepare("unpaired", TOKENIZER, flags, 64).train
-    assert sorted(row["label"] for row in rows) == [0.0, 1.0]
-    assert any("repeat" in line for line in said)
-
-
 def test_the_digest_differs_with_the_label(tmp_path):
     rows = [prepare("unpaired", TOKENIZER, flags_for(tmp_path, [{**KTO[0], "label": label}]), 64).train[0]
             for label in (True, False)]  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.examples import SPLIT_SEED
-from dschat_ppo.data.prepare import Part, hold_out, mix, rows_of_step
+from dschat_ppo.data.prepare import Part, hold_out, mix, share_of_step
 from dschat_ppo.data.sources import DataSource
 
 
@@ -26,15 +26,10 @@ def used_rows(*sets: tuple[int, float | None, int | None]) -> list[int]:
 @pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (1.0, 1.0, 1.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
 @pytest.mark.parametrize("count", [1, 7, 100])
 def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
-    parts = [list(rows_of_step(count, shares, part)) for part in range(3)]
+    parts = [list(range(*share_of_step(count, shares, part))) for part in range(3)]
     assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(count))
     for part, share in zip(parts, shares, strict=True):
         assert abs(len(part) - count * share / sum(shares)) <= 1
-
-
-def test_parts_are_random_and_reproducible():
-    first = list(rows_of_step(100, (1, 1, 1), 0))
-    assert first == list(rows_of_step(100, (1, 1, 1), 0)) and sorted(first) != list(range(33))
 
 
 @pytest.mark.parametrize(("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0)])

@@ -16,11 +16,10 @@ import pyarrow.parquet
 import pytest
 from test_splits import column, load, origins_of
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import cache, parts, rows
-from dschat_ppo.data.parts import FilePart, kind_of, read_part
+from dschat_ppo.data.parts import BadRow, FilePart, kind_of, read_part
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.streaming import find_rows, raw_batches
+from dschat_ppo.data.streaming import ALL, find_rows, raw_batches
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"ask, {n}", "response": f"Grüße {n}"} for n in range(50)]
@@ -70,8 +69,8 @@ CONTENT = {
 PACK = {"": lambda content: content, ".gz": gzip.compress, ".zst": zstd}
 
 
-def batches(path: Path, place=None, skip: bool = False) -> list:
-    return list(read_part(FilePart(path, "--data_path"), skip, place))
+def batches(path: Path, place=None) -> list:
+    return list(read_part(FilePart(path, "--data_path"), place))
 
 
 def pairs(found: list) -> list:
@@ -90,7 +89,7 @@ def test_every_kind_gives_the_same_rows_from_any_place_on(tmp_path, monkeypatch,
         assert batches(path, json.loads(json.dumps(whole[number - 1].place))) == whole[number:]
     splits = load(tmp_path, path)
     assert (list(splits.train), origins_of(splits)) == (ROWS, [origin for origin, _ in pairs(whole)])
-    assert splits.train.unreadable == 0
+    assert not splits.bad
 
 
 def test_lines_are_read_from_the_place_and_not_from_the_start(tmp_path, monkeypatch):
@@ -196,18 +195,17 @@ def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, monkeypatch,
     before, after, number = AROUND[kind]
     path = tmp_path / f"d{kind}"
     path.write_bytes(before + row + after)
-    with pytest.raises(UserError, match=f"^--data_path {path}: row {number} {cause}") as problem:
+    with pytest.raises(UserError, match=f"^--data_path {path}, row {number} {cause}") as problem:
         load(tmp_path, path)
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 500
-    assert str(problem.value).endswith("; --bad_rows skip leaves such rows out")
     for _ in range(2):  # read, and from the cache
-        train = load(tmp_path, path, "skip").train
+        train, _, bad = load(tmp_path, path, "skip")
         assert column(train, "text" if kind == ".txt" else "p") == ["a", "b"]
-        assert train.unreadable == 1 and re.match(f"{path}, row {number} {cause}", train.problem)
+        assert len(bad) == 1 and re.match(f"{path}, row {number} {cause}", bad[0])
     monkeypatch.setattr(parts, "BATCH_ROWS", 1)
-    one, bad, other = batches(path, skip=True)
-    assert (one.unreadable, bad.rows, bad.unreadable, other.unreadable) == (0, [], 1, 0)
-    assert batches(path, one.place, skip=True) == [bad, other] and batches(path, bad.place) == [other]
+    one, wrong, other = batches(path)
+    assert [isinstance(batch.rows[0], BadRow) for batch in (one, wrong, other)] == [False, True, False]
+    assert batches(path, one.place) == [wrong, other] and batches(path, wrong.place) == [other]
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])
@@ -249,7 +247,7 @@ def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, monkeypatch,
 )  # fmt: skip
 def test_a_malformed_file_is_an_error_in_both_modes(tmp_path, name, content, words, bad_rows):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}: ({words})") as problem:
+    with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}[:,] ({words})") as problem:
         load(tmp_path, tmp_path / name, bad_rows)
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 700
 
@@ -329,13 +327,11 @@ def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
     assert left() == {"notes.json", "rows_00000.arrow"}
 
 
-def test_another_mode_and_other_content_with_the_time_of_the_old_one_miss_the_cache(tmp_path):
+def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\nx\n')
     before = path.stat()
-    assert load(tmp_path, path, "skip").train.unreadable == 1
-    with pytest.raises(UserError, match="row 2 is not JSON"):
-        load(tmp_path, path)
+    assert column(load(tmp_path, path, "skip").train, "a") == [1]
     path.write_text('{"a": 2}\nx\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert column(load(tmp_path, path, "skip").train, "a") == [2]
@@ -378,8 +374,7 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_rows(tmp_path):
     assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
     assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
     assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
-    assert (splits.train.unreadable, splits.eval.unreadable) == (2, 1)
-    assert splits.train.problem.startswith(f"{folder / 'b.jsonl'}, row 2 is not JSON")
+    assert len(splits.bad) == 3 and splits.bad[0].startswith(f"{folder / 'b.jsonl'}, row 2 is not JSON")
 
 
 def test_files_of_different_kinds_need_the_same_columns(tmp_path):
@@ -398,15 +393,14 @@ def test_files_of_different_kinds_need_the_same_columns(tmp_path):
 def found_in(spec: str | Path, tmp_path: Path):
     """The streamed set that a name means."""
     [source] = parse_sources([str(spec)], "--data_path")
-    flags = DataFlags(data_path=[str(spec)], data_output_path=str(tmp_path / "cache"), bad_rows="error")
-    return find_rows(source, flags)
+    return find_rows(source, str(tmp_path / "cache"))
 
 
 def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_left_out(tmp_path):
     for name, first in (("train-00001-of-00002", 10), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 50)):
         (tmp_path / f"{name}.jsonl").write_bytes(lines(*({"n": first + n} for n in range(3))))
     found = found_in(tmp_path, tmp_path)
-    assert [row["n"] for _, row in pairs(raw_batches(found.parts, None, False))] == [0, 1, 2, 10, 11, 12]
+    assert [row["n"] for _, row in pairs(raw_batches(found.parts, ALL))] == [0, 1, 2, 10, 11, 12]
     assert found.evaluation == ["validation"]
 
 
@@ -438,13 +432,13 @@ def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
     found = found_in("org/name:main", tmp_path)
     assert found.evaluation == ["test"] and "revision" in found.parts[0].content
-    whole = list(raw_batches(found.parts, None, False))
+    whole = list(raw_batches(found.parts, ALL))
     assert pairs(whole) == [(f"org/name:main (train), row {n + 1}", {"n": n}) for n in range(60)]
     for number in range(1, len(whole)):
         after = found_in("org/name:main", tmp_path).parts
         place = json.loads(json.dumps(whole[number - 1].place))
-        assert pairs(raw_batches(after, None, False, place)) == pairs(whole[number:])
-        assert pairs(raw_batches(after, None, False)) == pairs(whole), "and again from the start"
+        assert pairs(raw_batches(after, ALL, place)) == pairs(whole[number:])
+        assert pairs(raw_batches(after, ALL)) == pairs(whole), "and again from the start"
     [part] = found_in("org/name:main", tmp_path).parts
     for number, _, place in list(part.found(None))[:-1]:  # also in the middle of a table
         assert next(part.found(place))[0] == number + 1

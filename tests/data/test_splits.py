@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import pytest
@@ -10,8 +11,9 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from datasets import Dataset, DatasetDict
 from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
 
+from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.rows import ORIGIN, Rows, Splits, load_splits
+from dschat_ppo.data.rows import ORIGIN, Rows, load_splits
 from dschat_ppo.data.sources import DataSource, open_set, parse_sources
 from dschat_ppo.errors import UserError
 
@@ -21,11 +23,33 @@ def source_of(path: Path | str, flag: str = "--data_path") -> DataSource:
     return source
 
 
-def load(tmp_path: Path, path: Path | str, bad_rows: str = "error") -> Splits:
-    return load_splits(source_of(path), str(tmp_path / "cache"), bad_rows)
+class Read(NamedTuple):
+    """The rows of a data set that can be read, and what the others say."""
+
+    train: Rows
+    eval: Rows | None
+    bad: list[str]
 
 
-def origins_of(splits: Splits, rows: Rows | None = None) -> list[str]:
+def load(tmp_path: Path, path: Path | str, bad_rows: str = "error") -> Read:
+    """With "error", a row that cannot be read is an error."""
+    bad = []
+
+    def good(rows: Rows | None) -> Rows | None:
+        if rows is None:
+            return None
+        kept = [number for number, row in enumerate(rows) if isinstance(row, dict)]
+        bad.extend(f"{rows.origin(n)} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow))
+        return rows.select(kept)
+
+    splits = load_splits(source_of(path), str(tmp_path / "cache"))
+    found = Read(good(splits.train), good(splits.eval), bad)
+    if bad and bad_rows == "error":
+        raise UserError(f"--data_path {bad[0]}")
+    return found
+
+
+def origins_of(splits: Read, rows: Rows | None = None) -> list[str]:
     return list((rows or splits.train).table[ORIGIN])
 
 

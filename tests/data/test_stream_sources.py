@@ -105,7 +105,7 @@ def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(
     with (folder / "validation.jsonl").open("a") as file:
         file.write("{no\n")
     found = prepare("sft", TOKENIZER, flags(tmp_path, str(folder), bad_rows="skip"), 64, eval_fraction=0.1)
-    assert len(found.eval) == 7 and "skipped: 1 of 8 lines cannot be read" in capsys.readouterr().out
+    assert len(found.eval) == 7 and "set: 1 of 8 rows cannot be used" in capsys.readouterr().out
 
 
 def test_rows_that_are_left_out_are_replaced_by_later_ones(tmp_path):

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pyarrow
 import pytest
+import torch
 from form_fixtures import (
     ASK,
     CALL,
@@ -28,12 +29,13 @@ from form_fixtures import (
 from test_deepspeed_chat_sets import EXPECTED
 from tiny_tokenizers import tokenizer_of
 
-from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import epoch_order
-from dschat_ppo.data.examples import PARTS
+from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
-from dschat_ppo.data.prepare import prepare, rows_of_step
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
@@ -157,7 +159,7 @@ def tokens_of(case: str, template: str) -> str:
         except UserError:  # the form has nothing for this use
             continue
         made = tokenise_batch(rows, [f"d, row {n}" for n in range(len(rows))], how)
-        order = rows_of_step(len(rows), parse_data_split(WHOLE[PARTS[use]]), PARTS[use])
+        order = torch.randperm(len(rows), generator=shared_generator(SPLIT_SEED)).tolist()
         kept = [row for number in order for row in made if row["number"] == number and row["fitted"] != Fitted.DROPPED]
         is_bad = any(row["problem"] for row in made)
         if kept and not is_bad and any(row["fitted"] != Fitted.ANSWER_CUT for row in made):
@@ -168,12 +170,11 @@ def tokens_of(case: str, template: str) -> str:
 
 def epoch_of(use: str, folder: Path) -> dict[str, str]:
     """The rows of one use of a mixture, named "SET NUMBER": for training in the order of the table and of two epochs,
-    and those held out. Two sets have weights, one a number of rows; one row in six repeats the row before it."""
+    and those held out. Two sets have weights, one a number of rows."""
     tokenizer = tokenizer_with("chatml")
     paths = []
     for name, count, amount in (("a", 30, ":3"), ("b", 18, ":1"), ("c", 12, "@9")):
-        numbers = [number - (number % 6 == 5) for number in range(count)]
-        rows = [{"prompt": f"{name}{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in numbers]
+        rows = [{"prompt": f"{name}{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(count)]
         paths.append(written(folder / f"{name}.jsonl", rows) + amount)
     flags = DataFlags(
         data_path=paths, data_split="3,4,2", bad_rows="skip", apply_chat_template=False,
