@@ -6,6 +6,8 @@ exclude the padding.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -120,23 +122,19 @@ def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[i
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
     packed: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room in tokens -> packed rows
-    rooms = 0  # bit r is set if a packed row has room for exactly r tokens
+    rooms, rows = list[int](), list[int]()  # of the packed rows with room: its tokens, rising, and their numbers
     for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
-        fitting = rooms >> size
-        if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            if not with_room[room]:
-                rooms ^= 1 << room
-            packed[row].append(sample)
+        place = bisect_left(rooms, size)
+        if place < len(rooms):
+            room, row = rooms.pop(place), rows.pop(place)
         else:
             room, row = capacity, len(packed)
-            packed.append([sample])
-        left = room - size
-        if left > 0:
-            with_room[left].append(row)
-            rooms |= 1 << left
+            packed.append([])
+        packed[row].append(sample)
+        if room > size:
+            place = bisect_left(rooms, room - size)
+            rooms.insert(place, room - size)
+            rows.insert(place, row)
     return packed
 
 
@@ -285,12 +283,12 @@ def mismatched_rows(rows: Dataset) -> np.ndarray:
     undesirable ones as often as they occur. If all rows have one prompt, each borrows from the row before; if more than
     half have it, some of these borrow from each other.
     """
-    keys: list[int] = []
+    numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
-        keys += [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
-    _, first, prompts = np.unique(np.array(keys), return_index=True, return_inverse=True)
-    order = np.argsort(first[prompts], kind="stable")
-    most, other = int(np.bincount(prompts, minlength=1).max()), np.empty(len(order), dtype=np.int64)
+        keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
+        prompts += [numbers.setdefault(key, len(numbers)) for key in keys]
+    order, most = np.argsort(prompts, kind="stable"), max(Counter(prompts).values(), default=0)
+    other = np.empty(len(order), dtype=np.int64)
     other[order] = np.roll(order, 1 if most == len(order) else most)
     return other
 

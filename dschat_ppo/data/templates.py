@@ -310,23 +310,19 @@ def turn_spans(
     """
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
     end = turn_end(tokenizer)
-    for find in (_marked, _probed) if turns else ():
-        spans = list[Span]()
+    for find in (_marked, _probed):
         with suppress(UserError):
-            found = find(tokenizer, prompt, turns, opening, tools)
+            found = find(tokenizer, prompt, turns, opening, tools) if turns else []
             spans = [(start, _to_end(opening, start, stop, end)) for start, stop in found]
-        if (
-            len(spans) == len(turns)
-            and all(first[1] <= second[0] for first, second in pairwise(spans))
-            and all(_holds(opening[slice(*span)], prompt[turn], end) for span, turn in zip(spans, turns, strict=True))
-        ):
-            return spans
-    if turns:
-        raise UserError(
-            "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
-            "--train_on last trains the last answer only, or mark them with {% generation %} in a --chat_template"
-        )
-    return []
+            texts = [opening[start:stop] for start, stop in spans]
+            is_ordered = all(first[1] <= second[0] for first, second in pairwise(spans))
+            is_held = all(_holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False))
+            if len(spans) == len(turns) and is_ordered and is_held:
+                return spans
+    raise UserError(
+        "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
+        "--train_on last trains the last answer only, or mark them with {% generation %} in a --chat_template"
+    )
 
 
 def _marked(
