@@ -77,8 +77,7 @@ class DataFlags:
     answer_column: str | None = flag(None,
         "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", "label_key")
     answer_pattern: str | None = flag(None,
-        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column, "
-        "or else in the answer that SFT learns")
+        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column")
     apply_chat_template: bool | None = flag(None,
         "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it "
         "is; not given: text is used as it is, and the contents of Alpaca and question/answer rows become messages if "
@@ -108,6 +107,8 @@ class DataFlags:
         template = self.input_template
         refuse({
             "--data_path is required: name at least one data set": not self.data_path,
+            "--answer_pattern needs --answer_column, in which it finds the correct answer":
+                self.answer_pattern is not None and self.answer_column is None,
             "--streaming and --streaming_rows need each other: the number of rows sets the length of an epoch":
                 self.streaming != (self.streaming_rows is not None),
             f"--input_template '{template}' must contain {{}}, which stands for the prompt":

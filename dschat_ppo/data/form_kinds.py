@@ -25,7 +25,6 @@ from dschat_ppo.data.form_readers import (
     read_prm800k,
     read_ranked,
     read_stepwise,
-    read_text,
     read_transcript,
 )
 
@@ -36,11 +35,9 @@ class Kind:
 
     Attributes:
         roles: role -> names of columns that have it; the first one that exists counts.
-        needs: uses -> the roles that must be there, choices separated by "|". "preference" serves "unpaired" too.
+        needs: (uses, the roles that must be there) for each choice. "preference" serves "unpaired" too.
         by_flag: whether it can be found if column flags name other columns than the form itself; `--data_format`
             allows any form.
-        not_with: columns of a conversation or pair: rows with them say more than this form reads, also if no form can
-            read them.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
             (chat if there is a chat template).
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
@@ -51,10 +48,9 @@ class Kind:
 
     name: str
     roles: dict[str, str]
-    needs: dict[str, str]
+    needs: tuple[tuple[str, str], ...]
     read: Callable[[Cells, Use], Found]
     by_flag: bool = False
-    not_with: str = ""
     rendering: str = "as given"
     inside: bool = False
     labelled: bool = False
@@ -63,10 +59,7 @@ class Kind:
 
     def choices(self) -> list[tuple[Use, set[str]]]:
         """Each use with a set of roles by which it is served."""
-        return [
-            (cast(Use, use), set(roles.split()))
-            for uses, choices in self.needs.items() for use in uses.split() for roles in choices.split("|")
-        ]  # fmt: skip
+        return [(cast(Use, use), set(roles.split())) for uses, roles in self.needs for use in uses.split()]
 
     def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
         """The uses that these roles serve."""
@@ -79,14 +72,14 @@ _DETECTED = (
     Kind(
         "kto",
         {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
-        {"sft prompt unpaired": "messages label | prompt response label"},
+        (("sft prompt unpaired", "messages label"), ("sft prompt unpaired", "prompt response label")),
         read_kto, by_flag=True, labelled=True,
     ),
     Kind(
         "ranked",
         {"prompt": "prompt instruction question query", "response": "responses answers completions",
          "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        {"sft preference prompt": "prompt response"}, read_ranked, by_flag=True,
+        (("sft preference prompt", "prompt response"),), read_ranked, by_flag=True,
     ),
     Kind(
         "better_of_two",
@@ -94,81 +87,79 @@ _DETECTED = (
          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
          "better": "better_response_id better_answer_id better preferred preference winner"},
-        {"sft preference prompt": "prompt first second better"}, read_better, by_flag=True,
+        (("sft preference prompt", "prompt first second better"),), read_better, by_flag=True,
     ),
     Kind(
         "alpaca",
         {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
          "chosen": "chosen", "rejected": "rejected"},
-        {"sft prompt": "prompt response | prompt chosen", "preference": "prompt chosen rejected"},
+        (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
         read_alpaca, rendering="content",
     ),
     Kind(
         "preference",
         {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
-        {"sft prompt": "prompt chosen", "preference": "prompt chosen rejected"},
-        read_columns, by_flag=True,
+        (("sft preference prompt", "prompt chosen rejected"),), read_columns, by_flag=True,
     ),
     Kind(
         "verl",
         {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
          "response": "extra_info.answer"},
-        {"prompt": "prompt source truth", "sft": "prompt source truth response"},
+        (("prompt", "prompt source truth"), ("sft", "prompt source truth response")),
         read_columns, by_flag=True, alone=True,
     ),
     Kind(
         "stepwise",
         {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        {"steps prompt": "prompt response label"}, read_stepwise, by_flag=True,
+        (("steps prompt", "prompt response label"),), read_stepwise, by_flag=True,
     ),
     Kind(
-        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, {"steps prompt": "prompt response"},
+        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, (("steps prompt", "prompt response"),),
         read_prm800k,
     ),
     Kind(
-        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"}, {"steps prompt": "prompt label task"},
-        read_math_shepherd, rendering="content",
+        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"},
+        (("steps prompt", "prompt label task"),), read_math_shepherd, rendering="content",
     ),
     Kind(
         "sharegpt",
         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
-        {"sft prompt": "messages", "preference": "messages chosen rejected"},
+        (("sft prompt", "messages"), ("preference", "messages chosen rejected")),
         read_columns, rendering="chat", alone=True,
     ),
     Kind(
         "hh",
         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
-        {"sft prompt": "chosen | messages", "preference": "chosen rejected"},
-        read_transcript, by_flag=True, not_with="conversations", inside=True,
+        (("sft preference prompt", "chosen rejected"), ("sft prompt", "messages")),
+        read_transcript, by_flag=True, inside=True,
     ),
     Kind(
         "implicit_preference",
-        {"prompt": "prompt question query instruction input", "chosen": "chosen", "rejected": "rejected"},
-        {"sft preference prompt": "chosen rejected"},
-        read_implicit_preference, by_flag=True, not_with="conversations", inside=True,
+        {"chosen": "chosen", "rejected": "rejected"},
+        (("sft preference prompt", "chosen rejected"),), read_implicit_preference, by_flag=True, inside=True,
     ),
     Kind(
         "messages",
         {"messages": "messages", "rejected": "rejected_messages rejected_response"},
-        {"sft prompt": "messages", "preference": "messages rejected"},
+        (("sft prompt", "messages"), ("preference", "messages rejected")),
         read_columns, by_flag=True, rendering="chat", alone=True,
     ),
     Kind(
-        "question_answer", {"prompt": "question", "response": "answer response"}, {"sft prompt": "prompt response"},
+        "question_answer", {"prompt": "question", "response": "answer response"}, (("sft prompt", "prompt response"),),
         read_columns, rendering="content",
     ),
     Kind(
         "user_assistant",
-        {"prompt": "user human", "response": "assistant gpt bot model"}, {"sft prompt": "prompt response"},
-        read_columns, not_with="messages conversation conversations", rendering="content",
+        {"prompt": "user human", "response": "assistant gpt bot model"}, (("sft prompt", "prompt response"),),
+        read_columns, rendering="content",
     ),
     Kind(
         "prompt_response",
         {"prompt": "prompt query", "response": "response completion", "history": "history"},
-        {"sft": "prompt response", "prompt": "prompt"},
-        read_columns, by_flag=True, not_with="chosen", alone=True,
+        (("sft", "prompt response"), ("prompt", "prompt")),
+        read_columns, by_flag=True, alone=True,
     ),
-    Kind("text", {"response": "text"}, {"sft": "response"}, read_text, rendering="text", inside=True),
+    Kind("text", {"response": "text"}, (("sft", "response"),), read_columns, rendering="text", inside=True),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _DETECTED}
 
@@ -262,7 +253,7 @@ SETS = {
 FORMS = KINDS | {  # what `--data_format` names
     name: Kind(
         name, {column: column for column in known.columns.split()},
-        {"sft prompt" if known.rejected is None else "sft prompt preference": known.columns},
+        (("sft prompt" if known.rejected is None else "sft prompt preference", known.columns),),
         partial(_read_known, name), rendering="text", inside=True, is_known_set=True,
     )
     for name, known in SETS.items()

@@ -86,17 +86,24 @@ class Cells:
         """Whether the form has a column of this role."""
         return role in self.columns
 
+    def called(self, role: str) -> str:
+        """The column in a message."""
+        return f"'{self.columns[role]}'"
+
     def value(self, role: str) -> Any:
         """The value; messages that are stored as JSON text are parsed."""
         return from_json(value_at(self.row, self.columns[role]))
+
+    def known(self, role: str) -> Any:
+        """The value; None if the row lacks it."""
+        return self.value(role) if has_value(self.row, self.columns[role]) else None
 
     def text(self, role: str) -> str:
         return text_at(self.row, self.columns[role])
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
-        value = json_value(value_at(self.row, self.columns[role]))
-        return list(checked(value, list, f"'{self.columns[role]}'", expected))
+        return list(checked(json_value(value_at(self.row, self.columns[role])), list, self.called(role), expected))
 
     def messages(self, role: str, value: Any) -> Messages:
         """The normalised messages that a value in the column of a role holds."""
@@ -109,23 +116,21 @@ class Cells:
             return [*self.history(), {"role": "user", "content": value}] if self.has("history") else value
         if value != [] and not looks_like_messages(value):
             expected = "text or a list of role/content messages"
-            raise UserError(f"'{self.columns['prompt']}' is {kind_of(value)}; expected {expected}")
+            raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
         return [*self.history(), *self.messages("prompt", value)]
 
     def history(self) -> Messages:
         """The earlier turns: pairs of question and answer, or messages; [] without any."""
-        expected = "pairs of question and answer"
         if not self.has("history") or not self.value("history"):
             return []
+        expected = "pairs of question and answer"
         pairs = self.listed("history", expected)
         if looks_like_messages(pairs):
             return self.messages("history", pairs)
-        turns: Messages = []
         for pair in pairs:
             if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
                 raise UserError(f"'history' holds {kind_of(pair)}; expected {expected}")
-            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        return turns
+        return self.messages("history", [text for pair in pairs for text in pair]) if pairs else []
 
 
 # Prompts and answers that are text or messages
@@ -133,85 +138,53 @@ class Cells:
 
 def read_columns(cells: Cells, use: Use) -> Found:
     """A prompt, or a conversation that holds it, with an answer, or a better and a worse one; each is text or messages.
-    SFT learns the response if there is one."""
-    asked = "prompt" if cells.has("prompt") else "messages" if cells.has("messages") and cells.has("chosen") else ""
-    prompt = cells.prompt() if asked == "prompt" else _conversation(cells) if asked else None
+    SFT learns the response if there is one. Answers may repeat the prompt, and as messages also continue it."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
+    asked = "prompt" if cells.has("prompt") else "messages" if cells.has("messages") and better == "chosen" else ""
+    prompt = cells.prompt() if asked == "prompt" else cells.messages("messages", cells.value(asked)) if asked else None
     trained = "response" if cells.has("response") else better
     roles = {"sft": [trained], "preference": [better, "rejected"]}.get(use, [])
-    if better and (better == "messages" or (has_value(cells.row, cells.columns[better]) and _is_chat(cells, better))):
-        roles = list(dict.fromkeys([better, *roles]))  # its messages may be the whole prompt
-    whole, answers = _joined(cells, prompt, [(role, cells.value(role)) for role in roles], use)
-    return whole, pair_of(answers[-1:] if use == "sft" else answers)
-
-
-def _is_chat(cells: Cells, role: str) -> bool:
-    return looks_like_messages(cells.value(role))
-
-
-def _joined(cells: Cells, prompt: Prompt | None, given: list[tuple[str, Any]], use: Use) -> tuple[Prompt, list[Any]]:
-    """(the whole prompt, the answers) of a prompt and the values of its answers. Messages of an answer may repeat or
-    continue the prompt; all answers must be to the same one."""
+    if better == "messages" or (better and looks_like_messages(cells.known(better))):
+        roles = list(dict.fromkeys([better, *roles]))  # in all uses, its messages are the whole prompt
     whole, answers = prompt, list[Any]()
-    for role, value in given:
-        before, answer = _split(cells, role, value, use)
-        if before is not None:
-            joined = _with_prompt(prompt, before, cells.columns[role])
-            if answers and not _same(joined, whole):
-                raise UserError("chosen and rejected answer different prompts")
-            whole = whole if answers else joined
-            prompt = joined if prompt is None else prompt
-        answers.append(answer)
-    return whole or "", answers
-
-
-def _split(cells: Cells, role: str, value: Any, use: Use) -> tuple[Messages | None, Any]:
-    """(the messages before an answer, or None if it is text; the answer: its text, or the message if it has more than
-    text, such as tool calls)."""
-    column = cells.columns[role]
-    if role == "messages":
-        messages = _conversation(cells)
-        if use == "prompt" and messages[-1]["role"] != "assistant":
-            return messages, ""
-    elif looks_like_messages(value):
-        messages = cells.messages(role, value)
-    elif isinstance(value, dict | list | None):
-        raise UserError(f"'{column}' is {kind_of(value)}; expected text (or messages that end with the assistant's)")
-    else:
-        return None, as_text(value, f"'{column}'")
-    answer = messages[-1]
-    if answer["role"] != "assistant":
-        raise UserError(f"'{column}' ends with a message of role '{answer['role']}'; expected the assistant's")
-    if CONTEXT in answer and use != "prompt":
-        raise UserError(f"the answer of '{column}' is excluded from training (weight 0)")
-    return messages[:-1], answer["content"] if set(answer) == {"role", "content"} else answer
-
-
-def _conversation(cells: Cells) -> Messages:
-    """The messages of a row up to the last turn that is not excluded from training; if the assistant's turns all are,
-    up to the last one."""
-    messages = cells.messages("messages", cells.value("messages"))
-    if CONTEXT not in messages[-1]:
-        return messages
-    targets = [at for at, turn in enumerate(messages) if turn["role"] == "assistant" and CONTEXT not in turn]
-    return messages[: targets[-1] + 1] if targets else messages
+    for role in roles:
+        value = cells.value(role)
+        if role != "messages" and not looks_like_messages(value):
+            answers.append(as_text(value, cells.called(role)))
+            continue
+        *before, answer = cells.messages(role, value)
+        if answer["role"] != "assistant":
+            if use == "prompt" and role == "messages":
+                return [*before, answer], []
+            raise UserError(
+                f"{cells.called(role)} ends with a message of role '{answer['role']}'; expected the assistant's"
+            )
+        if CONTEXT in answer and use != "prompt":
+            raise UserError(f"the answer of {cells.called(role)} is excluded from training (weight 0)")
+        joined = _with_prompt(prompt, before, cells.called(role))
+        if answers and not _same(joined, whole):
+            raise UserError("chosen and rejected answer different prompts")
+        whole, prompt = whole if answers else joined, joined if prompt is None else prompt
+        answers.append(answer["content"] if set(answer) == {"role", "content"} else answer)
+    pair = [cells.known(role) for role in (better, "rejected") if cells.has(role)]
+    if len(pair) == 2 and isinstance(prompt, str) and all(str(value).startswith(prompt) for value in pair):
+        answers = [answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers]
+    return whole or "", pair_of(answers[-1:] if use == "sft" else answers)
 
 
 def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messages:
     """The whole prompt of an answer: a prompt and the messages before the answer, which may repeat it."""
-    if prompt is None:
-        if not before:
-            raise UserError(f"'{column}' has nothing before the assistant's answer")
-        return before
+    if prompt is None and not before:
+        raise UserError(f"{column} has nothing before the assistant's answer")
     if isinstance(prompt, str):
         if before and prompt.strip() not in [turn["content"].strip() for turn in before if turn["role"] == "user"]:
-            raise UserError(f"the prompt is not among the messages of '{column}'")
+            raise UserError(f"the prompt is not among the messages of {column}")
         return before or [{"role": "user", "content": prompt}]
-    if not before or before[0]["role"] == "assistant":
+    if prompt and (not before or before[0]["role"] == "assistant"):
         return prompt + before
-    if _same(before[: len(prompt)], prompt) or _same(before[-len(prompt) :], prompt):
-        return before
-    raise UserError(f"the messages of '{column}' do not start with those of the prompt")
+    if prompt and not _same(before[: len(prompt)], prompt) and not _same(before[-len(prompt) :], prompt):
+        raise UserError(f"the messages of {column} do not start with those of the prompt")
+    return before
 
 
 def _same(one: Prompt | None, other: Prompt | None) -> bool:
@@ -221,16 +194,10 @@ def _same(one: Prompt | None, other: Prompt | None) -> bool:
 
 
 def read_implicit_preference(cells: Cells, use: Use) -> Found:
-    """Two conversations or texts that start with the same prompt; that of texts is what a column holds, or else it ends
-    where they begin to differ."""
-    if all(_is_chat(cells, role) for role in ("chosen", "rejected")):
+    """Two conversations or texts that start with the same prompt; that of texts ends where they begin to differ."""
+    if all(looks_like_messages(cells.value(role)) for role in ("chosen", "rejected")):
         return read_columns(cells, use)
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
-    if cells.has("prompt"):
-        prompt = cells.text("prompt")
-        if not one.startswith(prompt) or not two.startswith(prompt):
-            raise UserError(f"chosen and rejected do not both start with the text of '{cells.columns['prompt']}'")
-        return prompt, pair_of([one[len(prompt) :], two[len(prompt) :]])
     cut = len(commonprefix([one, two]))
     if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
         cut -= 1  # of a text with which the other starts, the last character is the answer, as in TRL
@@ -241,18 +208,19 @@ def read_implicit_preference(cells: Cells, use: Use) -> Found:
 
 def read_transcript(cells: Cells, use: Use) -> Found:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
+    roles = ["chosen", "rejected"] if use == "preference" else ["messages" if cells.has("messages") else "chosen"]
     prompts, answers = [], []
-    for role in ("chosen", "rejected") if use == "preference" else ("messages" if cells.has("messages") else "chosen",):
+    for role in roles:
         before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
         if not marker or _HUMAN in answer:
-            raise UserError(f"'{cells.columns[role]}' does not end with a turn that starts with {_ASSISTANT!r}")
-        prompts.append(before + marker)
+            raise UserError(f"{cells.called(role)} does not end with a turn that starts with {_ASSISTANT!r}")
+        prompts.append(before)
         answers.append(answer.strip() if cells.as_chat else answer)
     if prompts[-1] != prompts[0]:
         raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
     if not cells.as_chat:
-        return prompts[0], pair_of(answers)
-    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0].removesuffix(_ASSISTANT))
+        return prompts[0] + _ASSISTANT, pair_of(answers)
+    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
     turns = [{"role": "system", "content": first.strip()}] if first.strip() else []
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         turns.append({"role": "user" if name == "Human" else "assistant", "content": text.strip()})
@@ -283,37 +251,32 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
 def read_better(cells: Cells, use: Use) -> Found:
     """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
     names = [cells.columns[role].lower() for role in ("first", "second")]
-    ends = [name.rpartition("_")[2] for name in names]
-    known = {name: place for pair in (("0", "1"), ends, names) for place, name in enumerate(pair)}
+    known = [{"0", names[0], names[0].rpartition("_")[2]}, {"1", names[1], names[1].rpartition("_")[2]}]
     given = cells.text("better").strip().lower()
-    if given not in known:
-        expected = f"expected one of {', '.join(known)} (places count from 0)"
-        raise UserError(f"'{cells.columns['better']}' is {given!r}; {expected}")
+    ways = [place for place in (0, 1) if given in known[place]]
+    if not ways:
+        expected = f"expected 0 or 1 (the place), {' or '.join(names)}"
+        raise UserError(f"{cells.called('better')} is {given!r}; {expected}")
     texts = [cells.text(role) for role in ("first", "second")]
-    return cells.prompt(), pair_of(texts[::-1] if known[given] else texts)
-
-
-def read_text(cells: Cells, use: Use) -> Found:
-    """Plain text without a prompt, for SFT."""
-    return "", [Answer(cells.text("response"))]
+    return cells.prompt(), pair_of(texts if ways[-1] == 0 else texts[::-1])
 
 
 # Answers with ranks or labels
 
 
 def read_ranked(cells: Cells, use: Use) -> Found:
-    """A list of answers with scores or ranks, in a list of their own or in the answers."""
+    """A list of answers with ranks or scores, in a list of their own or in the answers."""
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
-    name, values = f"'{cells.columns['response']}'", cells.listed("response", "a list of answers")
-    known = [value if isinstance(value, dict) else {} for value in values]
+    name, values = cells.called("response"), cells.listed("response", "a list of answers")
     role = next((role for role in ("ranks", "scores") if cells.has(role)), "")
+    known = [value if isinstance(value, dict) else {} for value in values]
     key = next((key for key in (*RANKS, *_SCORE) if known and all(key in value for value in known)), "")
     if not role and not key:
         raise UserError(f"the answers of {name} have no score or rank, and no column {', '.join(SCORES)} is there")
     numbers = cells.listed(role, "a list of numbers") if role else [value[key] for value in known]
-    given = f"'{cells.columns[role]}'" if role else f"'{key}' in {name}"
+    given = cells.called(role) if role else f"'{key}' in {name}"
     if len(numbers) != len(values) or not values:
         raise UserError(f"{name} has {len(values)} answers, but {given} {len(numbers)} numbers")
     sign, answers = -1 if role == "ranks" or (not role and key in RANKS) else 1, []
@@ -350,19 +313,16 @@ def read_stepwise(cells: Cells, use: Use) -> Found:
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
-    name, column = (f"'{cells.columns[role]}'" for role in ("response", "label"))
+    name, column = cells.called("response"), cells.called("label")
     steps, values = (cells.listed(role, "a list with an entry for each step") for role in ("response", "label"))
     if len(steps) != len(values):
         raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
-    labels = []
-    for number, (step, value) in enumerate(zip(steps, values, strict=True), start=1):
+    for number, step in enumerate(steps, start=1):
         checked(step, str, f"step {number} of {name}", "text")
-        label = math.nan
-        if value is not None:
-            label = number_of(_STEP_LABELS.get(str(value).lower(), value), f"an entry of {column}")
-        if not (value is None or 0 <= label <= 1):
-            raise UserError(f"{column} holds {str(value)[:20]!r}; expected true, false, or a number from 0 to 1")
-        labels.append(label)
+    words = [_STEP_LABELS.get(str(value).lower(), value) for value in values]
+    labels = [math.nan if word is None else number_of(word, f"an entry of {column}") for word in words]
+    if not all(math.isnan(label) or 0 <= label <= 1 for label in labels):
+        raise UserError(f"{column} is {str(values)[:60]}; expected true, false, or numbers from 0 to 1")
     return prompt, [Answer(steps, tuple(labels))]
 
 
@@ -375,51 +335,42 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
         return prompt, []
     path, labels, others = list[str](), list[float](), list[Answer]()
     for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
-        where = f"step {number} of '{cells.columns['response']}'"
-        checked(step, dict, where, "an object with 'completions'")
-        options = [_rated(option, where) for option in step.get("completions") or []]
-        chosen, human = step.get("chosen_completion"), step.get("human_completion")
-        if chosen is not None and chosen not in range(len(options)):
-            raise UserError(f"{where} has {len(options)} completions, but 'chosen_completion' is {chosen!r}")
+        try:
+            options = [(one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []]
+            chosen, human = step.get("chosen_completion"), step.get("human_completion")
+            taken = options[chosen] if chosen is not None else (human["text"], 1.0) if human else None
+            if not all(isinstance(text, str) for text, _ in [*options, taken or ("", 1.0)]):
+                raise TypeError("'text' is no text")
+        except (AttributeError, IndexError, KeyError, TypeError) as problem:
+            expected = "completions with 'text' and 'rating' (-1, 0, 1 or null), and the number of the chosen one"
+            where = f"step {number} of {cells.called('response')}"
+            raise UserError(f"{where} is no step of PRM800K ({problem}); expected {expected}") from None
         for place, (text, label) in enumerate(options):
             if place != chosen and not math.isnan(label):
                 only_last = (*[math.nan] * len(path), label)
                 others.append(Answer([*path, text], only_last, f"step {number}, completion {place + 1}"))
-        if chosen is None and not human:
+        if taken is None:
             break
-        text, label = options[chosen] if chosen is not None else (_rated(human, where)[0], 1.0)
-        path.append(text)
-        labels.append(label)
+        path.append(taken[0])
+        labels.append(taken[1])
     is_rated = any(not math.isnan(label) for label in labels)
     return prompt, [*([Answer(path, tuple(labels))] if is_rated else []), *others]
-
-
-def _rated(option: Any, where: str) -> tuple[str, float]:
-    """The text of a continuation and its label."""
-    if not isinstance(option, dict) or not isinstance(option.get("text"), str):
-        raise UserError(f"{where} has a completion without 'text'")
-    if option.get("rating") not in tuple(_RATINGS):
-        raise UserError(f"{where} has the rating {option['rating']!r}; expected -1, 0 or 1")
-    return option["text"], _RATINGS[option.get("rating")]
 
 
 def read_math_shepherd(cells: Cells, use: Use) -> Found:
     """A problem and its steps in one text, each step with a tag at its end; a second text has the labels in place of
     the tags, `+` or `-` (Wang et al. 2024)."""
-    asked = cells.columns["prompt"]
+    asked = cells.called("prompt")
     prompt, found, rest = cells.text("prompt").partition("Step 1:")
     if not found:
-        raise UserError(f"'{asked}' has no 'Step 1:'")
+        raise UserError(f"{asked} has no 'Step 1:'")
     prompt = prompt.rstrip() + ("" if cells.as_chat else "\n")
     if use == "prompt":
         return prompt, []
     *steps, after = [step.strip() for step in (found + rest).split(_SHEPHERD_TAG)]
     if not steps or after:
-        raise UserError(f"'{asked}' does not end each step with {_SHEPHERD_TAG!r}")
-    signs, marked = [], found + cells.text("label").partition(found)[2]
-    for number, step in enumerate(steps, start=1):
-        marked = marked.partition(step)[2].lstrip()
-        if marked[:1] not in ("+", "-"):
-            raise UserError(f"'{cells.columns['label']}' has no + or - after step {number} of '{asked}'")
-        signs.append(_STEP_LABELS[marked[0]])
-    return prompt, [Answer(steps, tuple(signs))]
+        raise UserError(f"{asked} does not end each step with {_SHEPHERD_TAG!r}")
+    signs = re.findall(r"([+-])\s*(?:\n|$)", cells.text("label"))  # at the end of each step's line
+    if len(signs) != len(steps):
+        raise UserError(f"{cells.called('label')} has {len(signs)} + or -, but {asked} {len(steps)} steps")
+    return prompt, [Answer(steps, tuple(_STEP_LABELS[sign] for sign in signs))]

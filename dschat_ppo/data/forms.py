@@ -49,7 +49,6 @@ CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
 _NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
-_AS_CHAT = "--apply_chat_template True makes chat messages of the prompts"
 NAME_COLUMNS = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column or --messages_column"
 )
@@ -68,7 +67,6 @@ class Form:
 
     Attributes:
         columns: role -> column, such as "prompt": "question".
-        wrap: a prompt that is text becomes the user's message.
         input_template: text around a prompt that is text; `{}` stands for the prompt.
         system, tools, truth: columns, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
@@ -80,14 +78,12 @@ class Form:
         about: the data set, its columns and the form, for messages.
         description: what was understood, one line for the log.
         warning: what may be wrong with this reading, one line for the log; "" if nothing is.
-        uses_flags: whether the column flags name columns of this data set.
-        ignored: those of its columns that `--ignore_columns` names.
+        names: all columns of the data set.
     """
 
     kind: Kind = field(repr=False)
     columns: dict[str, str]
     rendering: Rendering = "text"
-    wrap: bool = False
     input_template: str | None = None
     system: str | None = None
     tools: str | None = None
@@ -102,8 +98,7 @@ class Form:
     about: str = field(default="", repr=False)
     description: str = field(default="", repr=False)
     warning: str = field(default="", repr=False)
-    uses_flags: bool = field(default=False, repr=False)
-    ignored: tuple[str, ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -127,8 +122,8 @@ class Form:
             raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
     def read(self, row: Row, use: Use, where: str) -> list[Example]:
-        """The examples of one row, none or more. `UserError` for a bad row, which it calls `where`, and for a use that
-        the form does not serve."""
+        """The examples of one row, none or more, all with the same prompt. `UserError` for a bad row, which it calls
+        `where`, and for a use that the form does not serve."""
         self.require(use)
         try:
             rows = [row] if self.function is None else rows_made(self.function, row)
@@ -140,14 +135,14 @@ class Form:
         if any(row.get(column) not in (None, "", [], {}) for column in self.pictures):
             row = without_pictures(row)
         examples = self.examples_of(row, use)
-        margin = margin_of(row) if "rejected" in self.columns else 0.0
-        truth = truth_of(row, self.truth, self.truth_pattern) if self.truth else None
-        tools, context = self._tools_of(row), tuple[int, ...]()
         if examples:
-            prompt = self._rendered(examples[0].prompt, row)
+            prompt, context = self._rendered(examples[0].prompt, row), tuple[int, ...]()
             if isinstance(prompt, list):
                 context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
                 prompt = without_context(prompt)
+            margin = margin_of(row) if "rejected" in self.columns else 0.0
+            truth = truth_of(row, self.truth, self.truth_pattern) if self.truth else None
+            tools = self._tools_of(row)
             examples = [
                 replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
                 for one in examples
@@ -156,84 +151,61 @@ class Form:
         return examples
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
-        """What the reader finds in a row for a use, before the rendering; all examples have the same prompt."""
+        """What the reader finds in a row for a use, before the prompt is rendered."""
         cells = Cells(row, self.columns, self.role_names, self.rendering == "chat", self.input_template)
         is_pair = use == "unpaired" and not self.kind.labelled  # which is split below
         prompt, answers = self.kind.read(cells, "preference" if is_pair else use)
         if not prompt and self.name != "text":
             raise UserError("the prompt is empty")
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            column = next(
-                self.columns[role] for role in ("prompt", "messages", "chosen", "response") if cells.has(role)
-            )
-            raise UserError(f"the prompt in '{column}' ends with the assistant's message: nothing is left to answer")
+            asked = next(self.columns[r] for r in ("prompt", "messages", "chosen", "response") if cells.has(r))
+            raise UserError(f"the prompt in '{asked}' ends with the assistant's message: nothing is left to answer")
         if use == "prompt":
             return [Example(prompt)]
         if use == "steps":
-            return [Example(prompt, one.value, suffix=_suffix(one), labels=one.worth) for one in answers]
-        if self.kind.labelled:  # each answer has a label of its own
-            taken = [[one] for one in answers if use == "unpaired" or one.worth]
-        elif use == "preference":
-            order = sorted(answers, key=lambda one: -one.worth)  # stable: equal ones in the order of the row
-            taken = [[a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth]
-        else:  # of equal ones the first
-            best, worst = (choose(answers, key=lambda one: one.worth) for choose in (max, min))
-            taken = [[best]] if use == "sft" else [[best, worst]] if best.worth > worst.worth else []
-        examples = []
-        for some in taken:
-            _check(some)
-            if use == "unpaired":
-                labels = [one.worth for one in some] if self.kind.labelled else [1.0, 0.0]
-                examples += [
-                    Example(prompt, [one.value], suffix=_suffix(one), labels=(label,))
-                    for one, label in zip(some, labels, strict=True)
-                ]
+            found = [
+                Example(prompt, one.value, suffix=one.name and f", {one.name}", labels=one.worth) for one in answers
+            ]
+        elif self.kind.labelled:
+            good = [one for one in answers if use == "unpaired" or one.worth]
+            found = [_example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good]
+        else:
+            order = sorted(answers, key=lambda one: -one.worth)  # stable: of equal ones the first comes first
+            best, worst = order[0], min(order, key=lambda one: one.worth)
+            if use == "sft":
+                found = [_example(prompt, [best])]
+            elif use == "preference":
+                pairs = [[a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth]
+                found = [_example(prompt, pair) for pair in pairs]
+            elif best.worth > worst.worth:
+                _example(prompt, [best, worst])  # checks them
+                found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
             else:
-                named = some if len(some) == 2 and len(answers) > 2 else []
-                examples.append(Example(prompt, [one.value for one in some], suffix=_suffix(*named)))
-        return examples
+                found = []
+        return found if len(found) > 1 else [replace(one, suffix="") for one in found]
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
         """The prompt as text or messages, as the rendering says, with the system message before it."""
-        system = self.system_of(row)
-        if isinstance(prompt, list) and self.rendering == "text":
-            raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
+        if self.rendering == "text":
+            if isinstance(prompt, list):
+                raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
+            return prompt if self.input_template is None else self.input_template.replace("{}", prompt)
         if isinstance(prompt, str):
-            if self.input_template is not None:
-                prompt = self.input_template.replace("{}", prompt)
-            if self.rendering == "text":
-                return prompt
-            if not self.wrap:
-                raise UserError("the prompt is text, but those of the first rows are chat messages")
-            prompt = [{"role": "user", "content": prompt}]
+            prompt = [{"role": "user", "content": (self.input_template or "{}").replace("{}", prompt)}]
+        given = value_at(row, self.system) if self.system else None
+        system = self.system_message if given in (None, "") else checked(given, str, f"'{self.system}'", "text")
         if prompt[0]["role"] not in ("system", "developer"):
-            system = system or self.system_message
             return [{"role": "system", "content": system}, *prompt] if system else prompt
-        if system and prompt[0]["content"] != system:
+        if given not in (None, "") and prompt[0]["content"] != given:
             raise UserError(f"'{self.system}' and the first message are two different system messages")
         return prompt
 
-    def system_of(self, row: Row) -> str | None:
-        """The system message in the column of a row. `UserError` if there is one, but the prompts are text."""
-        value = value_at(row, self.system) if self.system else None
-        if value in (None, ""):
-            return None
-        if self.rendering == "text":
-            raise UserError(
-                f"'{self.system}' holds a system message, but the prompts are text, which has no place for it; "
-                f"{_AS_CHAT}, and --system_column '' ignores the column"
-            )
-        return str(checked(value, str, f"'{self.system}'", "text"))
-
     def _tools_of(self, row: Row) -> list[Any] | None:
         """The tools of a row: of their column, or those beside the messages in one object. All must be equal."""
-        given = [(self.tools, value_at(row, self.tools))] if self.tools else []
+        given = [(self.tools, value_at(row, self.tools))] if self.tools and self.rendering == "chat" else []
         given += [(path, tools_beside(value_at(row, path))) for path in self.columns.values() if has_value(row, path)]
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
         for column, tools in found:
-            if self.rendering == "text":
-                way = f"{_AS_CHAT}, and --ignore_columns {column} leaves them out"
-                raise UserError(f"'{column}' describes tools, which need the chat template; {way}")
             if tools != found[0][1]:
                 raise UserError(f"'{column}' describes other tools than the rest of the row")
         return found[0][1] if found else None
@@ -242,7 +214,7 @@ class Form:
         """Refuse a row with content in a column that the form does not use. It is no loss if its lines stand in the
         columns that are used (a conversation beside its prompt and answer), or if it holds all of these but the
         rejected answer (the same as one text)."""
-        held = {name: from_json(value_at(row, name)) for name in self.watched if name in row}
+        held = {name: from_json(value_at(row, name)) for name in self.watched if has_value(row, name)}
         held = {name: value for name, value in held.items() if _is_content(name, value)}
         filled = {role: path for role, path in self.columns.items() if held and has_value(row, path)}
         used = {role: list(_lines_of(from_json(value_at(row, path)))) for role, path in filled.items()}
@@ -253,34 +225,22 @@ class Form:
             is_copy = bool(lines) and all(line in everything for line in lines)
             holds_all = all(line in "\n".join(lines) for line in needed)
             if column in _NO_COPIES or not (is_copy or holds_all):
-                way = "leaves out the column and its placeholders in texts" if column in PICTURES else "leaves it out"
+                way = f"--ignore_columns {column} leaves out the column"
+                way += " and its placeholders in texts" if column in PICTURES else ""
+                if column in (self.system, self.tools) and self.kind.rendering != "text":
+                    way += ", --apply_chat_template True uses it"
                 raise UserError(
-                    f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; "
-                    f"--ignore_columns {column} {way}; --prompt_column, --response_column, ... and "
-                    "--data_format choose another reading"
+                    f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; {way}; "
+                    "--prompt_column, --response_column, ... and --data_format choose another reading"
                 )
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     """Refuse flags that name a column of no data set."""
-    named = ", ".join(f"--{role}_column {column}" for role, column in flags.columns.items() if column)
-    if named and forms and not any(form.uses_flags for form in forms):
-        raise UserError(f"{named}: no data set has such a column")
-    missing = [column for column in flags.ignore_columns if not any(column in form.ignored for form in forms)]
-    if missing and forms:
-        raise UserError(f"--ignore_columns {missing[0]}: no data set has such a column; {forms[0].about}")
-
-
-def mixed_renderings(forms: dict[str, Form]) -> str:
-    """Which data sets the chat template renders and which have text prompts; "" if all are alike. Plain text, which has
-    no prompts, does not count."""
-    with_prompts = {spec: form for spec, form in forms.items() if form.name != "text"}
-    chat, text = ([spec for spec, form in with_prompts.items() if form.rendering == kind] for kind in ("chat", "text"))
-    if not chat or not text:
-        return ""
-    note = f"the chat template renders {', '.join(chat)}, but the prompts of {', '.join(text)} are text"
-    is_fixed = any(forms[spec].kind.is_known_set for spec in text)  # the flag does not apply to them
-    return note if is_fixed else f"{note}; --apply_chat_template True makes chat messages of them all"
+    named = [(f"--{role}_column", column) for role, column in flags.columns.items() if column]
+    for flag, column in [*named, *(("--ignore_columns", column) for column in flags.ignore_columns)]:
+        if forms and not any({column, column.split(".")[0]} & set(form.names) for form in forms):
+            raise UserError(f"{flag} {column}: no data set has such a column; {forms[0].about}")
 
 
 def rows_made(function: str, row: Row) -> list[Row]:
@@ -298,22 +258,16 @@ def rows_made(function: str, row: Row) -> list[Row]:
 # Parts of a row
 
 
-def _check(taken: Sequence[Answer]) -> None:
-    """Refuse an empty answer, and two equal ones."""
+def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()) -> Example:
+    """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or both are equal."""
     for one in taken:
-        text, is_call = (one.value, False) if isinstance(one.value, str) else (
-            one.value["content"], "tool_calls" in one.value
-        )  # fmt: skip
-        if not text.strip() and not is_call:
+        message = {"content": one.value} if isinstance(one.value, str) else one.value
+        if not message["content"].strip() and "tool_calls" not in message:
             raise UserError(f"{one.name if len(taken) == 2 else 'the answer'} is empty")
     if len(taken) == 2 and taken[0].value == taken[1].value:
         raise UserError(f"{taken[0].name} and {taken[1].name} are equal")
-
-
-def _suffix(*answers: Answer) -> str:
-    """What the name of an example adds to that of its row."""
-    names = [one.name for one in answers if one.name]
-    return f", {' and '.join(names)}" if names else ""
+    suffix = " and ".join(one.name for one in taken if one.name)
+    return Example(prompt, [one.value for one in taken], suffix=suffix and f", {suffix}", labels=labels)
 
 
 def _is_content(column: str, value: Any) -> bool:

@@ -29,7 +29,7 @@ from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
-from dschat_ppo.data.forms import Form, check_flags_used, mixed_renderings
+from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, parsed, rows_of_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
@@ -146,9 +146,6 @@ def prepare(
 
     # outside of the block: ranks read their first rows of a stream at the same time
     check_flags_used(list(forms.values()), flags)
-    note = mixed_renderings(forms)
-    if note and flags.apply_chat_template is None:
-        logger().info(f"data: {note}")
     eval_rows, eval_names = joined(evaluation)
     if streams:
         names = tuple(dict.fromkeys(source.name for source in streams))

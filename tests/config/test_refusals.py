@@ -61,8 +61,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("sft", "--input_template Question:", "must contain {}"),
     ("sft", ["--input_template", "Q: {}\\nA:"], "backslash and the letter n; in bash, $'...'"),
     ("sft", ["--chat_template_kwargs", "[" * 9999], "--chat_template_kwargs is not JSON"),
-    ("sft", "--answer_pattern ####", "needs a group"),
-    ("sft", "--answer_pattern (x", "--answer_pattern"),
+    ("sft", "--answer_column a --answer_pattern ####", "needs a group"),
+    ("sft", "--answer_column a --answer_pattern (x", "--answer_pattern"),
     ("sft", ["--prompt_column", ""], "--prompt_column is empty"),
     # health
     ("ppo", "--health window=1", "--health window=1: window takes a whole number of 2 or more"),

@@ -19,9 +19,12 @@ TALK = [user("Why?"), assistant("So.")]
          "prompt_response"),
         # prompts alone, beside a question and its answer
         ({"question": "Why?", "answer": "No.", "messages": [user("Hm")]}, "question", "messages", "question_answer"),
-        # chat comes first, whatever the other form serves
-        ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": TALK}, "rejected", "messages",
-         "preference"),
+        ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [ASK, HALL]}, "messages", "preference",
+         "messages"),
+        ({"user": "Ann", "model": "m-1", "conversations": [ASK, {"role": "agent", "content": "So."}]}, "conversations",
+         "user_assistant", "sharegpt"),
+        ({"question": "Why?", "answer": "So.", "chosen": "For."}, "chosen", "question_answer", "text"),
+        ({"prompt": "Why?", "chosen": "So."}, "chosen", "prompt_response", "text"),
         ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
     ],
 )  # fmt: skip
@@ -32,7 +35,7 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, 
     assert message.startswith("d.jsonl: '") and "\n" not in message
     assert f"that the form {form} does not use; --ignore_columns " in message and "--data_format" in message
     assert f"'{column}' holds content, " in message
-    for name in (form, other):
+    for name in (form, other) if other != "text" else (form,):
         assert form_of([row], data_format=name).name == name
 
 
@@ -122,17 +125,11 @@ STRANGERS = [{"from": "customer", "value": "Why?"}, {"from": "agent", "value": "
 @pytest.mark.parametrize(
     ("rows", "name", "words"),
     [
-        ([{"user": "Ann", "model": "m-1", "conversations": STRANGERS}], "sharegpt", "role 'customer'.*--role_names"),
-        ([{"chosen": "a b", "rejected": "a c", "conversations": STRANGERS}], "sharegpt", "role 'customer'.*--role_na"),
         ([{"conversation": STRANGERS}], "sharegpt", "role 'customer'.*--role_names"),
-        ([{"user": "Ann", "model": "m-1", "messages": None}] * 9 + [{"user": "Bo", "model": "m", "messages": TALK}],
-         "messages", "'messages' is null"),
-        ([{"prompt": [{"role": "system", "content": "Be brief."}, ASK], "chosen": [ASK, HALL],
-           "rejected": [ASK, ROOF]}], "preference", "the messages of 'chosen' do not start with those of the prompt"),
+        ([{"messages": None, "id": 1}] * 9 + [{"messages": TALK, "id": 2}], "messages", "'messages' is null"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_no_form_can_read_say_what_is_wrong_with_their_messages(rows, name, words):
-    """No form that reads less of them offers to leave the messages out."""
     form = form_of(rows)
     assert form.name == name and form.warning.startswith("most of the first rows do not fit")
     with pytest.raises(UserError, match=words):
@@ -220,21 +217,14 @@ def test_without_a_chat_template_the_form_warns():
     assert "nothing" not in form.description
 
 
-def test_prompts_that_the_answers_repeat_are_read_once():
+def test_prompts_that_both_answers_repeat_are_read_once():
     row = {"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}
-    assert form_of([row]).name == "implicit_preference"
-    assert read([row], "preference") == [Example("Q: a\nA:", [" yes", " no"])]
-    alike = {"prompt": "Q0: ", "chosen": "Q0: good day", "rejected": "Q0: great no"}
-    for flags in ({}, {"data_format": "implicit_preference"}):
-        form = form_of([row, alike], **flags)
-        assert form.read(alike, "preference", "row 2") == [Example("Q0: ", ["good day", "great no"])], "no 'ood day'"
-        with pytest.raises(UserError, match="row 3: chosen and rejected do not both start with the text of 'prompt'"):
-            form.read(alike | {"rejected": "Q0 no"}, "sft", "row 3")
+    for use, answers in (("sft", [" yes"]), ("preference", [" yes", " no"]), ("prompt", [])):
+        assert read([row], use) == [Example("Q: a\nA:", answers)]
+    apart = row | {"chosen": "yes"}
+    assert form_of([row]).read(apart, "preference", "row 2") == [Example("Q: a\nA:", ["yes", row["rejected"]])]
     for empty in ("", None):
         assert read([row | {"prompt": empty}], "preference") == read([row], "preference")
-    apart = row | {"chosen": "yes"}
-    assert form_of([row, apart], apply_chat_template=False).name == "preference"
-    assert read([row], "sft", data_format="preference") == [Example("Q: a\nA:", ["Q: a\nA: yes"])]
 
 
 def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():

@@ -88,12 +88,11 @@ def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming
         assert "⟦In the " in row_sample(tokenizer, rows[number]) and "⟦WRONG" not in row_sample(tokenizer, rows[number])
 
 
-def test_a_conversation_ends_with_its_last_trained_turn():
+def test_an_excluded_turn_is_no_answer_and_may_be_left_out_of_a_prompt():
     kept = [ASK, assistant("In the hall."), user("Sure?"), assistant("No.", train=False)]
-    for use, answers in (("sft", ["In the hall."]), ("prompt", [])):
-        (found,) = read([{"messages": kept}], use)
-        assert (found.prompt, list(found.answers)) == ([ASK], answers)
-    assert read([{"messages": [ASK, assistant("No.", loss=0)]}], "prompt")[0].prompt == [ASK], "nothing is trained"
+    assert read([{"messages": kept}], "prompt")[0].prompt == kept[:3]
+    with pytest.raises(UserError, match="the answer of 'messages' is excluded from training"):
+        read([{"messages": kept}], "sft")
     answer = [{"prompt": [ASK], "completion": [assistant("No.", loss=0)]}]
     assert read(answer, "prompt")[0].prompt == [ASK]
     found = read([{"messages": [ASK, assistant("Yes.", weight=1), user("b"), assistant("c", weight="1.0")]}], "sft")
@@ -123,7 +122,7 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
     plain = form_of([{"text": "Once."}], system_message="Be brief.")  # in a mixture with chats
     assert "--system_message does not apply" in plain.description
     assert plain.read({"text": "Once."}, "sft", "row")[0].prompt == ""
-    with pytest.raises(UserError, match="has no place for it; .*--system_column '' ignores the column"):
+    with pytest.raises(UserError, match="'system' holds content, .*--ignore_columns system leaves out the column; "):
         form_of([{"text": "Once.", "system": "Be brief."}])
     with pytest.raises(UserError, match="--role_names 'customer='"):
         form_of(rows, role_names=["customer"])
@@ -147,7 +146,7 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
         rows = [{**row, column: OTHERS[column]} for row in section.rows]
         try:
             form = form_of(rows)
-            uses = [use for use in form.uses if use != "unpaired" and (use, form.name) != ("preference", "kto")]
+            uses = [use for use in form.uses if use != "unpaired"]
             found = [example for use in uses for example in form.read(rows[0], use, "row 1")]
         except UserError as problem:
             assert "--" in str(problem) or str(problem).startswith("row 1: "), column

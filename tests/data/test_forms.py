@@ -8,7 +8,7 @@ from form_fixtures import ALPACA, ASK, GSM, HALL, HH, KTO, TOOL, assistant, form
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_choice import detect_form
-from dschat_ppo.data.forms import check_flags_used, mixed_renderings
+from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.errors import UserError
 
 QUESTION = {"question": "How many clips?", "answer": GSM}
@@ -19,27 +19,6 @@ def test_columns_of_no_form_are_listed():
         UserError, match=r"d\.jsonl: has the columns 'a', 'b', which fit no known form; .*--prompt_column"
     ):
         form_of([{"a": 1, "b": 2}])
-
-
-def test_rows_inside_a_value_of_one_object_are_guessed():
-    rows = [{"version": "1", "data": [{"prompt": "Q:", "response": "a"}] * 2}]
-    for flags in ({}, {"prompt_column": "prompt"}):
-        with pytest.raises(UserError, match=r"; the rows seem to be inside 'data': write each on a line of a \.jsonl"):
-            form_of(rows, **flags)
-    with pytest.raises(UserError, match="--messages_column$"):
-        form_of(rows * 2)
-
-
-def test_mixed_renderings_are_named_with_the_flag_that_ends_them():
-    chat = form_of([{"messages": [user("a"), assistant("b")]}])
-    text = form_of([{"prompt": "Why? ", "response": "So"}])
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    plain, named = form_of([{"text": "a"}]), form_of([pair], name="Dahoas/rm-static")
-    note = "the chat template renders c.jsonl, but the prompts of t.jsonl are text"
-    flag = "; --apply_chat_template True makes chat messages of them all"
-    assert mixed_renderings({"t.jsonl": text, "c.jsonl": chat, "p.jsonl": plain}) == note + flag
-    assert mixed_renderings({"a": chat, "b": chat, "p": plain}) == "" == mixed_renderings({"a": text, "p": plain})
-    assert mixed_renderings({"t.jsonl": named, "c.jsonl": chat}) == note  # --apply_chat_template is refused there
 
 
 def test_column_flags_name_prompt_and_answers():
@@ -70,16 +49,10 @@ def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, nam
         form_of([row | {"text": "Why?"}], response_column=column)
 
 
-def test_a_question_beside_the_text_that_a_flag_names_is_not_lost():
-    with pytest.raises(UserError, match="which fit no known form; name them with --prompt_column"):
-        form_of([{"question": "Why?", "text": "So."}], response_column="text")
-
-
-@pytest.mark.parametrize("more", [{}, {"labels": [1]}])
-def test_a_flag_that_names_one_text_as_answer_makes_no_list_of_answers(more):
-    row = {"question": "Why?", "gold": "So.", **more}
-    with pytest.raises(UserError, match="which fit no known form; name them with --prompt_column"):
-        form_of([row], response_column="gold")
+@pytest.mark.parametrize("row", [{"question": "Why?"}, {"instruction": "Say."}, {"user": "Why?"}])
+def test_a_flag_names_the_answer_to_the_prompt_of_a_form(row):
+    [example] = read([row | {"gold": "So."}], "sft", response_column="gold")
+    assert example == Example([user(next(iter(row.values())))], ["So."])
     ranked = {"question": "Why? ", "gold": ["So.", "No."], "scores": [1, 0]}
     assert form_of([ranked], response_column="gold").name == "ranked"
 
@@ -102,19 +75,16 @@ def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
         read(rows, "prompt")
 
 
-@pytest.mark.parametrize("paths", [1, 2])
-def test_a_column_that_does_not_exist_is_named_with_those_that_do(paths):
+def test_a_column_that_does_not_exist_is_named_with_those_that_do():
     with pytest.raises(UserError, match=r"--response_column b: d\.jsonl has no such column; it has 'prompt', 'a'"):
-        form_of([{"prompt": "Q:", "a": "x"}], paths=paths, prompt_column="prompt", response_column="b")
+        form_of([{"prompt": "Q:", "a": "x"}], prompt_column="prompt", response_column="b")
 
 
-def test_in_a_mixture_a_data_set_may_have_none_of_the_columns():
+def test_in_a_mixture_a_flag_applies_to_the_data_sets_with_its_column():
     row = {"prompt": "Q:", "response": "a"}
-    form = form_of([row], paths=2, prompt_column="ask", answer_column="truth")
-    assert "has none of the columns that flags name (ask, truth), so they do not apply" in form.description
+    form = form_of([row], paths=2, prompt_column="ask", response_column="response")
+    assert "--prompt_column ask: it has no such column" in form.description
     assert form.read(row, "sft", "row") == [Example("Q:", ["a"])]
-    with pytest.raises(UserError, match="--prompt_column ask, --answer_column truth: d"):
-        form_of([row], prompt_column="ask", answer_column="truth")
 
 
 def test_flags_that_name_a_column_of_no_data_set_are_refused():
@@ -201,27 +171,26 @@ def test_the_system_column_precedes_chat_messages():
 def test_system_messages_of_text_prompts_need_a_choice():
     row = {"prompt": "a b", "system": "Be kind."}
     with pytest.raises(
-        UserError, match=r"'system' holds a system message.*--apply_chat_template True.*--system_column ''"
+        UserError,
+        match=r"'system' holds content, .*--ignore_columns system.*--apply_chat_template True uses it",
     ):
         form_of([row])
     assert read([row], "prompt", system_column="") == [Example("a b", [])]
     assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]
     nested = {"prompt": "a b", "meta": {"system": "Be kind."}}
-    with pytest.raises(UserError, match=r"'meta\.system' holds a system message"):
+    with pytest.raises(UserError, match=r"'meta\.system' holds content"):
         form_of([nested], system_column="meta.system")
     form = form_of([{"prompt": "a b", "system": ""}])
-    with pytest.raises(UserError, match="^row 30: 'system' holds a system message"):
+    with pytest.raises(UserError, match="^row 30: 'system' holds content"):
         form.read(row, "prompt", "row 30")
 
 
 def test_tools_need_chat_messages():
-    with pytest.raises(UserError, match="'tools' describes tools, which need the chat template"):
+    with pytest.raises(UserError, match="'tools' holds content, .*--apply_chat_template True uses it"):
         read([{"prompt": "a b", "tools": [TOOL]}], "prompt")
     assert read([{"prompt": "a b", "tools": []}], "prompt") == [Example("a b", [])]
-    with pytest.raises(
-        UserError, match="'tools' is str .'a hammer'.; expected a list of .*; --ignore_columns tools leaves it"
-    ):
-        read([{"prompt": "a b", "tools": "a hammer"}], "prompt")
+    with pytest.raises(UserError, match="row 2: 'tools' is str .'a hammer'.; .*; --ignore_columns tools"):
+        form_of([{"prompt": [ASK], "tools": []}]).read({"prompt": [ASK], "tools": "a hammer"}, "prompt", "row 2")
     assert read([{"prompt": [ASK], "tools": [TOOL]}], "prompt")[0].tools == [TOOL]
 
 
@@ -237,18 +206,13 @@ def test_tools_need_chat_messages():
         (QUESTION, {"answer_column": "answer"}, GSM),
         ({"prompt": "Q:", "meta": {"truth": 7}}, {"answer_column": "meta.truth"}, 7),
         ({"prompt": "Q:", "label": "x = 7"}, {"answer_column": "label", "answer_pattern": "= (.*)"}, "7"),
-        ({"prompt": "Q:", "response": GSM}, {"answer_pattern": "#### (.*)"}, "24"),
+        ({"prompt": "Q:", "response": GSM}, {"answer_column": "response", "answer_pattern": "#### (.*)"}, "24"),
         ({"messages": [ASK], "answer": "72"}, {"answer_column": "answer"}, "72"),
         ({"messages": [ASK], "answer": "72"}, {}, None),  # the column itself reaches reward functions
     ],
 )
 def test_the_correct_answer(row, flags, truth):
     assert [example.truth for example in read([row], "prompt", **flags)] == [truth]
-
-
-def test_a_pattern_without_its_column_is_refused():
-    with pytest.raises(UserError, match="--answer_pattern needs --answer_column"):
-        form_of([{"messages": [ASK]}], answer_pattern="#### (.*)")
 
 
 # What others need of a form
@@ -279,9 +243,7 @@ def test_an_assistant_message_with_more_than_text_stays_a_message():
 def test_the_prompts_of_deepspeed_chat_take_no_system_message():
     row = {"prompt": "P", "chosen": "c", "rejected": "r", "persona": "Be kind."}
     assert form_of([row], name="Dahoas/rm-static", system_column="").rendering == "text"
-    with pytest.raises(
-        UserError, match="^Dahoas/rm-static: 'persona' holds a system message, but the prompts are text"
-    ):
+    with pytest.raises(UserError, match="^Dahoas/rm-static: 'persona' holds content, 'Be kind.'"):
         form_of([row], name="Dahoas/rm-static", system_column="persona")
 
 
@@ -290,5 +252,5 @@ def test_common_names_of_the_system_message_are_not_ignored(column):
     chat = {"messages": [ASK, assistant("In the hall.")], column: "Be kind."}
     assert read([chat], "sft") == [Example([system("Be kind."), ASK], ["In the hall."])]
     assert read([chat], "sft", system_column="") == [Example([ASK], ["In the hall."])]
-    with pytest.raises(UserError, match=f"'{column}' holds a system message, but the prompts are text"):
+    with pytest.raises(UserError, match=f"'{column}' holds content, 'Be kind.'"):
         form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])

@@ -152,7 +152,7 @@ def test_the_correct_answer_reaches_reward_functions(tmp_path):
     )
     [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
     assert json.loads(row) == expected, "a column of the data set keeps its value"
-    named = flags_for(tmp_path, path, use="prompt", answer_pattern="#### (.*)")
+    named = flags_for(tmp_path, path, use="prompt", answer_column="answer", answer_pattern="#### (.*)")
     [row] = prepare("prompt", TOKENIZER, named, 64).train["row"]
     assert json.loads(row) == expected | {"answer": "2"}, "unless a flag asks for it"
 
@@ -294,16 +294,6 @@ def test_several_data_sets_are_concatenated(tmp_path):
                                                               {"role": "assistant", "content": "ho"}]}])  # fmt: skip
     rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second, apply_chat_template=None), 64).train
     assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0:", "prompt 1:", "prompt 2:"]
-
-
-def test_data_sets_of_mixed_renderings_are_named(tmp_path, capsys):
-    text = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    chat = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
-    note = f"data: the chat template renders {chat}, but the prompts of {text} are text; --apply_chat_template True"
-    for wanted, count in ((None, 1), (False, 0), (True, 0)):  # a flag that is given is a choice
-        prepare("sft", TOKENIZER, flags_for(tmp_path, text, chat, apply_chat_template=wanted), 64)
-        assert capsys.readouterr().out.count(note) == count
 
 
 def test_what_may_be_wrong_with_a_reading_is_a_warning_in_a_line_of_its_own(tmp_path, capsys, monkeypatch):

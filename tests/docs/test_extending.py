@@ -190,7 +190,7 @@ def test_a_misspelt_built_in_name_is_refused_with_all_names():
 
 def test_what_a_form_makes_must_fit(files):
     (files / "own.py").write_text("def f(row): return [row['ticket']]\ndef g(row): return None")
-    for name, cause in (("f", "must return a dict, a list of dicts or None"), ("g", "returns None for each")):
+    for name, cause in (("f", "own.py:f must return a dict, a list of dicts or None"), ("g", "own.py:g: makes no row")):
         flags = DataFlags(["tickets.jsonl"], data_format=f"own.py:{name}")
-        with pytest.raises(UserError, match=f"--data_format own.py:{name}: makes no row: .*{cause}"):
+        with pytest.raises(UserError, match=cause):
             detect_form("tickets.jsonl", list(TICKET), [json.loads(json.dumps(TICKET))], False, flags)
