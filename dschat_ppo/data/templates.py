@@ -13,7 +13,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -315,9 +314,8 @@ def turn_spans(
             found = find(tokenizer, prompt, turns, opening, tools) if turns else []
             spans = [(start, _to_end(opening, start, stop, end)) for start, stop in found]
             texts = [opening[start:stop] for start, stop in spans]
-            is_ordered = all(first[1] <= second[0] for first, second in pairwise(spans))
             is_held = all(_holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False))
-            if len(spans) == len(turns) and is_ordered and is_held:
+            if len(spans) == len(turns) and is_held:
                 return spans
     raise UserError(
         "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "

@@ -13,7 +13,6 @@ from dschat_ppo.data.batches import (
     collate_steps,
     mismatched_rows,
     right_padded,
-    rows_at,
 )
 
 PAD = 99
@@ -44,39 +43,18 @@ def test_right_padded():
     assert lengths.tolist() == [1, 3, 2]
 
 
-def test_sft_rows_are_right_padded_to_the_longest():
-    batch = collate_sft(sft_rows(), [0, 2], PAD, train_on_prompt=False)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 0], [9, 0, PAD, PAD, PAD]]
-
-
-def test_sft_loss_covers_answer_and_eos_only():
-    batch = collate_sft(sft_rows(), [0, 1, 2], PAD, train_on_prompt=False)
-    assert batch.loss_mask.long().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
-    assert batch.loss_mask.dtype == torch.bool
-
-
-def test_sft_loss_on_prompts_leaves_the_first_token_out():
-    batch = collate_sft(sft_rows(), [0, 1, 2], PAD, train_on_prompt=True)
-    assert batch.loss_mask.long().tolist() == [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
-
-
-def test_sft_loss_mask_does_not_depend_on_the_padding_id():
-    with_eos = collate_sft(sft_rows(), [0, 2], 0, train_on_prompt=False)
-    with_pad = collate_sft(sft_rows(), [0, 2], PAD, train_on_prompt=False)
-    assert torch.equal(with_eos.loss_mask, with_pad.loss_mask)
-
-
-def test_padding_rows_have_tokens_but_no_loss():
-    for train_on_prompt in (False, True):
-        batch = collate_sft(sft_rows(), [1, PADDING_ROW], PAD, train_on_prompt)
-        assert batch.loss_mask[0].any()
-        assert not batch.loss_mask[1].any()
-
-
-def test_rows_at_marks_padding_rows():
-    records, real = rows_at(sft_rows(), [2, PADDING_ROW, 0])
-    assert [record["prompt_ids"] for record in records] == [[9], [1, 2, 3], [1, 2, 3]]
-    assert real.tolist() == [True, False, True]
+@pytest.mark.parametrize(
+    ("whole", "mask"),
+    [
+        (False, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
+        (True, [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
+    ],
+)
+@pytest.mark.parametrize("pad", [PAD, 0])  # 0 ends the answers too
+def test_sft_rows_are_padded_and_their_loss_covers_answers_or_all_but_the_first_token(whole, mask, pad):
+    batch = collate_sft(sft_rows(), [0, 1, 2, PADDING_ROW], pad, train_on_prompt=whole)
+    expected = [[1, 2, 3, 4, 0], [5, 6, 7, 8, 0], [9, 0, pad, pad, pad], [1, 2, 3, 4, 0]]
+    assert (batch.input_ids.tolist(), batch.loss_mask.tolist()) == (expected, torch.tensor(mask).bool().tolist())
 
 
 def test_pairs_put_all_chosen_answers_first():

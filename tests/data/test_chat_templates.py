@@ -193,18 +193,7 @@ def test_a_later_value_replaces_an_earlier_one():
     assert len(tokenizer.chat_template) == length
 
 
-VALUES = [
-    None,
-    True,
-    False,
-    0,
-    -3,
-    1.5,
-    1e-7,
-    "a \"b\" 'c' \\n\n\t%} {{ x }} {# 😀 \u2028",
-    [1, ["x"]],
-    {"k": {"l": None}},
-]
+VALUES = [None, True, False, -3, 1e-7, "a \"b\" 'c' \\n\n\t%} {{ x }} {# 😀 \u2028", [1, ["x"]], {"k": {"l": None}}]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

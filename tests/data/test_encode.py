@@ -5,6 +5,7 @@ import random
 import pytest
 from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.data import encode
@@ -105,6 +106,16 @@ def test_an_answer_whose_first_token_would_span_the_end_of_the_prompt_is_encoded
     assert (found.prompt, found.answers) == ([0, 3, 1], [[1, 0, tokenizer.eos_token_id]])
 
 
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "<s> $A </s>"])
+def test_what_a_tokenizer_adds_to_every_text_is_no_part_of_answers(single):
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    for answer in ("In the hall.", "In the hall.</s>", "In the hall.</s></s>"):
+        ids = encode_answer(tokenizer, "Where?", answer)
+        assert (tokenizer.decode(ids[:-1]), ids[-1], ids.count(2), ids.count(1)) == ("In the hall.", 2, 1, 0)
+    assert 2 not in encode_prompt(tokenizer, "Where is it?")
+
+
 # Work
 
 
@@ -177,6 +188,11 @@ def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
 def test_a_text_that_the_tokenizer_rejects(example):
     with pytest.raises(UserError, match="^the tokenizer rejects this text"):
         encode_example(chat_tokenizer("bytes", "chatml"), example)
+
+
+def test_messages_without_a_template():
+    with pytest.raises(UserError, match="no chat template"):
+        encode_prompt(tokenizer_of("bytes"), [{"role": "user", "content": "Where?"}])
 
 
 def test_a_role_that_the_template_rejects():

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_config
-from test_prepare import flags_for, write_jsonl
 from tiny_tokenizers import encode_answer
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from dschat_ppo.data.encode import encode_finished, encode_prompt
-from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import TurnEnd, answer_ends, turn_end
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -205,16 +203,6 @@ def test_the_final_token_of_one_text_follows_its_rendering():
 
 
 # What depends on it: data, generation, saved models
-
-
-@pytest.mark.parametrize("use", ["sft", "preference"])
-def test_token_rows_of_chats_end_with_the_end_of_turn_token(use, tmp_path):
-    tokenizer, _ = shaped("Gemma")
-    rows = [{"prompt": ASK, "chosen": "Here.", "rejected": "No."}] * 4
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    found = prepare(use, tokenizer, flags_for(tmp_path, path, use=use), 64).train
-    texts = [tokenizer.decode(answer) for answer in found["answers"][0]]
-    assert texts == ["Here.<end_of_turn>", "No.<end_of_turn>"][: 1 if use == "sft" else 2]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ def test_marks_that_reach_too_far_or_not_far_enough_end_with_the_final_token():
 def test_wrong_marks_are_not_used():
     template = CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}")
     once = CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}")
-    for wrong in (template, once):
+    header = (
+        "{% if m.role == 'assistant' %}{% generation %}assistant{% endgeneration %}{% else %}{{ m.role }}{% endif %}"
+    )
+    for wrong in (template, once, CHATML.replace("{{ m.role }}", header)):
         assert spans_of(templated("bytes", wrong)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
 
 
