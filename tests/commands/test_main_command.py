@@ -36,13 +36,6 @@ def test_a_tool_runs_as_its_module(monkeypatch, capsys, name):
     assert "usage: " in capsys.readouterr().out
 
 
-def test_help_lists_the_commands(capsys):
-    assert program.main([]) == 0
-    assert program.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(said.count(f"\n  {name} ") == 2 for name in [*program.TRAINING, *program.TOOLS])
-
-
 def test_an_unknown_command_is_refused(capsys):
     assert program.main(["rewrad"]) == 2
     assert "error: rewrad: no such command; did you mean reward?" in capsys.readouterr().err

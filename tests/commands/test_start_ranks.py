@@ -13,7 +13,7 @@ import pytest
 from launch import ROOT, environment
 
 from dschat_ppo.commands import start_ranks
-from dschat_ppo.commands.start_ranks import count_gpus, launch_command, start, take_num_accelerators, visible_devices
+from dschat_ppo.commands.start_ranks import count_gpus, start, take_num_accelerators, visible_devices
 from dschat_ppo.errors import UserError
 from dschat_ppo.runtime import stop_requests
 
@@ -74,13 +74,6 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine):
     assert world_of(command) == {"localhost": [0, 1, 2, 3]}
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert "DS_ACCELERATOR" not in os.environ
-
-
-def test_one_rank_runs_in_this_process(machine):
-    for gpus, words in ((0, []), (1, []), (4, ["--num_accelerators", "1"])):
-        machine(gpus)
-        assert start("sft", [*SFT, *words]) == 0
-    assert start_ranks.ran == [("sft", SFT)] * 3
 
 
 def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
@@ -165,13 +158,6 @@ def test_the_launcher_returns_130_after_ctrl_c_alone(tmp_path, number, code):
     if number:
         run.send_signal(number)
     assert run.wait(timeout=60) == code
-
-
-def test_the_port_is_free_or_the_given_one(machine, monkeypatch):
-    ports = {word for _ in range(2) for word in launch_command("sft", [], 2, "warning") if "port" in word}
-    assert len(ports) == 2
-    monkeypatch.setenv("MASTER_PORT", "31999")
-    assert "--master_port=31999" in launch_command("sft", [], 2, "warning")
 
 
 def test_the_environment_hides_gpus(machine, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_ppo, times
+from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import UserError
@@ -56,11 +56,6 @@ def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, total, 
     assert dict(plan.table())["optimizer steps in all"] == shown
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(0.07, 7), (0.1, 10), (0.001, 1), (1e-9, 1), (1, 100), (2.5, 250)])
-def test_a_factor_is_the_decimal_number_that_was_typed(factor, expected):
-    assert times(100, factor) == expected
-
-
 @pytest.mark.parametrize(("most", "shown"), [(3, "3, 0.6 epochs"), (12, "12, 2.4 epochs")])
 def test_max_steps_replaces_the_epochs(most, shown):
     plan = SupervisedPlan(supervised_flags(4, 3, 2), 100, 2, max_steps=most)
@@ -95,13 +90,6 @@ def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
     assert table["packed rows"] == "90 samples in 30 rows of 250 tokens, 80.0 % full"
     assert table["tokens per optimizer step"] == "6000 / 5 = 1200.0 on average"
     assert table["global batch"] == "3 packed rows x 1 micro-batch x 2 ranks = 6"
-
-
-@pytest.mark.parametrize(("tokens", "shown"), [(None, None), (1000, "1000 / 5 = 200.0 on average")])
-def test_the_table_shows_tokens_where_they_are_known(tokens, shown):
-    table = dict(SupervisedPlan(supervised_flags(4, 3, 2), 100, 2, tokens).table())
-    assert table.get("tokens per optimizer step") == shown
-    assert "packed rows" not in table
 
 
 def test_ppo_plan_by_hand():
@@ -165,16 +153,6 @@ def test_samples_per_prompt_multiply_rows_and_not_prompts():
     assert (plan.prompts_per_rank, plan.rows_per_rank, plan.rollout_prompts, plan.rollout_rows) == (4, 12, 8, 24)
     assert (plan.ppo_steps, plan.updates_per_rollout) == (3, 2)
     assert dict(plan.table())["rows per rank"] == "4 x 1 prompts x 3 answers = 12"
-
-
-def test_micro_batch_tokens_overrides_the_derived_value():
-    assert plan_ppo(ppo_flags(micro_batch_tokens=777), prompts=16, world_size=1).micro_batch_tokens == 777
-
-
-def test_training_batches_may_be_larger_than_generation_batches():
-    flags = ppo_flags(per_device_generation_batch_size=2, generation_batches=4, per_device_training_batch_size=8)
-    plan = plan_ppo(flags, prompts=16, world_size=1)
-    assert (plan.updates_per_rollout, plan.ppo_steps) == (1, 2)
 
 
 @pytest.mark.parametrize(

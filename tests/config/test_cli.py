@@ -13,24 +13,6 @@ def test_unknown_flags_are_refused(step):
         read(step, "--no_such_flag", "1")
 
 
-@pytest.mark.parametrize("step", NEEDED)
-def test_abbreviated_flags_are_refused(step):
-    with pytest.raises(UserError, match="--num_train_epo"):
-        read(step, "--num_train_epo", "2")
-
-
-@pytest.mark.parametrize(("step", "missing"), [
-    ("sft", "--model_name_or_path"), ("reward", "--model_name_or_path"), ("ppo", "--actor_model_name_or_path"),
-    ("ppo", "--critic_model_name_or_path"), ("sft", "--output_dir"), ("ppo", "--output_dir"),
-    ("sft", "--data_path"), ("reward", "--data_path"), ("ppo", "--data_path"),
-])  # fmt: skip
-def test_a_missing_required_flag_is_named(step, missing):
-    words = list(NEEDED[step])
-    position = words.index(missing)
-    with pytest.raises(UserError, match=missing):
-        parse(step, words[:position] + words[position + 2 :])
-
-
 @pytest.mark.parametrize(("step", "words", "missing"), [
     ("sft", [], "--data_path, --model_name_or_path, --output_dir"),
     ("sft", ["--data_path", "d"], "--model_name_or_path, --output_dir"),
@@ -78,13 +60,6 @@ def test_help_shows_the_defaults_of_the_step(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             parse(step, ["--help"])
         assert f"reward model on pairs [{objective}]\n" in capsys.readouterr().out
-
-
-def test_only_rank_0_prints_the_help(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit):
-        parse("sft", ["--help"])
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -144,11 +119,6 @@ def test_flags_of_another_step_or_of_peft_are_answered_with_those_of_the_step(st
 def test_a_flag_that_only_other_steps_have_is_answered_with_them(step, given, steps):
     with pytest.raises(UserError, match=rf"\n  --[\w-]+: is a flag of {steps}$"):
         read(step, given, "1")
-
-
-def test_a_number_format_as_a_flag_is_answered():
-    with pytest.raises(UserError, match=r"\n  --bf16: use --dtype bf16$"):
-        read("sft", "--bf16", "True")
 
 
 def test_a_required_flag_under_the_name_of_another_step_is_answered():

@@ -79,12 +79,6 @@ def test_defaults_are_those_of_deepspeed_chat(step, name, default, words):
     assert read(step)[name] == deviations_of(step).get(name, default)
 
 
-@pytest.mark.parametrize("step", NEEDED)
-def test_listed_deviations_differ_from_deepspeed_chat(step):
-    deviations = deviations_of(step)
-    assert all(DEEPSPEED_CHAT[step][name][0] != value for name, value in deviations.items())
-
-
 @pytest.mark.parametrize(("step", "name"), [(step, name) for step, names in NO_EFFECT.items() for name in names])
 def test_flags_without_effect_print_a_note(step, name):
     lines = notes(step, parse(step, [*NEEDED[step], *words_for(step, name)]))
@@ -93,21 +87,3 @@ def test_flags_without_effect_print_a_note(step, name):
     default = DEEPSPEED_CHAT[step][name][0]
     if default is not False:  # given with DeepSpeed-Chat's default too
         assert notes(step, parse(step, [*NEEDED[step], f"--{name}", str(default)])) == lines
-
-
-@pytest.mark.parametrize("step", NEEDED)
-def test_no_note_without_a_flag_that_has_no_effect(step):
-    assert notes(step, parse(step, NEEDED[step])) == []
-
-
-def test_a_deepspeed_chat_script_parses():
-    values = read(
-        "ppo", "--data_path", "Dahoas/rm-static", "--data_split", "2,4,4", "--num_padding_at_beginning", "1",
-        "--per_device_generation_batch_size", "4", "--per_device_training_batch_size", "4", "--generation_batches", "1",
-        "--ppo_epochs", "1", "--max_answer_seq_len", "256", "--max_prompt_seq_len", "256", "--actor_learning_rate",
-        "9.65e-6", "--critic_learning_rate", "5e-6", "--actor_weight_decay", "0.1", "--lr_scheduler_type", "cosine",
-        "--gradient_accumulation_steps", "1", "--actor_dropout", "0.0", "--num_warmup_steps", "100", "--deepspeed",
-        "--seed", "1234", "--actor_zero_stage", "3", "--critic_zero_stage", "3", "--enable_hybrid_engine",
-    )  # fmt: skip
-    assert values["actor_zero_stage"] == 3
-    assert values["actor_dropout"] == 0.0

@@ -1,22 +1,16 @@
 """`--help`: the usual flags, all flags, and those with a word in their name."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Literal, get_type_hints
 
 import pytest
 
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.help_text import TITLES, USUAL, asked_for_help, help_text
+from dschat_ppo.config.help_text import TITLES, USUAL, help_text
 from dschat_ppo.config.schema import REQUIRED, flag
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass
@@ -116,13 +110,6 @@ def test_the_short_help_fits_80_columns_and_a_screen(step, monkeypatch):
     assert len(lines) <= 45
 
 
-@pytest.mark.parametrize(("columns", "most"), [("10", 80), ("80", 80), ("120", 120), ("300", 120)])
-def test_the_whole_help_fits_the_terminal(columns, most, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    longest = max(len(line) for line in help_text("ppo", all_flags("ppo"), "all").splitlines())
-    assert most - 12 < longest <= most
-
-
 def test_a_word_selects_the_flags_whose_name_contains_it():
     def names(topic):
         return re.findall(r"^  --(\w+)", help_text("ppo", all_flags("ppo"), topic), re.MULTILINE)
@@ -142,22 +129,3 @@ def test_a_word_selects_the_flags_whose_name_contains_it():
 def test_a_word_of_no_flag_is_an_error(topic, hint):
     with pytest.raises(UserError, match=re.escape(hint)):
         help_text("ppo", all_flags("ppo"), topic)
-
-
-@pytest.mark.parametrize(("words", "topic"), [
-    ([], None), (["--data_path", "d"], None), (["--help"], ""), (["-h"], ""), (["--a", "1", "--help", "kl"], "kl"),
-    (["--help=kl"], "kl"), (["--help", "--kl_coef"], "--kl_coef"),
-])  # fmt: skip
-def test_the_word_after_help_is_its_topic(words, topic):
-    assert asked_for_help(words) == topic
-
-
-def test_a_reader_that_stops_causes_no_error():
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help", "all"], stdout=write,
-        stderr=subprocess.PIPE, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -22,11 +22,6 @@ def notes_of(step: str, *words: str) -> list[str]:
     return notes(step, parse(step, [*NEEDED[step], *words]))
 
 
-def test_lora_is_off_by_default():
-    assert (read("sft")["lora_dim"], read("sft")["only_optimize_lora"], read("sft")["lora_alpha"]) == (0, False, 32.0)
-    assert (read("ppo")["actor_lora_dim"], read("ppo")["critic_lora_dim"]) == (0, 0)
-
-
 @pytest.mark.parametrize("step", NEEDED)
 @pytest.mark.parametrize("name", ["only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"])
 def test_flags_that_ask_for_something_need_a_rank(step, name):
@@ -87,12 +82,6 @@ def test_lora_of_a_critic_that_the_run_does_not_have_is_none():
     assert message.startswith("--only_optimize_lora needs LoRA: set --actor_lora_dim, or omit --only")
     quantised = ["--actor_lora_dim", "8", "--only_optimize_lora", "--load_in_4bit", "--critic_zero_stage", "3"]
     parse("ppo", [*NEEDED["ppo"], *words, *quantised])
-
-
-def test_settings_with_their_default_or_with_a_rank_print_none():
-    assert notes_of("sft", "--lora_learning_rate", "5e-4", "--lora_dim", "0") == []
-    assert notes_of("sft", "--lora_dim", "4", "--lora_module_name", "layers.", "--lora_alpha", "3") == []
-    assert notes_of("sft", "--lora_dim", "4", "--lora_merge", "--only_optimize_lora") == []
 
 
 def test_merging_is_what_happens_if_all_weights_train():

@@ -74,9 +74,3 @@ def test_each_name_leads_to_flags_of_a_step(theirs, ours):
     assert any(flags_for(theirs, flags) for flags in FLAGS.values())
     everywhere = set().union(*FLAGS.values())
     assert all({name, f"actor_{name}"} & everywhere for name in ours.split()), ours
-
-
-@pytest.mark.parametrize("step", NEEDED)
-def test_a_setting_without_a_counterpart_suggests_no_other_flag(step):
-    for name in ("vllm_mode", "vllm.num_engines", "train.async_enable"):
-        assert flags_for(name, FLAGS[step]) == []

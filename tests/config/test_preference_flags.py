@@ -60,14 +60,6 @@ def test_the_dpo_step_differs_only_in_the_default_objective():
     assert flatten(parse("dpo", [*NEEDED["reward"], "--objective", "ipo"]))["objective"] == "ipo"
 
 
-def test_the_default_objective_trains_a_reward_model():
-    values = read("reward")
-    assert values["objective"] == "reward"
-    assert values["use_margin"] is True
-    assert values["center_rewards_coef"] == 0.0
-    assert values["beta"] is None and values["nll_coef"] is None
-
-
 @pytest.mark.parametrize(
     ("objective", "beta", "nll"),
     [("dpo", 0.1, 0.0), ("dpo_nll", 0.1, 0.2), ("kto", 0.1, 0.0), ("orpo", 0.1, 0.0), ("simpo", 2.0, 0.0),
@@ -78,16 +70,6 @@ def test_beta_and_the_weight_of_the_nll_term_have_defaults_by_objective(objectiv
     assert (flags.strength, flags.nll_weight) == (beta, nll)
     given = parse("reward", [*NEEDED["reward"], "--objective", objective, "--beta", "0.7"]).reward
     assert given.strength == 0.7
-
-
-@pytest.mark.parametrize(("objective", "refused"), [("dpo_nll", True), ("cpo", False), ("simpo", False)])
-def test_only_dpo_nll_needs_its_nll_term(objective, refused):
-    words = ["--objective", objective, "--nll_coef", "0"]
-    if not refused:
-        assert read("reward", *words)["nll_coef"] == 0
-        return
-    with pytest.raises(UserError, match="--nll_coef must be above 0 for --objective dpo_nll"):
-        read("reward", *words)
 
 
 @pytest.mark.parametrize(("given", "text"), [("\\n", "\n"), ("\\n\\n", "\n\n"), ("\n", "\n"), ("ки\\t", "ки\t")])

@@ -18,7 +18,6 @@ from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.health_flags import thresholds
 from dschat_ppo.config.other_names import OUR_NAMES
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
-from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config
 
@@ -37,10 +36,6 @@ def test_a_retired_flag_is_no_flag_of_today_and_no_answer_to_another():
     assert not FLAGS & set(RETIRED)
     assert not HARMLESS & set(RETIRED) and set(NOW_FIXED) <= set(RETIRED)
     assert not set(RETIRED) & {ours for names in OUR_NAMES.values() for ours in names.split()}
-
-
-def test_the_seed_of_the_split_is_that_of_earlier_versions_by_default():
-    assert NOW_FIXED["data_split_seed"] == SPLIT_SEED == 1234
 
 
 def test_no_page_and_no_message_names_a_retired_flag():

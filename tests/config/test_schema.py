@@ -39,11 +39,6 @@ def test_enable_tensorboard_adds_to_report_to_and_none_turns_all_trackers_off(wo
     assert config("sft", words).run.trackers == trackers
 
 
-def test_none_with_another_tracker_is_refused():
-    with pytest.raises(UserError, match="^--report_to none wandb: none cannot be combined with other trackers"):
-        config("sft", "--report_to none wandb")
-
-
 @pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
 @pytest.mark.parametrize(("words", "without_effect"), [
     ("--report_to wandb --run_name a --project b", set()),

@@ -81,17 +81,6 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
     assert reason in record.message and "slower" in record.message
 
 
-def test_a_compiler_may_have_arguments(folder, monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(library, "_compile", lambda command: seen.append(command) or open(command[-1], "w").close())
-    monkeypatch.setenv("CXX", f"{a_compiler(tmp_path / 'cxx', 'exit 0')} -m64")
-    library.build(folder)
-    assert seen[0][:3] == [str(tmp_path / "cxx"), "-m64", "-O3"] and "-fopenmp" in seen[0]
-    monkeypatch.setenv("CXX", a_compiler(tmp_path / "clang++", "exit 0"))
-    library.build(folder)
-    assert "-fopenmp" not in seen[1], "clang would bring threads of its own"
-
-
 def in_a_file(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))

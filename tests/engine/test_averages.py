@@ -87,16 +87,6 @@ def test_whole_weights_are_divided_evenly_among_the_ranks(monkeypatch):
         assert set(MovingAverage(model, 0.5).state_dict()) == expected
 
 
-def test_a_rank_with_fewer_tensors_than_ranks_may_hold_none(monkeypatch):
-    as_rank(monkeypatch, 3, 4)
-    average = MovingAverage(nn.Linear(2, 1), 0.5)
-    average.begin()
-    average.update()
-    assert average.state_dict() == {} and average.gathered() == {}
-    assert average.restore([{"weight": torch.ones(1, 2), "bias": torch.ones(1)}, {}])
-    assert average.state_dict() == {}
-
-
 @pytest.mark.parametrize("saved", [
     [{"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, {}],  # all on the first rank
     [{"weight": torch.tensor([[1.0, 2.0]])}, {"bias": torch.tensor([3.0])}],
@@ -151,13 +141,6 @@ def test_two_ranks_average_and_gather_whole_weights():
     assert found["gathered"] == found["by_hand"] and len(found["gathered"]) == 4
 
 
-def test_without_saved_parts_the_average_does_not_change():
-    average = MovingAverage(nn.Linear(2, 1, bias=False), 0.5)
-    before = average.state_dict()["weight"].clone()
-    assert not average.restore([{}, {}])
-    assert torch.equal(average.state_dict()["weight"], before)
-
-
 def test_the_average_starts_from_the_current_weights():
     model = nn.Linear(2, 1, bias=False)
     average = MovingAverage(model, 0.5)
@@ -196,13 +179,6 @@ def test_whole_averages_are_joined_without_padding_from_whatever_each_rank_holds
     assert {name: value.tolist() for name, value in found.items()} == {"a": [[0, 1, 2], [3, 4, 5]], "b": [8]}
     whole = [{"a": torch.arange(6.0).view(2, 3)}, {}]  # without ZeRO-3 rank 0 holds everything
     assert whole_averages(whole, shapes)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_frozen_parameters_are_not_averaged():
-    model = nn.Linear(2, 2)
-    model.weight.requires_grad_(False)
-    average = MovingAverage(model, 0.5)
-    assert average.state_dict().keys() == average.gathered().keys() == {"bias"}
 
 
 def engine_of(model: nn.Module) -> SimpleNamespace:
@@ -289,13 +265,6 @@ def partitioned_weight(numel: int, part: list[float]) -> nn.Parameter:
     return weight
 
 
-def test_a_whole_tensor_is_a_part_from_the_first_element_and_a_view():
-    weight = nn.Parameter(torch.zeros(2, 3))
-    first, part = own_part(weight)
-    part += 1
-    assert first == 0 and not is_partitioned(weight) and weight.tolist() == [[1.0] * 3] * 2
-
-
 @pytest.mark.parametrize(
     ("rank", "first", "kept"), [(0, 0, [1.0, 2.0]), (1, 2, [1.0, 2.0]), (2, 4, [1.0]), (3, 5, []), (9, 5, [])]
 )
@@ -319,11 +288,6 @@ def test_any_part_is_filled_from_any_parts(saved, cuts):
     states = [{} if each is None else {"w": torch.tensor(each), "other": torch.ones(1)} for each in saved]
     assert copy_overlaps({"w": (first, part)}, iter(states))
     assert part.tolist() == WHOLE[first:last]
-
-
-def test_without_saved_parts_nothing_changes():
-    part = torch.ones(2)
-    assert not copy_overlaps({"w": (0, part)}, [{}, {}]) and part.tolist() == [1.0, 1.0]
 
 
 def test_only_a_copy_that_zero_keeps_is_renewed():

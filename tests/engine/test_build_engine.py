@@ -40,14 +40,6 @@ def test_biases_and_norms_do_not_decay():
     assert len(groups[1]["params"]) == 3
 
 
-def test_frozen_parameters_are_in_no_group():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    assert {id(p) for group in parameter_groups(model, SETTINGS) for p in group["params"]} == {
-        id(p) for p in model[1].parameters()
-    }
-
-
 def test_partitioned_parameters_are_grouped_by_their_whole_shape():
     model = nn.Linear(3, 2)
     model.weight.data, model.weight.ds_shape = torch.empty(0), (2, 3)  # as ZeRO-3 leaves it
@@ -69,22 +61,6 @@ def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     scheduler = transformers.get_scheduler("linear", optimizer, 0, 4)
     scheduler.step()
     assert scheduler.get_last_lr() == [0.375, 0.375, 1.5, 1.5]
-
-
-def test_without_a_rate_lora_has_that_of_the_other_parameters():
-    model = new_model("llama")
-    add_adapter(model, AdapterSettings(2, 4, 0.0, "q_proj", False, False, True))
-    [group] = parameter_groups(model, SETTINGS)
-    assert group["lr"] == 0.5
-    assert len(group["params"]) == 4
-
-
-def test_the_optimizer_is_adamw_with_the_settings():
-    optimizer = build_optimizer(nn.Linear(3, 2), SETTINGS, train_config(2, "fp32", False, 1, 1.0))
-    assert type(optimizer) is torch.optim.AdamW
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
 
 
 def rates(settings: OptimizerSettings, peaks: tuple[float, ...], steps: int) -> list[list[float]]:
@@ -119,21 +95,6 @@ def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, l
         expected.append(least + (1 - least) * decay(shape, (step - warmup) / (11 - warmup)))
     for found, peak in zip(rates(settings, (0.5, 2.0, 0.03), 12), (0.5, 2.0, 0.03), strict=True):
         assert found == pytest.approx([peak * factor for factor in expected], rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize(("kind", "first"), [("constant", 1.0), ("constant_with_warmup", 0.0)])
-def test_constant_rates(kind, first):
-    settings = replace(SETTINGS, schedule=kind, warmup_steps=2, total_steps=4)
-    [found] = rates(settings, (0.5,), 6)
-    assert found == pytest.approx([0.5 * first, 0.25 * (1 + first), 0.5, 0.5, 0.5, 0.5])
-
-
-@pytest.mark.parametrize("warmup", [4, 5, 9])
-@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
-@pytest.mark.parametrize("least", [0.0, 0.2])
-def test_a_warm_up_as_long_as_the_run_or_longer_has_rates(kind, warmup, least):
-    settings = replace(SETTINGS, schedule=kind, warmup_steps=warmup, total_steps=4, min_lr_ratio=least)
-    assert rates(settings, (0.5,), 5)[0][:4] == pytest.approx([0.5 * step / warmup for step in range(4)])
 
 
 def test_a_schedule_with_a_lowest_rate_resumes_at_its_place_in_a_longer_one():

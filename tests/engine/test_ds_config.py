@@ -15,7 +15,6 @@ from dschat_ppo.engine.ds_config import (
     DERIVED,
     KNOWN,
     check_zero_plus_plus,
-    eval_config,
     merge,
     read_overlay,
     require_agreement,
@@ -34,14 +33,6 @@ def test_offload_moves_the_optimizer_and_at_stage_3_the_parameters():
         assert {key for key, value in zero.items() if value == {"device": "cpu"}} == keys
         zero = train_config(stage, "bf16", offload=False, world_size=2, max_grad_norm=1.0)["zero_optimization"]
         assert not any(value == {"device": "cpu"} for value in zero.values())
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_optimizer_alone_may_be_offloaded(stage):
-    memory = MemoryFlags(offload_optimizer=True)
-    zero = train_config(stage, "bf16", False, 2, 1.0, memory=memory)["zero_optimization"]
-    assert zero["offload_optimizer"] == {"device": "cpu"}
-    assert zero.get("offload_param", {"device": "none"}) == {"device": "none"}
 
 
 def test_zero_plus_plus_reaches_stage_3_alone():
@@ -84,11 +75,6 @@ def test_zero_plus_plus_is_refused_where_the_machine_cannot_run_it(flags, frozen
         return
     with pytest.raises(UserError, match=refused):
         check_zero_plus_plus(memory, frozen, ranks, device)
-
-
-def test_eval_engines_are_partitioned_at_stage_3_only():
-    stages = [eval_config(stage, "fp32", False, 1)["zero_optimization"]["stage"] for stage in range(4)]
-    assert stages == [0, 0, 0, 3]
 
 
 def test_the_overlay_takes_precedence_and_arguments_are_not_modified():
@@ -188,10 +174,6 @@ FIT = ("--per_device_train_batch_size 4 --gradient_accumulation_steps 3 --learni
        "--lr_scheduler_type linear --num_warmup_steps 7").split()  # fmt: skip
 
 
-def test_settings_that_agree_with_the_flags_are_taken(tmp_path):
-    require_agreement(config_with(tmp_path, AGREE, "sft", *FIT), ranks=2)
-
-
 @pytest.mark.parametrize(("place", "value", "flag", "ours"), [
     ("train_micro_batch_size_per_gpu", 8, "per_device_train_batch_size", "4"),
     ("gradient_accumulation_steps", 1, "gradient_accumulation_steps", "3"),
@@ -264,10 +246,6 @@ def test_gradient_checks_cannot_be_turned_off(tmp_path, settings):
         read_overlay(str(path))
     path.write_text(json.dumps(settings).replace("false", "true"))
     assert read_overlay(str(path)) != {}
-
-
-def test_without_a_file_the_overlay_is_empty():
-    assert read_overlay(None) == {}
 
 
 @pytest.mark.parametrize(

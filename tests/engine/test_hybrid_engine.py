@@ -56,13 +56,6 @@ def test_an_error_while_generating_restores_training():
     assert model.training and model[0].gradient_checkpointing is True and torch.is_grad_enabled()
 
 
-def test_a_model_in_eval_mode_stays_in_eval_mode():
-    model = torch.nn.Linear(2, 2).eval()
-    with HybridEngine(SimpleNamespace(module=model)).generating():
-        pass
-    assert not model.training
-
-
 def test_adapters_are_merged_while_generating_and_removed_again():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     before = model[0].weight.detach().clone()
@@ -271,83 +264,6 @@ def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch
     assert made == [20, 12]
     with asleep([torch.arange(5.0), torch.arange(4.0)], host=host):
         assert made == [20, 12, 16]
-
-
-def test_a_hybrid_engine_takes_host_memory_once(simulated, monkeypatch):
-    made = []
-    monkeypatch.setattr(hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
-    engine = engine_of(3, "bf16")
-    hybrid, counts = HybridEngine(engine, sleeping=[engine]), []
-    for number in range(3):
-        step(engine, number, "bf16")
-        with hybrid.generating():
-            counts.append(len(made))
-    assert counts[0] > 0 and len(set(counts)) == 1
-
-
-class Runtime:
-    """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which then fails."""
-
-    def __init__(self, monkeypatch, most=2**40):
-        self.held, self.most, self.error = {}, most, 0
-        ones = torch.ones
-        monkeypatch.setattr(hybrid_engine, "on_gpu", lambda: True)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch, "ones", lambda *args, **named: self.launch() or ones(*args, **named))
-
-    def cudaHostRegister(self, place, size, flags):  # noqa: N802  CUDA's name
-        assert flags == 0 and all(place + size <= first or place >= end for first, end in self.held.items())
-        if sum(end - first for first, end in self.held.items()) + size > self.most:
-            self.error = 2
-            return 2
-        self.held[place] = place + size
-        return 0
-
-    def cudaHostUnregister(self, place):  # noqa: N802  CUDA's name
-        del self.held[place]
-        return 0
-
-    def launch(self):
-        error, self.error = self.error, 0
-        if error:
-            raise RuntimeError("CUDA error: out of memory")
-
-    @property
-    def sizes(self):
-        return sorted(end - first for first, end in self.held.items())
-
-
-def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated):
-    runtime, mib, host = Runtime(monkeypatch), 2**20, HostMemory()
-    sizes = (mib, 3 * mib + 4, mib - 1)
-    memory = [host.take(number, size) for number, size in enumerate(sizes)]
-    assert [part.nbytes() for part in memory] == list(sizes)
-    assert runtime.sizes == [mib, 3 * mib + 4], "in the exact size; small memory is not"
-    assert host.take(1, sizes[1]).data_ptr() == memory[1].data_ptr()
-    del memory
-    host.take(1, 2 * mib)
-    assert runtime.sizes == [mib, 2 * mib]
-    with asleep([torch.arange(mib)]):
-        assert runtime.sizes == [mib, 2 * mib, 8 * mib]
-    assert runtime.sizes == [mib, 2 * mib]
-    del host
-    assert runtime.sizes == []
-
-
-def test_a_failed_registration_is_said_and_no_kernel_is_blamed_for_it(monkeypatch, said):
-    runtime = Runtime(monkeypatch, most=3 * 2**20)
-    kept = [hybrid_engine.host_memory(2 * 2**20) for _ in range(2)]
-    assert runtime.error == 0 and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
-    runtime.launch()
-    del kept
-    assert runtime.sizes == []
-
-
-def test_views_and_shared_memory_are_moved_once(simulated):
-    whole = torch.arange(8.0)
-    with asleep([whole, whole[2:4], whole.view(2, 4)]) as moved:
-        assert moved == 32
-    assert whole.tolist() == list(range(8))
 
 
 def test_on_a_cpu_nothing_moves():

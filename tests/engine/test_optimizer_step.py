@@ -203,14 +203,6 @@ def test_an_fp16_overflow_lowers_the_scale_and_is_no_fault(fp16):
     assert apply(accumulate(engine, batches(1, "fp16"), good(engine))).applied
 
 
-def test_an_overflow_at_the_smallest_scale_is_a_fault(fp16):
-    engine = engine_of(2, "fp16")
-    engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
-    result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient)))
-    assert (result.overflow, result.fault.kind, result.fault.micro_batch) == (False, "gradient", 2)
-    assert scale(engine) == engine.optimizer.loss_scaler.min_scale
-
-
 def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_scale(fp16):
     engines = engine_of(2, "fp16"), engine_of(2, "fp16")
     before = [weights(engine) for engine in engines]

@@ -14,7 +14,6 @@ from dschat_ppo.engine.tensor_parallel import (
     TensorParallel,
     check_tensor_parallel,
     divided,
-    plan_of,
     reason_not_to_divide,
 )
 from dschat_ppo.errors import UserError
@@ -138,13 +137,3 @@ def test_a_division_that_computes_something_else_stops_the_run(way, said_of, mon
         return
     with pytest.raises(UserError, match=f"--inference_tp_size 2: .*LlamaForCausalLM .*{said_of}"):
         hybrid.check_division()
-
-
-def test_adapters_cannot_be_merged_into_divided_layers():
-    with pytest.raises(ValueError, match="divided"):
-        HybridEngine(SimpleNamespace(module=nn.Linear(2, 2)), merge=lambda _: None, parallel=two(0))
-
-
-def test_models_without_a_plan_have_none():
-    assert plan_of(new_model("gpt2").config) == {}
-    assert plan_of(new_model("llama").config)["layers.*.self_attn.o_proj"] == "rowwise"

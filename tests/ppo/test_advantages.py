@@ -78,13 +78,6 @@ def test_scores_are_clipped_then_penalised(flags, scores):
     torch.testing.assert_close(found.answer_scores, torch.tensor(scores))
 
 
-def test_without_a_reference_rewards_are_scores_alone():
-    rows = scored(kl=None, ref_logprobs=None)
-    found = computation(kl_coef=0.0, reward_clip=0.0)(rows, step=1)
-    assert found.rewards.sum(dim=1).tolist() == [1.0, -7.0, 0.0, 0.5, 3.0, -1.0]
-    assert found.kl is None and found.ref_logprobs is None
-
-
 def test_gae_whitened_over_all_tokens():
     rows = scored()
     found = computation(gamma=0.9, gae_lambda=0.8)(rows, step=1)
@@ -119,10 +112,6 @@ def test_values_that_scoring_did_not_compute_follow_from_the_rewards():
     assert rewarded.numbers.tolist() == [0, 1, 2, 3, 4, 5] and found.old_logprobs is None
 
 
-def test_estimators_without_a_critic_need_no_values():
-    assert computation(advantage_estimator="grpo")(scored(values=None), step=1).values is None
-
-
 def test_group_estimators_compare_scores_with_the_kl_inside_and_are_not_whitened():
     rows = scored()
     found = computation(advantage_estimator="dr_grpo", kl_coef=0.1)(rows, step=1)
@@ -155,14 +144,6 @@ def test_the_kl_coefficient_waits_for_the_critic():
         compute(rows, step)
         values.append(compute.kl_coef.value)
     assert values[0] == values[1] == 0.1 != values[2]
-
-
-def test_remax_takes_off_the_shaped_score_of_the_greedy_answer():
-    rows = scored(baselines=torch.tensor([9.0, 9.0, 0.0, 0.0, 1.0, 1.0]))
-    found = computation(advantage_estimator="remax", kl_coef=0.0)(rows, step=1)
-    expected = [1.0 - 5.0, -5.0 - 5.0, None, 0.5, 3.0 - 1.0, -1.0 - 1.0]  # clipped at 5
-    for i, length in enumerate(LENGTHS):
-        assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length)
 
 
 def test_the_greedy_score_of_remax_carries_no_penalties():
@@ -293,18 +274,6 @@ def test_the_kl_coefficient_adapts_after_the_step_and_goes_on_from_its_state():
     resumed.load_state_dict(compute.state_dict())
     assert torch.equal(compute(rows, step=2).rewards, resumed(rows, step=2).rewards)
     assert computation().kl_coef.value == 0.1
-
-
-def test_what_stands_in_padding_changes_nothing():
-    rows = scored()
-    noise = {
-        name: torch.where(rows.response_mask, getattr(rows, name), 77.0)
-        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values", "entropies")
-    }
-    flags = {"importance_correction": "token", "high_entropy_share": 0.5}
-    plain, noisy = (computation(**flags)(r, step=1) for r in (rows, replace(rows, **noise)))
-    for name in ("rewards", "advantages", "returns", "loss_weights"):
-        assert torch.equal(getattr(plain, name), getattr(noisy, name)), name
 
 
 def test_the_coefficient_used_is_that_before_it_adapts():

@@ -13,7 +13,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.errors import RolloutCancelled, StopRequested
+from dschat_ppo.errors import StopRequested
 from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool
 from dschat_ppo.ppo.score import ForwardPasses, PassSettings
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
@@ -136,14 +136,6 @@ def test_rows_carry_the_number_of_their_data_set_if_there_are_several():
     assert collect(collection_of()).data_sources is None
 
 
-def test_rows_kept_for_the_next_step_keep_the_number_of_their_data_set():
-    before, after = (collection_of(DYNAMIC, several_data_sets=True) for _ in range(2))
-    rows = collect(before)
-    after.load_state_dict(before.state_dict(), CPU)
-    for found in (rows, collect(after, step=2)):
-        assert torch.equal(found.data_sources, found.response_ids[:, 0] // 10 % 3)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkeypatch, rank):
     alone = collection_of()
@@ -156,14 +148,6 @@ def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkey
         prompts = collection.next_prompts()
         assert prompts.rows == whole.rows[4 * rank : 4 * rank + 4]
         assert prompts.first == whole.first + 4 * rank == 8 * step + 4 * rank
-
-
-def test_clock_counts_the_tokens_of_each_phase():
-    collection = collection_of()
-    collect(collection)
-    seconds, tokens, _ = collection.clock.take()
-    assert set(seconds) == {"rollout", "reward", "score"}
-    assert tokens == {"rollout": 8, "score": 16}
 
 
 def test_remax_scores_one_greedy_answer_to_each_prompt():
@@ -189,13 +173,6 @@ def test_answers_are_printed_every_n_steps(capsys, words, steps):
             score = f"{10 * row + 1:.3f} (first {10 * row + 1:.3f}, second {-10 * row - 1:.3f})"
             assert f"[2] score {score}, 1 tokens, cut at the length limit\n    prompt: [1]\n" in said
             assert f"    answer: [{10 * row + 1}]\n" in said
-
-
-def test_only_rank_0_prints_the_answers_of_all_ranks(capsys, monkeypatch):
-    collection = collection_of("--print_answers")
-    monkeypatch.setattr(dist, "is_main", lambda: False)
-    collect(collection)
-    assert capsys.readouterr().out == ""
 
 
 # Dynamic sampling
@@ -238,13 +215,6 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert (
         collection.metrics["rollout/dynamic_sampling_rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
     )
-
-
-def test_the_greedy_answers_of_remax_have_the_seeds_of_round_0():
-    collection = collection_of(f"--advantage_estimator remax {DYNAMIC}")
-    alike(collection, keep={0, 1, 5, 6})
-    collect(collection)
-    assert [call[2:] for call in collection.generator.asked] == [(0, False), (0, True), (1, False), (0, True)]
 
 
 def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said):
@@ -348,15 +318,6 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
     with pytest.raises(StopRequested):
         collect(stopped, 1, Stops(2))
     assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1
-
-
-def test_without_a_checkpoint_a_cancelled_rollout_is_an_error():
-    """No checkpointer of this package asks for a stop and then does not raise `StopRequested`."""
-    collection = collection_of()
-    checkpointer = Stops(1)
-    checkpointer.save_if_due = lambda: None
-    with pytest.raises(RolloutCancelled):
-        collect(collection, 1, checkpointer)
 
 
 # State

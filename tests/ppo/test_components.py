@@ -98,15 +98,6 @@ def test_update_trains_actor_and_critic_but_the_critic_alone_in_the_warm_up(asse
     assert (ppo.state.updates, ppo.state.applied) == (2, 1)
 
 
-@pytest.mark.parametrize(("words", "clip"), [("", 5.0), ("--reward_clip 0", 0.0), ("--reward_clip 0.5", 0.5)])
-def test_scores_are_clipped_and_counted_by_the_bound_of_the_run(assets, tmp_path, words, clip):
-    ppo = PlainRun(assets, tmp_path / "run", words).ppo
-    scores = make_experience(ppo, 1, Never()).scores
-    assert torch.equal(ppo.shaping.shaped(scores), scores.clamp(-clip, clip) if clip else scores)
-    share = float((scores.abs() > clip).double().mean()) if clip else None
-    assert ppo.state.metrics.get("reward/clipped_share") == share and (share != 0 or clip == 5)
-
-
 def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(run):
     """The self-check of generation draws numbers; dropout must not depend on how many."""
     ppo = run.ppo

@@ -87,13 +87,6 @@ def test_mean_scores_by_source_by_hand():
     assert not any("reward" in name for name in summary(alone, 1.0)), "the score itself says it"
 
 
-def test_the_majority_is_of_boxes_with_braces_inside():
-    right, wrong = r"\boxed{2}, or rather \boxed{\frac{1}{2}}", r"\boxed{2}"
-    rows = [answered(0, [right, wrong, right, wrong, right], [1.0, 0.0, 1.0, 0.0, 1.0], [9] * 5, ["eos"] * 5)]
-    rows += [answered(1, [wrong, right, right], [0.0, 1.0, 1.0], [9] * 3, ["eos"] * 3)]
-    assert [summary([row], 1.0)[f"eval/majority@{len(row.answers)}"] for row in rows] == [1.0, 1.0]
-
-
 def test_one_answer_each_has_no_majority_and_without_reference_no_kl():
     found = summary([answered(0, ["a"], [0.7], [4], ["length"])], pass_score=0.5)
     assert found == {"eval/score": 0.7, "eval/length_mean": 4.0, "eval/ended_share": 0.0, "eval/pass@1": 1.0}
@@ -271,19 +264,6 @@ def test_only_the_answers_to_one_prompt_are_a_group(tmp_path):
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
-def test_files_are_json_whatever_the_scores_are(tmp_path):
-    scores = iter([[math.nan, 0.5, 1.0, math.inf]])
-    kl = torch.tensor([[-math.inf, 0.0, 0.0], [0.25, 0.0, 0.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
-
-    def passes(*_):
-        return SimpleNamespace(old_logprobs=kl, ref_logprobs=torch.zeros(4, 3))
-
-    evaluation_of(tmp_path, RewardRequests(2, scores), passes, eval_samples=2).run(7)
-    first, second = lines_of(tmp_path, 7)
-    assert (first["scores"], second["scores"]) == ([None, 0.5], [1.0, None])
-    assert (first["kl"], second["kl"]) == ([None, 0.25], [None, 0.0])
-
-
 def test_an_evaluation_in_which_a_function_fails_on_every_answer_writes_nothing(tmp_path):
     evaluation = evaluation_of(tmp_path, RewardRequests(faults=RewardFunctionError("failed on every one")))
     with pytest.raises(RewardFunctionError):
@@ -313,12 +293,6 @@ def test_the_best_models_are_those_of_the_highest_finite_score(tmp_path, save_be
     assert [step for _, step in kept] == ([2, 5] if save_best else [])
 
 
-def test_a_first_score_that_is_not_finite_is_not_the_best(tmp_path):
-    evaluation = evaluation_of(tmp_path, RewardRequests(1, iter([[math.nan]])))
-    evaluation.run(0)
-    assert evaluation.best is None
-
-
 @pytest.mark.parametrize(("interval", "due"), [(0, [0, 7]), (1, list(range(8))), (3, [0, 3, 6, 7])])
 def test_when_an_evaluation_is_due(tmp_path, interval, due):
     evaluation = evaluation_of(tmp_path, eval_interval=interval)
@@ -329,8 +303,3 @@ def test_closing_ends_the_processes_of_the_rewards(tmp_path):
     evaluation = evaluation_of(tmp_path)
     evaluation.close()
     assert evaluation.requests.closed
-
-
-def test_the_line_about_an_evaluation_has_only_the_score_of_each_data_set():
-    metrics = {"eval/score": 1.23456, "eval/pass@1": 0.5, "eval/score/web": 2.0, "eval/pass@1/web": 1.0}
-    assert shown_metrics(metrics) == "score 1.235  pass@1 0.5  score/web 2"

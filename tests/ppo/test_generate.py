@@ -14,7 +14,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import (
     check_stop_ids,
-    end_ids,
     generation_config,
     greedily,
     note_few_answers,
@@ -39,16 +38,6 @@ def model_with(eos) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def tokenizer(assets):
     return load_tokenizer(str(assets / "lm"), "model")
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [(None, (1,)), (1, (1,)), (7, (1,)), ([1, 7, 9], (1, 7, 9)), ([7, 1], (1, 7)), ([7, 9], (1,)), ([], (1,))],
-)
-def test_further_ends_count_where_the_list_knows_the_tokenizers_own(tokenizer, listed, expected):
-    assert tokenizer.eos_token_id == 1
-    assert end_ids(tokenizer, model_with(listed)) == expected
-    assert end_ids(tokenizer, SimpleNamespace(generation_config=None)) == (1,)
 
 
 def test_every_flag_of_generation_arrives(tokenizer):
@@ -98,15 +87,6 @@ def test_a_stop_token_that_is_none_is_refused_by_name(tokenizer):
 def generator(assets, tmp_path_factory):
     words = "--n_samples_per_prompt 2 --temperature 1.3"
     return PlainRun(assets, tmp_path_factory.mktemp("run"), words).ppo.collection.generator
-
-
-def test_answers_depend_on_step_and_round(generator):
-    def answers(*when):
-        return tokens_of(generator.answer([0, 1, 2], *when))
-
-    first = answers(1)
-    assert len(first) == 6 and first == answers(1)
-    assert len({str(found) for found in (first, answers(2), answers(1, 1), answers(1, 2), answers(2, 1))}) == 5
 
 
 def test_answers_do_not_depend_on_the_rank_that_generates_them(generator, monkeypatch):

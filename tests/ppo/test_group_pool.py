@@ -65,14 +65,6 @@ def test_dropped_groups_fill_a_step_that_got_too_few():
     assert (step.groups.tolist(), filled) == ([5, 5, 6, 6], 4)
 
 
-def test_groups_are_compared_by_what_the_baseline_sees():
-    pool = GroupPool(4, clipped)
-    pool.add(rows([0, 0, 1, 1], [6.0, 7.0, 4.0, 7.0]))  # 6 and 7 are both 5 once clipped
-    assert pool.missing == 2
-    assert pool.accepted is not None
-    assert pool.accepted.scores.tolist() == [4.0, 7.0], "raw scores are kept"
-
-
 def test_groups_that_were_kept_are_restored():
     pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
     pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))

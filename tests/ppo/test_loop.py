@@ -235,14 +235,6 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert run.lines[3]["policy/updates_done_share"] == 1.0 and run.lines[3]["policy/entropy_coef"] == 0.01
 
 
-def test_rows_that_are_not_finite_stop_the_run_by_default(assets, tmp_path):
-    run = PlainRun(assets, tmp_path / "run")
-    run.reward.bad_step = 1
-    with pytest.raises(NonFiniteError, match=r"PPO step 1: scores of 1 of 4 answers are not finite \(rows 0\)"):
-        run.run()
-    assert run.lines == []
-
-
 def updates_of(did: list, step: int) -> int:
     return sum(what[0] == step for what in did if isinstance(what, tuple))
 
@@ -384,15 +376,6 @@ def test_best_models_that_another_output_folder_does_not_hold_are_looked_for_aga
     assert len(told) == (best == (2.0, 3)) and all("does not hold the models of step 2" in line for line in told)
 
 
-def test_models_that_are_worse_than_the_untrained_ones_are_not_the_best_in_another_folder(assets, tmp_path):
-    words = "--eval_data_path unused --eval_interval 1 --enable_test_mode --test_stop_step 1"
-    run, checkpointer, _ = started(assets, tmp_path / "run", words)
-    run.evaluation.best = (3.0, 2)
-    run.ppo.state.evaluated = {"eval/score": 1.0}
-    run.run(checkpointer)  # its score is 0.5
-    assert run.evaluation.best == (1.0, 0) and run.saved_best == []
-
-
 def test_evaluation_is_made_before_the_first_step_and_after_it_too_if_due(assets, tmp_path):
     run, checkpointer, did = started(
         assets, tmp_path / "run", "--eval_data_path unused --eval_interval 1 --enable_test_mode --test_stop_step 1"
@@ -401,20 +384,6 @@ def test_evaluation_is_made_before_the_first_step_and_after_it_too_if_due(assets
     assert [what for what in did if what in WHOLE] == WHOLE[:2]
     assert (result["eval/score_before"], result["eval/score_after"], result["best_step"]) == (1.0, 0.5, 0)
     assert run.saved_best == []
-
-
-def test_without_held_out_prompts_nothing_is_evaluated(assets, tmp_path):
-    run = PlainRun(assets, tmp_path / "run")
-    result = run.run()
-    assert [line["step"] for line in run.lines] == [1, 2, 3] and "best_step" not in result
-    assert run.ppo.state.evaluated == {} and not any(name.startswith("eval/") for name in result)
-
-
-def test_a_sign_of_a_problem_is_logged_as_a_warning_once(assets, tmp_path, monkeypatch, said):
-    monkeypatch.setattr(TokenSum, "__call__", lambda self, request, rollout: torch.ones(len(request)))
-    PlainRun(assets, tmp_path / "run").run()
-    warnings = [line for line in said if line.startswith("health: ") and "scores_equal" in line]
-    assert len(warnings) == 1 and warnings[0].startswith("health: step 1: ")
 
 
 def test_a_health_event_stops_the_run_after_its_step(assets, tmp_path, monkeypatch):

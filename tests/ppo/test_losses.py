@@ -102,19 +102,6 @@ def test_metrics_count_the_tokens_of_their_mask(loss_of):
     }, rel=1e-5)  # fmt: skip
 
 
-def test_the_metric_of_the_loss_is_the_sum_over_all_micro_batches(loss_of):
-    """Four micro-batches of weight 1 / 4 each."""
-    total = MetricSums()
-    for _ in range(4):
-        total.merge(loss_of()[1])
-    assert total.reduce()["policy/loss"] == pytest.approx(4 * POLICY)
-
-
-def test_the_entropy_bonus_is_subtracted(loss_of):
-    loss, _, asked = loss_of(entropy_coef=0.1)
-    assert loss == pytest.approx(POLICY - 0.1 * (1 + 2 + 3) / 6) and asked[0][2]
-
-
 def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
     gaps = [0.25 + ratio for ratio in LOG_RATIOS[0].tolist()]  # log p - log reference
     k3 = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 6

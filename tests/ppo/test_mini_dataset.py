@@ -164,27 +164,6 @@ def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothi
     assert ranks[0][0].micro_batches[1].response_mask.any()
 
 
-def test_epochs_and_steps_shuffle_single_rows_differently():
-    dataset, rows = collected(2)
-    order = served(dataset.minibatches(rows, ppo_epochs=2, step=1))
-    first, second = order[:8], order[8:]
-    assert first != second
-    assert {frozenset(first[i : i + 2]) for i in range(0, 8, 2)} != {
-        frozenset(second[i : i + 2]) for i in range(0, 8, 2)
-    }
-    assert served(dataset.minibatches(rows, ppo_epochs=1, step=2)) != first
-    assert served(dataset.minibatches(rows, ppo_epochs=1, step=1)) == first
-
-
-def test_rows_of_an_update_depend_on_the_seed_and_not_on_the_budget():
-    orders = []
-    for budget, seed in ((1000, 0), (8, 0), (1, 0), (1000, 1)):
-        dataset, rows = collected(4, budget, seed)
-        orders.append([sorted(served([update])) for update in dataset.minibatches(rows, ppo_epochs=2, step=1)])
-    assert orders[0] == orders[1] == orders[2]
-    assert orders[0] != orders[3]
-
-
 def test_denominators_count_the_whole_update():
     dataset, rows = collected(4, 8)
     for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
@@ -192,14 +171,6 @@ def test_denominators_count_the_whole_update():
         assert update.value_tokens == sum(LENGTHS[row] for row in served([update]))
         assert update.denominators == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
         assert update.metric_weight == 1 / len(update.micro_batches)
-
-
-def test_denominators_of_empty_answers_can_divide():
-    dataset = MiniDataset(1, 8, LONGEST, 0)
-    [update] = dataset.minibatches(experience(range(3, 4)), ppo_epochs=1, step=1)
-    assert update.denominators == Denominators(1.0, 1.0, LONGEST)
-    assert update.value_tokens == 1.0
-    assert update.micro_batches[0].advantages.tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("rows_per_update", [3, 5, 6, 16])

@@ -8,8 +8,7 @@ from test_mini_dataset import LENGTHS, experience
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.monitor.trackers import Answer
-from dschat_ppo.ppo.report import PPOReport, answers_to_show, update_metrics
+from dschat_ppo.ppo.report import PPOReport, update_metrics
 from dschat_ppo.ppo.state import PPOState
 
 TOKENS = sum(LENGTHS) + sum(row % 3 + 1 for row in range(8))
@@ -51,11 +50,6 @@ def test_old_log_probs_of_the_update_give_drift_and_kl():
     assert update_metrics(ppo, FIRST) == {"policy/updates_done_share": 0.75}, "no pass of the actor: the warm-up"
 
 
-@pytest.mark.parametrize(("steps", "known"), [(2, False), (3, True), (4, True)])
-def test_the_share_of_updates_is_known_after_the_warm_up(steps, known):
-    assert ("policy/updates_done_share" in update_metrics(parts(steps=steps), FIRST)) is known
-
-
 def test_tokens_of_training_are_counted_for_this_rank(monkeypatch):
     ppo = parts()
     update_metrics(ppo, FIRST)
@@ -88,10 +82,6 @@ def test_the_result_compares_the_first_step_with_the_last():
     assert "best_step" not in report_of(state, SimpleNamespace(best=None)).result()
 
 
-def test_a_run_without_a_step_has_an_empty_result():
-    assert report_of(PPOState(evaluated={})).result() == {}
-
-
 def test_the_model_is_evaluated_once_before_training():
     class Evaluation:
         best = None
@@ -117,10 +107,3 @@ def test_the_model_is_evaluated_once_before_training():
         PPOReport(ppo, Evaluation(), None, writer).evaluate_before_training()
     assert modes == ["eval", "run"] and written == [(0, {"eval/score": 1.0})]
     assert set(ppo.clock.take()[0]) == {"evaluate"}
-
-
-SAMPLE = {"step": 1, "prompt": "7", "answer": "0 1 2", "score": 1.0, "length": 3, "ended": "eos"}
-
-
-def test_trackers_get_the_answers_of_the_step():
-    assert answers_to_show([SAMPLE]) == [Answer("7", "0 1 2", 1.0, 3)]

@@ -155,14 +155,6 @@ def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
     assert after.ppo.engines.reference_sync.did == []
 
 
-def test_a_kl_coefficient_and_a_scale_that_were_off_start_from_the_flags(capsys):
-    was_off, now_on = computation(), computation(kl_target=0.01, normalize_rewards="running")
-    was_off(scored_rows(), step=1)
-    now_on.load_state_dict(was_off.state_dict())
-    assert capsys.readouterr().out == f"--kl_target{BEGINS}--normalize_rewards running{BEGINS}"
-    assert now_on.kl_coef.value == 0.1 and now_on.running.count == 0
-
-
 def test_a_kl_coefficient_and_a_scale_that_are_off_now_are_ignored(capsys):
     was_on, now_off = computation(kl_target=0.01, normalize_rewards="running"), computation()
     was_on(scored_rows(), step=1)
@@ -173,17 +165,6 @@ def test_a_kl_coefficient_and_a_scale_that_are_off_now_are_ignored(capsys):
     same.load_state_dict(was_on.state_dict())
     assert same.kl_coef.value == was_on.kl_coef.value and same.running.count == 6
     assert capsys.readouterr().out == ""
-
-
-def test_groups_that_were_kept_come_and_go_with_dynamic_sampling(capsys):
-    without, pooled = resumable(), resumable(GRPO, collection=DYNAMIC)
-    pooled.ppo.collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 1.0]))
-    for before, collection, missing in ((without, DYNAMIC, 8), (pooled, "", None), (pooled, DYNAMIC, 4)):
-        before.ppo.collection.stream.take(4)
-        after = resume(before, resumable(GRPO, collection=collection))
-        assert after.ppo.collection.stream.taken == before.ppo.collection.stream.taken
-        assert (after.ppo.collection.pool and after.ppo.collection.pool.missing) == missing
-        assert capsys.readouterr().out == (f"--dynamic_sampling{BEGINS}" if before is without else "")
 
 
 def test_what_was_off_starts_from_the_flags(capsys):

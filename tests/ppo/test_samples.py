@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat_ppo.common import dist
 from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
 from dschat_ppo.types import FinishReason, ScoredRollout
 
@@ -77,13 +76,6 @@ def test_without_a_reference_there_is_no_kl_and_before_the_update_it_is_that_of_
     assert [line["kl"] for line in early] == pytest.approx([-6.5, -6.4, -6.3, -6.2])
 
 
-def test_lines_name_the_data_set_where_there_are_several():
-    rows = replace(scored(), data_sources=torch.tensor([1, 1, 0, 0]))
-    named = [line["data_source"] for line in sample_lines(rows, TOKENIZER, ["a", "b"], ("maths", "chat"))]
-    assert named == ["chat", "chat", "maths", "maths"]
-    assert "data_source" not in sample_lines(rows, TOKENIZER, ["a", "b"], ("maths",))[0]
-
-
 @pytest.mark.parametrize(
     ("groups", "scores", "count", "expected"),
     [
@@ -113,12 +105,6 @@ def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):
         (step, answer) for step in (2, 4) for answer in (" 20", " 10 11 12", "")
     ]
     assert list(lines_of(tmp_path)[0])[0] == "step"
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "is_main", lambda: False)
-    samples_of(tmp_path).write(2, scored())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_printed_answers_are_aligned_and_cannot_change_the_terminal():

@@ -68,13 +68,6 @@ def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):
     ]
 
 
-def test_the_next_step_starts_from_nothing():
-    state = PPOState(updates=3, applied=2, ended=True, metrics={"a": 1.0}, sums=measured(loss=3.0))
-    state.begin_updates(None, {"b": 2.0})
-    assert (state.experience, state.updates, state.applied, state.ended) == (None, 0, 0, False)
-    assert state.metrics == {"b": 2.0} and state.sums.reduce() == {}
-
-
 @pytest.mark.parametrize("rows", [range(3), None])
 def test_a_step_in_flight_is_restored(rows):
     state = PPOState(steps=4, evaluated={"eval/score": 1.0}, first={"a": 1.0}, last={"a": 2.0})
@@ -111,10 +104,3 @@ def test_what_is_saved_does_not_change_with_the_state():
     saved = state.state_dict()
     state.count_update(Outcome({"actor": 2.0}, [first_update(1.0)]))
     assert saved["metrics"] == {} and saved["updates"] == 0
-
-
-def test_the_first_finished_step_stays_the_first():
-    state = PPOState()
-    for number in (1.0, 2.0, 3.0):
-        state.finish_step({"a": number})
-    assert (state.first, state.last) == ({"a": 1.0}, {"a": 3.0})

@@ -71,19 +71,6 @@ def test_a_closed_generator_leaves_no_thread():
     assert not threads()
 
 
-def test_a_closed_generator_does_not_wait_for_a_stream():
-    answers = threading.Event()
-
-    def make_one(rows, indices):
-        assert indices == [0] or answers.wait(20)
-        return indices
-
-    with closing(collated(make_one, object(), iter(ONE_ROW_STEPS), CPU)) as steps:
-        assert next(steps)[1]() == [[0]]
-    assert threads() and not answers.is_set()
-    answers.set()
-
-
 def test_the_thread_copies_to_the_gpu_of_its_rank(monkeypatch):
     selected = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append((device, threading.current_thread())))

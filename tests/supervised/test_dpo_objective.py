@@ -21,7 +21,6 @@ from transformers import LlamaForCausalLM
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.policy_objectives import add_references, dpo_objective
@@ -48,32 +47,10 @@ def rows(reference):
     return add_references(PolicyModel(reference), ROWS, 0, CPU, batch_size=2)
 
 
-def test_logprobs_of_long_answers_are_summed_in_fp64():
-    token_logprobs = torch.linspace(-9.0, -1e-3, 5000)
-
-    def engine(_ids, _mask):
-        return token_logprobs, None
-
-    mask = torch.arange(3001) > torch.tensor([[500], [500], [5000]])
-    found = answer_logprobs(engine, torch.zeros(mask.shape, dtype=torch.int64), mask)
-    assert mask.sum(dim=1).tolist() == [2500, 2500, 0]
-    for row in (0, 1):
-        expected = math.fsum(token_logprobs[row * 2500 : (row + 1) * 2500].tolist())
-        assert found[row].item() == pytest.approx(expected, rel=1e-13)
-    assert found[2].item() == 0.0
-
-
 def test_reference_logprobs_match_a_forward_pass_per_answer(rows, reference):
     expected = logprobs_alone(reference)
     assert np.abs(expected).min() > 1
     np.testing.assert_allclose(rows["ref_logprobs"], expected, atol=2e-5)
-
-
-def test_the_reference_has_no_dropout_and_training_mode_is_restored():
-    noisy = PolicyModel(language_model(2, attention_dropout=0.5)).train()
-    found = add_references(noisy, ROWS, 0, CPU, batch_size=3)
-    assert noisy.training
-    np.testing.assert_allclose(found["ref_logprobs"], logprobs_alone(language_model(2)), atol=2e-5)
 
 
 @pytest.mark.parametrize("held_out", [None, ROWS.select([3, 1])])
@@ -155,21 +132,6 @@ def test_loss_and_accuracy_by_data_set_are_those_of_its_pairs_alone(policy, rows
         _, alone = run_loss(made, PolicyModel(policy), rows, numbers, len(numbers))
         for metric in ("loss", "accuracy"):
             assert metrics[f"{metric}/{name}"] == pytest.approx(alone[metric], rel=1e-5)
-
-
-def test_prepared_rows_keep_the_names_of_the_data_sets(policy):
-    made = dpo_objective(0, CPU, config_of("--objective", "dpo"))
-    assert made.prepare(PolicyModel(policy), TokenRows(ROWS, None, ("a", "b"))).sources == ("a", "b")
-
-
-def test_loss_is_divided_by_the_pairs_of_the_whole_step(policy, rows):
-    objective = dpo_objective(0, CPU, config_of("--objective", "dpo_nll"))
-    assert objective.count(objective.collate(rows, [4, PADDING_ROW, 0])).item() == 2
-    whole, metrics = run_loss(objective, PolicyModel(policy), rows, num_pairs=3)
-    part, same = run_loss(objective, PolicyModel(policy), rows, num_pairs=12)
-    assert part.item() == pytest.approx(whole.item() / 4)
-    assert same["loss"] == pytest.approx(metrics["loss"])
-    assert same["nll"] == pytest.approx(metrics["nll"])
 
 
 def test_gradients_match_plain_transformers(reference, rows):

@@ -60,11 +60,6 @@ def run(model, indices, num_steps: float, sources=(), rows=ROWS):
     return loss, sums.reduce()
 
 
-def test_steps_of_one_kind_have_no_accuracy_of_the_other(classifier):
-    _, metrics = run(ScalarModel(classifier), [1, PADDING_ROW], 1)  # its only label is 0.25
-    assert "accuracy_good" not in metrics and metrics["accuracy_bad"] == metrics["accuracy"]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_loss_and_metrics_match_single_steps(classifier, packed):
     model = ScalarModel(classifier)
@@ -101,13 +96,6 @@ def test_gradients_match_plain_transformers(classifier):
     for name, grad in ours.items():
         torch.testing.assert_close(grad, classifier.get_parameter(name).grad, rtol=1e-3, atol=1e-5, msg=name)
     classifier.zero_grad()
-
-
-def test_a_batch_of_padding_alone_has_a_loss_of_0_with_a_gradient(classifier):
-    loss, metrics = run(ScalarModel(classifier), [PADDING_ROW], 6)
-    loss.backward()
-    assert loss.item() == 0.0 and metrics["loss"] == 0.0
-    assert all(not p.grad.any() for p in classifier.parameters() if p.grad is not None)
 
 
 def test_counts_and_metrics_by_data_set(classifier):

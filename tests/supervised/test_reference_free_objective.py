@@ -78,12 +78,6 @@ def test_loss_and_metrics_match_loops_over_single_answers(policy, objective):
     assert part.item() == pytest.approx(loss.item() / 4), "divided by the pairs of the whole step"
 
 
-def test_a_weight_of_0_leaves_the_nll_term_out(policy):
-    words = ["--objective", "simpo", "--beta", "0.3", "--simpo_gamma", "0.6"]
-    _, metrics = run_loss(reference_free_objective(0, CPU, config_of(*words)), PolicyModel(policy), ROWS)
-    assert metrics["loss"] == metrics["contrast"] == pytest.approx(expected_of("simpo", policy)["contrast"], rel=1e-4)
-
-
 @pytest.mark.parametrize("objective", ["orpo", "simpo", "cpo"])
 def test_loss_and_accuracy_by_data_set(policy, objective):
     made = reference_free_objective(0, CPU, config_of(*words_of(objective)))

@@ -76,12 +76,6 @@ def test_loss_and_accuracy_by_data_set(classifier, coefficient):
         assert metrics[f"accuracy/{name}"] == np.mean(scores[:, 0] > scores[:, 1])
 
 
-def test_the_size_of_a_batch_counts_real_pairs_and_both_of_their_rows():
-    objective = reward_objective(0, CPU, config_of())
-    batch = objective.collate(ROWS, [4, -1, 0])
-    assert objective.size(batch).tolist() == [2, (1 + 2) + (1 + 1) + (3 + 3) + (3 + 2)]
-
-
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
 def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_out, numbers, tmp_path, assets):
     rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))

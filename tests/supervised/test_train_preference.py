@@ -4,7 +4,7 @@ from pairs_of_answers import config_of, language_model
 
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.supervised.train_preference import _NAMES, OBJECTIVES, load_trained_model
+from dschat_ppo.supervised.train_preference import load_trained_model
 
 
 def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
@@ -30,7 +30,3 @@ def test_the_objective_selects_the_kind_of_model(assets):
 def test_gradient_checkpointing_reaches_the_policy(assets):
     words = ["--objective", "dpo", "--gradient_checkpointing"]
     assert load_trained_model(str(assets / "lm"), config_of(*words), None).lm.is_gradient_checkpointing
-
-
-def test_every_objective_has_a_name_for_lines_of_progress():
-    assert _NAMES.keys() == OBJECTIVES.keys() and _NAMES["dpo"] == "DPO"

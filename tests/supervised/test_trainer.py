@@ -2,7 +2,6 @@
 
 import json
 import math
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from dschat_ppo.config.run_flags import BestMetric
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
@@ -191,13 +189,6 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
     assert bool(weight.isfinite().all()) and trainer.position == (1, 0) and len(checkpointer.passed) == 1
 
 
-def test_the_trace_of_a_step_after_which_the_run_stops_is_kept(tmp_path):
-    trainer = make(config_of(tmp_path), Seen())
-    with pytest.raises(StopRequested), MetricsWriter(tmp_path, None) as writer:
-        trainer.run(writer, CheckpointManager(trainer, last=1), "title", trace=StepTrace(tmp_path, 1))
-    assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == 1
-
-
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 8])
 def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     """The same numbers as of a run that was not stopped."""
@@ -271,16 +262,6 @@ def test_a_resumed_run_of_max_steps_makes_the_steps_that_are_left(tmp_path, at, 
     assert left.of_training == whole.of_training[2 * at :] and after.position == (steps, 0)
 
 
-def test_counts_of_skipped_updates_survive_a_resume(tmp_path):
-    config = config_of(tmp_path, "--on_nonfinite", "skip")
-    before = make(config, Seen(bad_batch=0))
-    with pytest.raises(StopRequested):
-        run(before, tmp_path, CheckpointManager(before, last=1))
-    after = make(config, Seen())
-    after.load_state(json.loads(json.dumps(before.shared_state())), RankStates({}, lambda: iter([])))
-    assert after.nonfinite.metrics("model") == {"optim/nonfinite_skipped": 1, "optim/overflow/model": 0}
-
-
 def test_without_evaluation_rows_step_0_is_written_once_and_nothing_is_evaluated(tmp_path):
     config, seen = config_of(tmp_path), Seen()
     trainer = make(config, seen, held_out=None)
@@ -291,11 +272,6 @@ def test_without_evaluation_rows_step_0_is_written_once_and_nothing_is_evaluated
     again.load_state(trainer.shared_state(), RankStates({}, lambda: iter([])))
     run(again, tmp_path, resumed=((tmp_path / "metrics.jsonl").stat().st_size, 9))
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(LAST + 1))
-
-
-def test_without_an_interval_only_the_ends_of_epochs_are_evaluated(tmp_path):
-    run(make(config_of(tmp_path, "--eval_interval", "0"), Seen()), tmp_path)
-    assert [line["step"] for line in lines_of(tmp_path) if "eval_loss" in line] == [0, 4, 8]
 
 
 def test_evaluation_is_the_mean_over_all_rows_without_dropout_and_may_be_cut_short(tmp_path):
@@ -312,16 +288,6 @@ def test_evaluation_is_the_mean_over_all_rows_without_dropout_and_may_be_cut_sho
     assert trainer.engine.module.training
     cut = make(config_of(tmp_path, "--eval_iters", "1"), Seen())
     assert cut.evaluate()["eval_loss"] == pytest.approx(sum(losses[:2]) / sum(tokens[:2]), rel=1e-5)
-
-
-@pytest.mark.parametrize(("margin", "explained"), [(0.0, True), (-0.5, False)])
-def test_a_margin_of_exactly_0_is_explained(tmp_path, monkeypatch, margin, explained):
-    seen, said = Seen(), []
-    seen.objective = replace(seen.objective, summary=lambda _: {"accuracy": 0.0, "margin": margin})
-    monkeypatch.setattr("dschat_ppo.supervised.trainer.logger", lambda: Namespace(info=said.append))
-    make(config_of(tmp_path), seen).evaluate()
-    reason = "  (both answers score alike, as they do at the start of DPO)" * explained
-    assert said == [f"evaluation: accuracy 0.0000  margin {margin:.4f}{reason}"]
 
 
 def test_rows_are_prepared_by_the_untrained_engine(tmp_path):
@@ -361,19 +327,6 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path,
     assert [step for step, _, is_best in checkpointer.passed if is_best] == best
     assert trainer.best.found == (values[best[-1]], best[-1])
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
-
-
-@pytest.mark.parametrize("keeps_best", [False, True])
-def test_a_run_that_begins_to_keep_the_best_model_forgets_a_best_that_was_not_kept(tmp_path, keeps_best):
-    trainer = make(config_of(tmp_path), Seen())
-    trainer.best.found = (-1.0, 0)  # as a checkpoint may hold it; no loss is lower
-    kept = KeptModels(tmp_path, 0, keeps_best, lambda folder: folder.mkdir(parents=True))
-    with MetricsWriter(tmp_path, None, None) as writer:
-        trainer.run(writer, NO_CHECKPOINTS, "title", kept)
-    assert (tmp_path / "best").exists() is keeps_best
-    lines = lines_of(tmp_path)
-    last = best_steps(lines)[-1]
-    assert trainer.best.found == ((lines[last]["eval_loss"], last) if keeps_best else (-1.0, 0))
 
 
 def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):

@@ -1,11 +1,9 @@
 """The task of two-digit addition: its questions, its two directions of writing, its tokenizer."""
 
 import json
-import random
-from collections import Counter
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dschat_ppo.tools import addition
 
@@ -52,42 +50,6 @@ def test_held_out_questions_and_their_mirror_images_are_in_no_other_file(folder)
     assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
 
 
-def test_sft_answers_are_forwards_or_reversed_in_the_stated_shares(folder):
-    rows = read(folder, "sft")
-    assert len(rows) == 20_000
-    right, two_ways = 0, Counter()
-    for row in rows:
-        total = str(sum(operands(row["prompt"])))
-        backwards = "".join(reversed(total))
-        assert row["response"] in (total, backwards)
-        right += row["response"] == total
-        two_ways[row["response"] == total] += total != backwards
-    assert two_ways[True] / two_ways.total() == pytest.approx(0.31, abs=0.015)
-    assert 0.34 < right / len(rows) < 0.40
-
-
-def test_the_direction_does_not_depend_on_the_question(folder):
-    """Otherwise SFT could learn when to write the right answer."""
-    right, of_all = Counter(), Counter()
-    for row in read(folder, "sft"):
-        left, other = operands(row["prompt"])
-        total = str(left + other)
-        if total != total[::-1]:
-            kind = (left % 10 + other % 10 >= 10, len(total))  # whether it carries, two digits or three
-            of_all[kind] += 1
-            right[kind] += row["response"] == total
-    assert len(of_all) == 4
-    for kind, count in of_all.items():
-        assert right[kind] / count == pytest.approx(addition.SHARE_FORWARDS, abs=0.03)
-
-
-def test_the_sft_rows_contain_nearly_every_free_question(folder):
-    asked = Counter(row["prompt"] for row in read(folder, "sft"))
-    numbers = {number for prompt in asked for number in operands(prompt)}
-    assert numbers == set(range(10, 100))
-    assert len(asked) > 6500  # of 8100, about 500 held out; 20,000 draws miss 7 %
-
-
 def test_tokenizer_round_trip(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert len(tokenizer) == 14
@@ -99,19 +61,6 @@ def test_tokenizer_round_trip(folder):
     assert tokenizer.decode([*ids, tokenizer.pad_token_id], skip_special_tokens=True) == "37+48=85"
 
 
-def test_tokenizer_rejects_unknown_characters(folder):
-    with pytest.raises(Exception, match="UNK"):
-        AutoTokenizer.from_pretrained(folder / "model").encode("3x4")
-
-
-def test_model_fits_the_tokenizer_and_is_small(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert model.config.vocab_size == len(tokenizer)
-    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
-
-
 def test_files_depend_on_the_seed_alone(folder, tmp_path):
     addition.make(tmp_path / "again", 5)
     addition.make(tmp_path / "other", 6)
@@ -121,8 +70,3 @@ def test_files_depend_on_the_seed_alone(folder, tmp_path):
         assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
     for file in ("data/sft.jsonl", "data/prompts.jsonl", "data/heldout.jsonl", "model/model.safetensors"):
         assert (folder / file).read_bytes() != (tmp_path / "other" / file).read_bytes(), file
-
-
-def test_questions_of_a_seed_are_drawn_again():
-    first, second = (addition.make_questions(random.Random(3)) for _ in range(2))
-    assert first == second

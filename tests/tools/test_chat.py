@@ -8,8 +8,8 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import PORT, main, read_arguments
-from dschat_ppo.tools.chat_model import Token, conversation
-from dschat_ppo.tools.chat_terminal import HELP, Terminal, printable
+from dschat_ppo.tools.chat_model import Token
+from dschat_ppo.tools.chat_terminal import Terminal, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -112,13 +112,6 @@ def chat(monkeypatch, capsys):
     return run
 
 
-def test_plain_lines(chat):
-    model = Echo()
-    assert chat(["hello", "", "again"], model)[0] == "A heard 1: hello\nA heard 3: again\n"
-    assert [asked for asked, _, _ in model.asked] == [["hello"], ["hello", "A heard 1: hello", "again"]]
-    assert [number for _, _, number in model.asked] == [0, 1]
-
-
 def test_two_models_keep_their_own_conversations(chat):
     first, second = Echo("A"), Echo("B", note="cut after 4 tokens")
     output, _ = chat(["x", "y"], first, second)
@@ -151,13 +144,6 @@ def test_set(chat):
     assert "/set needs a name and a value" in output and "there is no setting 'heat'" in output
 
 
-def test_help_quit_and_unknown_commands(chat):
-    output, _ = chat(["/help", "/nothing", "/help me", "/quit", "not read"])
-    assert output == (
-        f"{HELP}\nthere is no command /nothing; /help lists them, and //nothing is a message\n/help takes no argument\n"
-    )
-
-
 def test_a_message_of_several_lines_and_one_with_a_slash(chat):
     model = Echo()
     chat(["one\\", "two", "//etc"], model)
@@ -176,19 +162,6 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
     assert "A heard\n[stopped]\n" in output and terminal.turns[0] == [("x", "A heard")]
     output, terminal = chat(["x"], Echo(stop_after=0), interactive=True)
     assert "not part of the conversation" in output and terminal.turns[0] == []
-
-
-def test_interactive(chat):
-    output, _ = chat(["a"], Echo("A", has_template=False, note="a remark"), interactive=True)
-    assert "A  out/A  (no chat template: the model continues the text)\n" in output
-    assert output.endswith("> A heard 1: a\n[a remark]\n> \n")
-
-
-def test_a_conversation_becomes_messages():
-    messages = [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    expected = [{"role": role, "content": content} for role, content in messages]
-    assert conversation("be kind", [("a", "b")], "c") == expected
-    assert conversation("", [], "c") == expected[-1:]
 
 
 @pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb\x07", "a[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m\x7f\r", "1m")])

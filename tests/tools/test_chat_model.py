@@ -74,15 +74,6 @@ def test_an_end_token_ends_the_answer_and_is_no_text(plain, monkeypatch):
     assert "".join(token.text for token in tokens) == plain.tokenizer.decode(cut[:-1], skip_special_tokens=True)
 
 
-def test_seed_and_number_decide_the_random_numbers(plain):
-    def answer(seed, number):
-        settings = SamplingSettings(seed=seed, max_tokens=8)
-        return "".join(token.text for token in plain.answer([user("Where")], settings, number))
-
-    assert answer(1, 0) == answer(1, 0)
-    assert len({answer(1, 0), answer(1, 1), answer(2, 0)}) == 3
-
-
 def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(plain):
     with pytest.raises(UserError, match="has .* tokens, but the model has 128 positions; begin a new one"):
         next(plain.answer([user("where is it " * 80)], GREEDY, 0))

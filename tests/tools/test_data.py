@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from real_shapes import hh, sharegpt, turns, ultrafeedback, verl, write_lines, write_parquet
+from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
@@ -92,14 +92,6 @@ def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
     assert [preview(*words, policy)[0] for policy in ("skip", "error")] == [0, 2]
 
 
-def test_the_share_of_the_step_is_named(preview, assets):
-    words = ("--step", 2, "--data_path", assets / "pairs.jsonl")
-    _, shown, _ = preview(*words)
-    assert f"data: {assets}/pairs.jsonl: this step uses 16 of 40 rows (--data_split 2,4,4)\n" in shown
-    _, shown, _ = preview(*words, "--data_split", "0,1,0")
-    assert "this step uses" not in shown
-
-
 def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
     path = write_parquet(tmp_path / "arithmetic.parquet", verl(4))
     words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--reward_function")
@@ -140,14 +132,6 @@ def test_a_mixture_is_shown_as_training_mixes_it(preview, assets, tmp_path):
     code, shown, _ = preview(*words, "--eval_fraction", 0)
     assert code == 0
     assert "an epoch has 40 rows" in shown and "75.0 %" in shown
-
-
-def test_the_chat_template_of_the_flags_is_used_and_named(preview, tmp_path):
-    path = write_lines(tmp_path / "chat.jsonl", [{"messages": turns("Where?", "Here.")}])
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--chat_template", "human-assistant")
-    code, shown, _ = preview(*words)
-    assert code == 0
-    assert "chat template: human-assistant" in shown and " Human: Where? Assistant:" in shown
 
 
 @pytest.mark.parametrize(("words", "cause"), [
@@ -203,8 +187,3 @@ def test_labelled_steps_are_shown_with_their_labels(preview, tmp_path):
     words += ("--eval_fraction", 0, "--samples", 1)
     _, shown, _ = preview(*words, "--step_separator", "|")
     assert re.search(r"Q\d:⟦ a\| b<\|end\|>⟧\n  labels: \[1.0, 0.0\]\n", shown)
-
-
-def test_a_command_without_a_model_asks_for_one(preview, assets):
-    code, shown, error = preview("--step", 1, "--data_path", assets / "sft.jsonl", tokenizer=False)
-    assert (code, shown) == (2, "") and error.startswith("error: required: --tokenizer MODEL")

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.evaluate import main
 from dschat_ppo.tools.evaluate_flags import read_arguments
-from dschat_ppo.tools.evaluate_models import accuracies, answer_lines, evaluate, json_of, model_table, notes, tables
+from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, tables
 
 TOKENS, PROMPTS = 6, 7
 
@@ -99,10 +99,6 @@ def test_the_reward_model_on_pairs(found, assets):
     assert [share.count for share in found.reward_accuracy.values()] == [45, 40, 5]
 
 
-def test_one_data_set_has_no_line_of_its_own():
-    assert list(accuracies(torch.tensor([[1.0, 0.0]]), [0], ["a"])) == ["all"]
-
-
 def test_answers_do_not_depend_on_batches(found, assets):
     words = ["--samples", "4", "--batch_size", "2", "--decoding", "sampled"]
     again = evaluate(read_arguments(words_of(assets, *words)))
@@ -176,12 +172,6 @@ def test_json_and_answers_in_the_terminal(found):
     assert f"    {second.prompt}" in lines and answer_lines(found, 0) == []
 
 
-def test_sources_of_rewards_are_not_taken_for_other_columns(found):
-    head, first, *_ = model_table(found)
-    shown = dict(zip(head, first, strict=True))
-    assert shown["score of model"] == f"{found.results[0].scores_by_source['model']:.4g}" and head.count("model") == 1
-
-
 def test_models_with_different_prompts_are_refused(assets, tmp_path):
     words = words_of(assets, "--truncation", "drop")
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
@@ -218,24 +208,11 @@ MODELS = ["--model", "a", "b", "--data_path", "d"]
 PAIRS = ["--pairs", "p", "--reward_model_name_or_path", "r"]
 
 
-def test_flags():
-    wanted = read_arguments([*MODELS, *PAIRS, "--top_k", "3", "--samples", "8", "--prompt_column", "q"])
-    assert wanted.words.model == ["a", "b"] and wanted.settings.top_k == 3 and wanted.words.samples == 8
-    assert (wanted.prompts.data_path, wanted.pairs.data_path, wanted.prompts.prompt_column) == (["d"], ["p"], "q")
-    assert wanted.rewards.use_reward_model and wanted.rewards.reward_model_name_or_path == "r"
-
-
 def test_rows_that_are_too_long_are_handled_as_in_the_steps():
     wanted = read_arguments([*MODELS, *PAIRS])
     assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("drop", "left")
     wanted = read_arguments([*MODELS, *PAIRS, "--truncation", "middle"])
     assert (wanted.prompts.truncation, wanted.pairs.truncation) == ("middle", "middle")
-
-
-def test_rewards_are_optional():
-    assert read_arguments(MODELS).rewards is None
-    assert not read_arguments([*MODELS, "--reward_function", "length"]).rewards.use_reward_model
-    assert read_arguments(PAIRS).prompts is None
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,6 @@ def test_keeps_rule_on_hand_written_answers():
     assert not toy.keeps_rule(MIA, "")
 
 
-def test_kind_answers_satisfy_the_rule_and_curt_ones_do_not():
-    rng = random.Random(0)
-    questions = toy.make_questions(rng)["heldout"]
-    assert all(toy.keeps_rule(question, toy.kind_answer(question, rng)) for question in questions)
-    assert not any(toy.keeps_rule(question, toy.curt_answer(question, rng)) for question in questions)
-
-
 def test_held_out_questions_are_in_no_other_file():
     questions = toy.make_questions(random.Random(3))
     asked = {part: {(q.name, q.colour, q.thing) for q in found} for part, found in questions.items()}
@@ -37,33 +30,6 @@ def test_held_out_questions_are_in_no_other_file():
         assert len(asked[part]) == toy.COUNTS[part]
         for other in asked:
             assert other == part or not asked[part] & asked[other]
-
-
-def test_no_row_repeats_another():
-    rng = random.Random(7)
-    for part, rows in toy.make_rows(toy.make_questions(rng), rng).items():
-        assert len(rows) == toy.COUNTS[part] == len({json.dumps(row) for row in rows}), part
-
-
-def test_half_of_the_sft_answers_are_kind():
-    rng = random.Random(0)
-    questions = toy.make_questions(rng)
-    rows = toy.make_rows(questions, rng)["sft"]
-    kind = [toy.keeps_rule(q, row["messages"][1]["content"]) for q, row in zip(questions["sft"], rows, strict=True)]
-    assert 0.45 < sum(kind) / len(kind) < 0.55
-
-
-def test_a_second_answer_keeps_the_name_and_the_tone_of_the_first():
-    rng = random.Random(0)
-    questions = toy.make_questions(rng)
-    rows = toy.make_rows(questions, rng)["sft"]
-    assert [len(row["messages"]) for row in rows] == [4] * toy.COUNTS["second"] + [2] * (len(rows) - 2000)
-    for first, second, row in zip(questions["sft"], questions["second"], rows, strict=False):
-        _, answer, asked, last = (turn["content"] for turn in row["messages"])
-        assert (second.name, second.text) == (first.name, asked)
-        assert toy.keeps_rule(second, last) == toy.keeps_rule(first, answer)
-    assert len({q.wording for q in questions["second"]}) == len(toy.QUESTIONS)
-    assert max(q.wording for part in questions if part != "second" for q in questions[part]) < toy.FIRST
 
 
 def test_the_true_rule_scores_a_held_out_row_without_torch():

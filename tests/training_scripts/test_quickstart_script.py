@@ -132,21 +132,6 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
     assert wanted.rewards.reward_model_name_or_path == "/out of/quick/reward"
 
 
-def test_paths_in_the_working_directory_are_relative(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    quickstart_report.show(defaultdict(float), SAMPLES, ASK, tmp_path / "quick")
-    printed = capsys.readouterr().out
-    assert str(tmp_path) not in printed
-    assert "\nmodels:\n  quick/sft\n  quick/reward\n  quick/ppo/actor\n  quick/ppo/critic\n" in printed
-    assert "--model quick/ppo/actor --compare quick/sft --seed 41\n" in printed
-
-
-def test_the_steps_print_no_next_command(script):
-    (script.parent / "toy/run_step1_sft.sh").write_text('echo "next: ${DSCHAT_PPO_NO_NEXT-printed}"; exit 1')
-    words = ["bash", script, script.parents[1] / "out"]
-    assert "next: 1\n" in subprocess.run(words, check=False, capture_output=True, text=True).stdout
-
-
 def test_ctrl_c_says_how_to_resume_and_returns_130(script):
     waits = "#!/usr/bin/env bash\ntrap 'exit 130' INT\necho ready\nsleep 100\n"
     (script.parent / "toy/run_step2_reward.sh").write_text(waits)
