@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
@@ -230,11 +231,8 @@ def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]]
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,) int64)`."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    input_ids = torch.full((len(sequences), int(lengths.max())), pad_id)
-    for row, sequence in zip(input_ids, sequences, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence)
-    return input_ids, lengths
+    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True, padding_value=pad_id)
+    return ids, torch.tensor([len(sequence) for sequence in sequences])
 
 
 def _column(records: Sequence[dict[str, Any]], name: str, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -301,11 +299,8 @@ def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq
     rooms = [max(1, max_seq_len - len(r["prompt_ids"])) for r in records]
     borrowed = [rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)]
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
-    desirable, reference = (
-        torch.tensor([r["label"] > 0.5 for r in records]),
-        _column(records, REF_LOGPROBS, torch.float64),
-    )
-    sources = _column(records, "source")
+    desirable, sources = torch.tensor([r["label"] > 0.5 for r in records]), _column(records, "source")
+    reference = _column(records, REF_LOGPROBS, torch.float64)
     return LabelledBatch(ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference)
 
 

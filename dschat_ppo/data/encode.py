@@ -55,9 +55,7 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that holds prompt and answer, with exactly one final token. If the text contains the chat
     template's end-of-turn token, the template has rendered it and that token is the final one; otherwise EOS is."""
     end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token))
-    if end in text:
-        text = without_final(tokenizer, text)[0] + end
-    found = encode_example(tokenizer, Example("", [text]))
+    found = encode_example(tokenizer, Example(without_final(tokenizer, text)[0], [end if end in text else ""]))
     return [*found.prompt, *found.answers[0]]
 
 

@@ -114,6 +114,7 @@ def test_what_a_tokenizer_adds_to_every_text_is_no_part_of_answers(single):
         ids = encode_answer(tokenizer, "Where?", answer)
         assert (tokenizer.decode(ids[:-1]), ids[-1], ids.count(2), ids.count(1)) == ("In the hall.", 2, 1, 0)
     assert 2 not in encode_prompt(tokenizer, "Where is it?")
+    assert encode_finished(tokenizer, "Where?</s>") == [*encode_prompt(tokenizer, "Where?"), 2]
 
 
 # Work
