@@ -1,24 +1,21 @@
 """The states of a DeepSpeed engine: save them to files in the background, and load them into an engine of any world
 size, ZeRO stage, dtype or optimizer.
 
-The files are DeepSpeed's own (`engine.save_checkpoint`), in `FOLDER/state/`. Four things differ from DeepSpeed's way
-to write them. `state_files.py` implements three: tensors are copied to host memory and written while training
-continues; each file is hashed while it is written; only tensors, plain values and a few classes are ever unpickled.
-The fourth: frozen parameters are left out, because resuming reads them from the model folder.
-
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
-same order. A `Fragment` describes which elements of which parameter lie where. From the fragments of all ranks that
-saved and those of the engine that loads, every piece is copied directly from the mapped files to its place: without a
-second set of files, without more memory than this rank's part, and without unpickling more than `load_state` allows.
-DeepSpeed's universal checkpoints are not sufficient (docs/decisions.md).
+same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds the fragments
+and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen
+parameters are left out, because resuming reads them from the model folder.
+
+From the fragments of all ranks that saved and those of the engine that loads, every piece is copied directly from the
+mapped files to its place, with no more memory than this rank's part. DeepSpeed's own checkpoints and its universal ones
+are not sufficient (docs/decisions.md).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,7 @@ import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
-    LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
-    PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -41,11 +36,8 @@ from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Engine
 
-TAG = "state"
-LAYOUT, PARAMETER_NAMES = "dschat_ppo_layout", "dschat_ppo_parameter_names"
-FROZEN = "dschat_ppo_frozen_parameters"  # names of the parameters that the files do not hold
+COMMON = "common.pt"
 WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
-_LOSS_SCALE = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -62,55 +54,59 @@ def dtype_of(engine: Engine) -> str:
     return str(engine.get_data_types()[0]).removeprefix("torch.")
 
 
-def model_states(folder: Path) -> dict[str, Any]:
-    """The file of rank 0 with counters, schedule and (except at stage 3) weights."""
-    found = sorted((folder / TAG).glob("*mp_rank_00_model_states.pt"))
-    if not found:
-        raise UserError(f"{folder}: holds no states of an engine ({TAG}/*_model_states.pt is missing)")
-    return load_state(found[0], mapped=True)
+def common_state(folder: Path) -> dict[str, Any]:
+    """What all ranks share: "shapes" of the parameters that train, names of "frozen" ones, "buffers", "dtype",
+    "counters", "schedule", and the number of "ranks"."""
+    if not (folder / COMMON).is_file():
+        raise UserError(f"{folder}: holds no states of an engine ({COMMON} is missing)")
+    return load_state(folder / COMMON, mapped=True)
 
 
-def trained_state(module: nn.Module) -> dict[str, Any]:
-    """The entries of `module.state_dict()` that training changes: weights that train, under all names, and buffers."""
-    names = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+def _shapes_of(engine: Any) -> dict[str, torch.Size]:
+    """Name -> shape of each parameter that trains."""
+    if engine.zero_optimization():
+        return {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    return {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `module.state_dict()` holds, under all their names."""
+    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name in names}
 
 
-def trained_shapes(common: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """Name -> shape of each parameter that the states hold, in their order; `common` is `model_states(folder)`."""
-    if common["param_shapes"] is None:  # stage 0
-        return {name: common["module"][name].shape for name in common[PARAMETER_NAMES]}
-    return {name: shape for group in common["param_shapes"] for name, shape in group.items()}
-
-
 def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
-    """Save trained weights, optimizer, schedule, loss scale and counters below `folder`. Collective, between steps. The
-    files hold the states of this moment; they are complete after `writer.wait()`, which raises errors of the disk only
-    on the ranks where they occur: synchronise them."""
-    names = [] if engine.zero_optimization() else [engine.param_names[weight] for weight in flat_masters(engine)]
-    frozen = [name for name, weight in engine.module.named_parameters() if not weight.requires_grad]
-    extra = {LAYOUT: {"dtype": dtype_of(engine)}, PARAMETER_NAMES: names, FROZEN: frozen}
-    with _files_of(engine, writer), quiet_prints():
-        engine.save_checkpoint(
-            str(folder), tag=TAG, save_latest=False, client_state=extra, exclude_frozen_parameters=True
-        )
+    """Save trained weights, optimizer, schedule, loss scale, buffers and counters to `folder`, which exists. The files
+    hold the states of this moment; they are complete after `writer.wait()`."""
+    if dist.is_main():
+        common = {
+            "shapes": _shapes_of(engine),
+            "frozen": [name for name, weight in engine.module.named_parameters() if not weight.requires_grad],
+            "buffers": _buffers_of(engine.module),
+            "dtype": dtype_of(engine),
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "schedule": {name: getattr(engine.lr_scheduler, name) for name in ("last_epoch", "_step_count")},
+            "ranks": dist.world_size() if engine.zero_optimization() else 1,
+        }
+        writer.save(common, folder / COMMON)
+    if engine.zero_optimization() or dist.is_main():
+        masters, held = flat_masters(engine), engine.basic_optimizer.state
+        states = [held.get(master, {}) for master in masters]  # empty before the first step
+        shard = {
+            "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
+            "flats": [
+                {WEIGHTS: master.flatten(), **{key: state[key].flatten() for key in MOMENTS if key in state}}
+                for master, state in zip(masters, states, strict=True)
+            ],
+            "steps": max((int(state["step"]) for state in states if "step" in state), default=0),
+            "loss_scale": vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {},
+        }
+        writer.save(shard, folder / rank_file(dist.rank()))
 
 
-@contextmanager
-def _files_of(engine: Any, files: BackgroundWriter) -> Iterator[None]:
-    """Let `files` write for the engine, and prevent DeepSpeed from copying its recovery scripts: on a full disk that
-    raises only on rank 0, and the other ranks would wait forever. DeepSpeed's own exclusion of frozen weights keeps
-    those that have a second name, such as a head tied to the embedding, so `trained_state` takes its place."""
-    original = engine.checkpoint_engine
-    engine.checkpoint_engine = files
-    engine._copy_recovery_script = lambda save_path: None
-    engine.module_state_dict = lambda **_: trained_state(engine.module)
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = original
-        del engine._copy_recovery_script, engine.module_state_dict
+def rank_file(rank: int) -> str:
+    """Name of the file with the state of one rank."""
+    return f"rank_{rank}.pt"
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class Fragment:
 class Shard:
     """The saved states of one rank. `fragments` says which elements the flat tensors hold; each of these has "fp32"
     (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32 tensors in the same order. `steps` is
-    AdamW's step count, `loss_scale` DeepSpeed's state of the loss scale, {} at stage 0."""
+    AdamW's step count, `loss_scale` the attributes of DeepSpeed's loss scaler in fp16."""
 
     fragments: list[Fragment]
     flats: list[dict[str, Tensor]]
@@ -144,17 +140,18 @@ def load_engine(engine: Engine, folder: Path) -> None:
     Rate, schedule, betas, epsilon and weight decay remain those of the engine (`--resume_force` may have changed them).
     Frozen parameters stay as built.
     """
-    common = model_states(folder)
+    common = common_state(folder)
     _require_same_parameters(folder, common, engine)
     shards = read_shards(folder, common)
     flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
-    same_dtype = common.get(LAYOUT, {}).get("dtype") == dtype_of(engine)
     with quiet_prints():
-        _install(engine, flats, shards[0].steps, shards[0].loss_scale if same_dtype else {})
-    engine.module.load_state_dict({name: common["module"][name] for name in common["buffer_names"]}, strict=False)
-    resume_schedule(engine, common["lr_scheduler"])
-    for name in _COUNTERS:
-        setattr(engine, name, common[name])
+        _install(engine, flats, shards[0].steps)
+    if shards[0].loss_scale and common["dtype"] == dtype_of(engine):
+        vars(engine.optimizer.loss_scaler).update(shards[0].loss_scale)
+    engine.module.load_state_dict(common["buffers"], strict=False)
+    resume_schedule(engine, common["schedule"])
+    for name, value in common["counters"].items():
+        setattr(engine, name, value)
     _replay_bias_correction(engine)
 
 
@@ -171,14 +168,9 @@ def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
     """Require the states of exactly the parameters that train here, and of all buffers."""
-    if engine.zero_optimization():
-        own = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
-    else:
-        own = {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
-    saved, held = trained_shapes(common), common["module"].keys()
+    own, saved = _shapes_of(engine), common["shapes"]
     differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
-    differing += sorted(trained_state(engine.module).keys() - held)
-    differing += sorted(held - engine.module.state_dict().keys())
+    differing += sorted(_buffers_of(engine.module).keys() ^ common["buffers"].keys())
     if differing:
         raise UserError(
             f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
@@ -205,49 +197,13 @@ def _replay_bias_correction(engine: Engine) -> None:
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
-    """The states of all ranks that saved, in rank order. `common` is `model_states(folder)`."""
-    if common["optimizer"] is not None:  # stage 0 in fp32: every rank holds everything, in a plain torch optimizer
-        names, states = common[PARAMETER_NAMES], common["optimizer"]["state"]
-        weights = [common["module"][name].flatten() for name in names]
-        fragments = [Fragment(name, 0, weights[flat].numel(), flat, 0) for flat, name in enumerate(names)]
-        return [_shard(fragments, weights, states, {})]
-    ranks = common["dp_world_size"]
-    held: dict[str, int] = defaultdict(int)
-    return [_read_shard(folder, rank, ranks, common["param_shapes"], held) for rank in range(ranks)]
-
-
-def _read_shard(
-    folder: Path, rank: int, ranks: int, shapes: Sequence[Mapping[str, torch.Size]], held: dict[str, int]
-) -> Shard:
-    """ZeRO: the file of one rank. `held`: parameter -> number of elements that lower ranks hold (stages 1 and 2)."""
-    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    found = [path for path in (folder / TAG / name, folder / TAG / f"bf16_{name}") if path.is_file()]
-    if not found:
-        raise UserError(f"{folder}: the states of rank {rank} of {ranks} are missing ({TAG}/{name})")
-    state = load_state(found[0], mapped=True)[OPTIMIZER_STATE_DICT]
-    loss_scale = {key: state[key] for key in _LOSS_SCALE if key in state}
-    if FP32_FLAT_GROUPS in state:
-        fragments = partitioned_fragments(shapes, rank, ranks)
-        return _shard(fragments, state[FP32_FLAT_GROUPS], state[OPTIMIZER_STATE_DICT]["state"], loss_scale)
-    fragments = []
-    for flat, addresses in enumerate(state[PARAM_SLICE_MAPPINGS]):
-        for name, address in addresses.items():
-            fragments.append(Fragment(name, held[name], address.numel, flat, address.start))
-            held[name] += address.numel
-    base = state[BASE_OPTIMIZER_STATE]["state"]
-    return _shard(fragments, state[SINGLE_PARTITION_OF_FP32_GROUPS], base, loss_scale)
-
-
-def _shard(
-    fragments: list[Fragment], weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]], loss_scale: dict
-) -> Shard:
-    """`states[i]` is the optimizer state of `weights[i]`; empty before the first step."""
-    flats = []
-    for number, weight in enumerate(weights):
-        moments = {key: value.flatten() for key, value in states.get(number, {}).items() if key in MOMENTS}
-        flats.append({WEIGHTS: weight} | moments)
-    steps = max((int(state["step"]) for state in states.values()), default=0)
-    return Shard(fragments, flats, steps, loss_scale)
+    """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`."""
+    shards = []
+    for rank in range(common["ranks"]):
+        state = load_state(folder / rank_file(rank), mapped=True)
+        fragments = [Fragment(*values) for values in state["fragments"]]
+        shards.append(Shard(fragments, state["flats"], state["steps"], state["loss_scale"]))
+    return shards
 
 
 def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
@@ -296,9 +252,9 @@ def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequenc
 
 def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold. One at a
-    time: the states themselves stay in their mapped files. `common` is `model_states(folder)`."""
+    time: the states themselves stay in their mapped files. `common` is `common_state(folder)`."""
     saved = _pieces(read_shards(folder, common))
-    for name, shape in trained_shapes(common).items():
+    for name, shape in common["shapes"].items():
         whole = {WEIGHTS: torch.empty(shape.numel())}
         _copy(saved[name], Fragment(name, 0, shape.numel(), 0, 0), whole)
         yield name, whole[WEIGHTS].view(shape)
@@ -329,7 +285,7 @@ def _copy(pieces: Sequence[tuple[Fragment, dict[str, Tensor]]], target: Fragment
         raise UserError(f"the states hold {copied} of the {target.length} elements of {target.name}")
 
 
-def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, loss_scale: Mapping[str, Any]) -> None:
+def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) -> None:
     """Load the flat tensors into the engine, in the form of its state dict."""
     masters = flat_masters(engine)
     moments: dict[int, dict[str, Any]] = {}
@@ -337,7 +293,7 @@ def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int, 
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
             moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
             moments[number]["step"] = steps  # torch's AdamW converts it to a tensor
-    state = engine.optimizer.state_dict() | loss_scale
+    state = engine.optimizer.state_dict()
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):
             weight.data.copy_(flat[WEIGHTS].view_as(weight))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import dschat_ppo
-from dschat_ppo.checkpoint.engine_state import load_engine, save_engine
+from dschat_ppo.checkpoint.engine_state import load_engine, rank_file, save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
@@ -86,11 +86,6 @@ class Resumable(Protocol):
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore the state: `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks."""
-
-
-def rank_file(rank: int) -> str:
-    """Name of the file with the state of one rank."""
-    return f"rank_{rank}.pt"
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
@@ -212,9 +207,9 @@ class CheckpointManager:
         for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
         own = {"random": capture_rng_state(), **trainer.rank_state()}
-        self._files.save(own, str(folder / rank_file(dist.rank())))
+        self._files.save(own, folder / rank_file(dist.rank()))
         if dist.is_main():
-            self._files.save(trainer.shared_state(), str(folder / SHARED))
+            self._files.save(trainer.shared_state(), folder / SHARED)
         self._pending = Manifest(
             kind=self._identity.kind,
             step=step,
@@ -237,7 +232,7 @@ class CheckpointManager:
     def _make_folders(self, name: str) -> None:
         folder = self._folder.partial(name)
         for role in self._trainer.engines_to_save:
-            (folder / role / "state").mkdir(parents=True)
+            (folder / role).mkdir()
 
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
@@ -274,29 +269,19 @@ class CheckpointManager:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), in the form of
-    `save_state`."""
-    version, words, python_normal = random.getstate()
-    kind, keys, position, has_normal, normal = np.random.get_state()
-    return {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "normal": python_normal},
-        "numpy": {
-            "kind": kind, "words": torch.from_numpy(np.asarray(keys, np.int64)), "position": position,
-            "has_normal": has_normal, "normal": normal,
-        },
-        "torch": torch.get_rng_state(),
-        "gpus": [torch.cuda.get_rng_state()] if on_gpu() else [],
-        "gpu": 0,  # of the list; earlier versions saved the streams of all GPUs
-    }  # fmt: skip
+    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), for `save_state`."""
+    kind, keys, *rest = np.random.get_state()
+    gpu = torch.cuda.get_rng_state() if on_gpu() else None
+    streams = {"python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
+    return {**streams, "torch": torch.get_rng_state(), "gpu": gpu}
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global streams to the state of `capture_rng_state`. If only the state or only the machine has GPUs, the
+    """Set the global streams to the state of `capture_rng_state`. If only the state or only the machine has a GPU, the
     GPU's stream stays."""
-    python, legacy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["normal"]))
-    words = legacy["words"].numpy().astype(np.uint32)
-    np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_normal"], legacy["normal"]))
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["gpus"] and on_gpu():
-        torch.cuda.set_rng_state(state["gpus"][state["gpu"]])
+    if state["gpu"] is not None and on_gpu():
+        torch.cuda.set_rng_state(state["gpu"])

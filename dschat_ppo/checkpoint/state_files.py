@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import hashlib
 import os
 import pickle
@@ -14,20 +12,12 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import UserError
 
-# Every class that DeepSpeed 0.19.8 pickles for ZeRO stages 0 to 3 in fp32, bf16 and fp16, with and without offload.
-_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-# Enum members by value: Python 3.11.0 to 3.11.3 would write a `getattr`, which `load_state` refuses.
-copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
-_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size, ZeroStageEnum, fragment_address)
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size)
 
 
 def save_state(path: Path, state: dict[Any, Any]) -> None:
@@ -39,7 +29,7 @@ def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:
     """Load a state, with tensors on the CPU; no code in the file is ever executed. Tensors that are `mapped` from the
     file take no memory until they are read: copy those that must outlive it."""
     try:
-        with watchdog_paused(), torch.serialization.safe_globals(_CLASSES):
+        with watchdog_paused():
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError, LookupError) as problem:
         # torch's message explains at length how to open the file without safety, before it names the reason
@@ -68,8 +58,6 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
             heartbeat()
         return seen[identity]
     kind = type(value)
-    if kind in (LossScaler, DynamicLossScaler):
-        return copy.copy(value)  # training changes it in place
     if kind in _PLAIN:
         return value
     if kind in (dict, OrderedDict):
@@ -82,42 +70,17 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
     raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold")
 
 
-class BackgroundWriter(CheckpointEngine):
-    """DeepSpeed's interface for files of an engine: `save` copies and returns, a thread writes, `wait` waits for it.
-
-    One writer serves any number of engines. The host holds a copy of each state until it is written. `save` and
-    `makedirs` raise no errors of the disk, because the other ranks would then wait for this one at DeepSpeed's
-    barriers; `wait` raises them.
-    """
+class BackgroundWriter:
+    """`save` copies a state and returns, a thread writes it, `wait` waits for it and raises the errors of the disk. The
+    host holds a copy of each state until it is written."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.name = "BackgroundWriter"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: dict[Path, Future[tuple[int, str]]] = {}
-        self._problem: OSError | None = None
 
-    def create(self, info: Any) -> None:
-        """Nothing to prepare."""
-
-    def commit(self, info: Any) -> bool:
-        """Nothing to do: a checkpoint is complete when its manifest is written, after `wait`."""
-        return True
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder; `wait` raises a failure."""
-        try:
-            os.makedirs(path, exist_ok=exist_ok)
-        except OSError as problem:
-            self._problem = self._problem or problem
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
+    def save(self, state: dict[str, Any], path: Path) -> None:
         """Copy the state as it is now, and let the thread write it. `TypeError`: `load_state` would refuse a value."""
-        self._written[Path(path)] = self._thread.submit(_write, host_copy(state_dict), Path(path))
-
-    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """Nothing loads by way of DeepSpeed: see `engine_state.load_engine`."""
-        raise NotImplementedError
+        self._written[path] = self._thread.submit(_write, host_copy(state), path)
 
     def done(self) -> bool:
         """Whether everything is written, so that `wait` returns (or raises) at once."""
@@ -129,12 +92,11 @@ class BackgroundWriter(CheckpointEngine):
         Only files since the last call count. The thread sends no heartbeat: it would hide that training, which runs at
         the same time, hangs. Raises the `OSError` of a file that could not be written; the writer can be used again.
         """
-        written, problem = self._written, self._problem
-        self._written, self._problem = {}, None
+        written, self._written = self._written, {}
         with watchdog_paused():
             failures = [failure for future in written.values() if (failure := future.exception())]
-        if problem or failures:
-            raise problem or failures[0]
+        if failures:
+            raise failures[0]
         return {path: future.result() for path, future in written.items()}
 
 

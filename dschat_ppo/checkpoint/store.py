@@ -20,7 +20,7 @@ from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, syn
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError, UserError
 
-FORMAT = 1  # raise it when older code cannot read new checkpoints
+FORMAT = 2  # of the files of a checkpoint; raise it when they change. 1: DeepSpeed's own files
 MANIFEST, LATEST = "manifest.json", "latest"
 SET_ASIDE = ".set_aside"
 _SEAL = "sha256"  # of the manifest itself
@@ -93,11 +93,9 @@ def _read_manifest(folder: Path) -> Manifest | str:
         if not (folder / MANIFEST).is_file():
             return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
-        if content["format"] > FORMAT:
-            return (
-                f"is of format {content['format']}, made by version {content['versions']['dschat_ppo']}; this one "
-                f"knows formats up to {FORMAT}"
-            )
+        if content["format"] != FORMAT:
+            maker = content["versions"]["dschat_ppo"]
+            return f"is of format {content['format']}, made by version {maker}, which can go on from it; not this one"
         seal = content.pop(_SEAL)
         if seal != _seal(content):
             return f"{MANIFEST}: checksum differs: the file changed on disk"

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.engine_state import FROZEN, model_states, whole_weights
+from dschat_ppo.checkpoint.engine_state import common_state, rank_file, whole_weights
 from dschat_ppo.checkpoint.identity import FLAGS, is_fingerprinted_model
-from dschat_ppo.checkpoint.manager import SHARED, rank_file
+from dschat_ppo.checkpoint.manager import SHARED
 from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.checkpoint.store import MANIFEST, CheckpointFolder, Manifest, damage
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
@@ -121,8 +121,8 @@ def export_role(
     """Write one model to the folder `place`; `given` is the model folder that the user names, or None."""
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
     states, number_format = run.folder / trained, DTYPES[dtype]
-    common = model_states(states)
-    frozen, merge = common.get(FROZEN) or [], saves_merged(run, trained)  # weights that the checkpoint does not hold
+    common = common_state(states)
+    frozen, merge = common["frozen"], saves_merged(run, trained)  # weights that the checkpoint does not hold
     needs_base = bool(frozen) and merge
     base = base_folder(run, trained, given, needs_base)
     module = build_module(run, trained, base, None if needs_base else "meta")
@@ -137,7 +137,7 @@ def export_role(
     if needs_base:
         weights = {name: weight.detach() for name, weight in module.named_parameters() if name in frozen}
         state |= {name: weight.to(number_format) for name, weight in weights.items()}
-    buffers = {name: common["module"][name] for name in common["buffer_names"]}
+    buffers = common["buffers"]
     if dtype != run.config.run.dtype:
         bad = [name for name, weight in state.items() if not weight.isfinite().all()]
         if bad:

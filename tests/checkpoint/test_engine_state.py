@@ -7,21 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.engine_state import (
-    PARAMETER_NAMES,
     Fragment,
     Shard,
     _require_same_parameters,
+    common_state,
     gather,
-    model_states,
     partitioned_fragments,
-    read_shards,
     resume_schedule,
-    trained_shapes,
-    trained_state,
     whole_weights,
 )
 from dschat_ppo.errors import UserError
@@ -97,33 +92,18 @@ def engine_with(**sizes):
     )  # fmt: skip
 
 
-def test_states_of_another_model_are_refused():
-    held = {"a": torch.zeros(3), "b": torch.zeros(1), "passes": torch.zeros(())}
-    common = {"module": held, "param_shapes": None, PARAMETER_NAMES: ["a", "b"]}
+def test_states_of_another_model_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(common.pt is missing\)"):
+        common_state(tmp_path / "actor")
+    common = {"shapes": {"a": (3,), "b": (1,)}, "buffers": {"passes": torch.zeros(())}}
     _require_same_parameters(Path("actor"), common, engine_with(b=1, a=3))
     with pytest.raises(UserError, match=r"actor: .*\(differing: 1; the first is a\); use the flags and the model of"):
         _require_same_parameters(Path("actor"), common, engine_with(a=4, b=1))
     with pytest.raises(UserError, match="the first is b"):
         _require_same_parameters(Path("actor"), common, engine_with(a=3))
-    with pytest.raises(UserError, match="the first is c"):
-        _require_same_parameters(Path("actor"), {**common, "module": held | {"c": held["b"]}}, engine_with(a=3, b=1))
-    with pytest.raises(UserError, match="the first is passes"):
-        _require_same_parameters(Path("actor"), {**common, "module": {"a": held["a"], "b": held["b"]}},
-                                 engine_with(a=3, b=1))  # fmt: skip
-
-
-def test_a_missing_file_of_a_rank_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(state/\*_model_states.pt is missing\)"):
-        model_states(tmp_path / "actor")
-    common = {"optimizer": None, "dp_world_size": 2, "param_shapes": SHAPES}
-    state = {"fp32_flat_groups": [torch.zeros(4), torch.zeros(3)], "optimizer_state_dict": {"state": {}}}
-    (tmp_path / "state").mkdir()
-    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / ("bf16_" + name.format(0)))
-    with pytest.raises(UserError, match=f"the states of rank 1 of 2 are missing .state/{name.format(1)}"):
-        read_shards(tmp_path, common)
-    torch.save({"optimizer_state_dict": state}, tmp_path / "state" / name.format(1))
-    assert [len(shard.fragments) for shard in read_shards(tmp_path, common)] == [3, 2]
+    for buffers in ({}, {"passes": 0, "more": 0}):
+        with pytest.raises(UserError, match=f"the first is {'more' if buffers else 'passes'}"):
+            _require_same_parameters(Path("actor"), {**common, "buffers": buffers}, engine_with(a=3, b=1))
 
 
 def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
@@ -135,11 +115,11 @@ def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
               [{"fp32": torch.tensor([5.0, 6])}, {"fp32": torch.tensor([99.0, 10, 11, 12, 13, 14])}], 1),
     ]  # fmt: skip
     monkeypatch.setattr(engine_state, "read_shards", lambda folder, common: shards)
-    found = {name: weight.tolist() for name, weight in whole_weights(Path("x"), {"param_shapes": SHAPES})}
+    found = {name: weight.tolist() for name, weight in whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]})}
     assert found == {"a": [[1, 2, 3], [4, 5, 6]], "b": [7], "c": [10, 11, 12, 13, 14]}
     shards.pop()
     with pytest.raises(UserError, match="hold 4 of the 6 elements of a$"):
-        list(whole_weights(Path("x"), {"param_shapes": SHAPES}))
+        list(whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]}))
 
 
 def scheduled(rate=0.5, warmup=10, steps=0):
@@ -163,35 +143,3 @@ def test_the_schedule_goes_on_where_it_was_with_the_rates_of_now(flags):
         for one in (engine, whole):
             one.optimizer.step()
             one.lr_scheduler.step()
-
-
-def test_the_trained_state_has_all_names_of_what_trains_and_the_buffers():
-    module = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(2, 3), "c": nn.BatchNorm1d(3)})
-    module["b"].weight = module["a"].weight  # tied
-    module["c"].register_buffer("scratch", torch.zeros(1), persistent=False)
-    module["c"].requires_grad_(False)
-    buffers = {"c.running_mean", "c.running_var", "c.num_batches_tracked"}
-    assert trained_state(module).keys() == {"a.weight", "b.weight", "b.bias"} | buffers
-    module["a"].weight.requires_grad_(False)  # under both names
-    assert trained_state(module).keys() == {"b.bias"} | buffers
-
-
-def test_what_a_quantised_layer_stores_beside_its_frozen_weight_is_left_out():
-    """bitsandbytes stores `weight.absmax` and others, or `SCB`, which are neither parameters nor buffers."""
-
-    class Quantised(nn.Linear):
-        def _save_to_state_dict(self, destination, prefix, keep_vars):
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            destination |= {f"{prefix}weight.absmax": torch.zeros(1), f"{prefix}SCB": torch.zeros(1)}
-
-    layer = Quantised(2, 2)
-    layer.weight.requires_grad_(False)
-    assert len(layer.state_dict()) == 4 and trained_state(layer).keys() == {"bias"}
-
-
-def test_shapes_are_those_of_all_groups_or_of_the_weights_at_stage_0():
-    shapes = [{"b": torch.Size([3]), "a": torch.Size([2, 2])}, {"c": torch.Size([1])}]
-    found = trained_shapes({"param_shapes": shapes, "module": {}})
-    assert list(found.items()) == [("b", (3,)), ("a", (2, 2)), ("c", (1,))]
-    common = {"param_shapes": None, "module": {"x": torch.zeros(2), "y": torch.zeros(4, 1)}}
-    assert trained_shapes(common | {PARAMETER_NAMES: ["y"]}) == {"y": (4, 1)}

@@ -1,6 +1,5 @@
 """Files of tensors and plain values: content, refused values and files, full disks."""
 
-import copyreg
 import enum
 import hashlib
 import os
@@ -14,9 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_state, save_state
 from dschat_ppo.errors import UserError
@@ -59,7 +55,7 @@ REFUSED = [np.float64(1.0), np.int64(1), np.zeros(2), Colour.RED, Point(1, 2), {
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, value):
-    for save in (save_state, lambda path, state: BackgroundWriter().save(state, str(path))):
+    for save in (save_state, lambda path, state: BackgroundWriter().save(state, path)):
         with pytest.raises(TypeError, match=rf"state\['a'\]\[1\]\['b'\]\[1\] is a .*{type(value).__name__}"):
             save(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
         with pytest.raises(TypeError, match=r"state\['a'\] has the key "):
@@ -83,19 +79,17 @@ def test_files_that_cannot_be_loaded_are_named(tmp_path):
 
 def write(state, path):
     writer = BackgroundWriter()
-    writer.save(state, str(path))
+    writer.save(state, path)
     return writer.wait()
 
 
 def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     writer, gate = BackgroundWriter(), threading.Event()
     writer._thread.submit(gate.wait)
-    scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
     numbers, groups = torch.arange(6.0), [{"lr": 0.5, "params": [0]}]
-    writer.save({"numbers": numbers, "groups": groups, "scaler": scaler}, str(tmp_path / "a.pt"))
+    writer.save({"numbers": numbers, "groups": groups}, tmp_path / "a.pt")
     numbers.add_(1)
     groups[0]["lr"] = 9.0
-    scaler.cur_scale = 1.0
     pending = not writer.done()
     gate.set()
     assert pending
@@ -107,18 +101,6 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4, 5]
     assert found["groups"] == [{"lr": 0.5, "params": [0]}]
-    assert found["scaler"].cur_scale == 2.0**16
-
-
-def test_every_class_that_deepspeed_saves_is_loaded(tmp_path):
-    scaler = DynamicLossScaler(2.0**16, 100, 1, 2, False)
-    scaler.cur_iter, scaler.cur_hysteresis = 7, 1
-    state = {"s": scaler, "z": ZeroStageEnum.weights, "f": [fragment_address(3, 4)], "o": torch.Size([2, 3]), "n": None}
-    write(state, tmp_path / "a.pt")
-    found = load_state(tmp_path / "a.pt", mapped=True)
-    assert type(found["s"]) is DynamicLossScaler
-    assert vars(found.pop("s")) == vars(state.pop("s"))
-    assert found == state
 
 
 def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_path):
@@ -178,24 +160,10 @@ def test_a_disk_that_fills_up_midway_raises_its_own_error(tmp_path):
 def test_wait_raises_an_oserror_for_a_full_disk_and_the_writer_can_be_used_again(tmp_path, numbers):
     (tmp_path / "full.pt").symlink_to("/dev/full")
     writer = BackgroundWriter()
-    writer.save({"numbers": torch.ones(numbers)}, str(tmp_path / "full.pt"))
-    writer.save({"numbers": torch.ones(numbers)}, str(tmp_path / "good.pt"))
+    writer.save({"numbers": torch.ones(numbers)}, tmp_path / "full.pt")
+    writer.save({"numbers": torch.ones(numbers)}, tmp_path / "good.pt")
     with pytest.raises(OSError, match="No space left on device"):
         writer.wait()
     assert load_state(tmp_path / "good.pt", mapped=True)["numbers"].sum() == numbers
-    writer.save({}, str(tmp_path / "a.pt"))
+    writer.save({}, tmp_path / "a.pt")
     assert len(writer.wait()) == 1
-
-
-def test_wait_raises_when_a_folder_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    writer = BackgroundWriter()
-    writer.makedirs(str(tmp_path / "file" / "state"), exist_ok=True)
-    with pytest.raises(NotADirectoryError):
-        writer.wait()
-    assert writer.wait() == {}
-
-
-def test_enum_members_are_pickled_by_value_in_every_version_of_python():
-    """By default, Python 3.11.0 to 3.11.3 would write a `getattr`, which no safe loader executes."""
-    assert copyreg.dispatch_table[ZeroStageEnum](ZeroStageEnum.weights) == (ZeroStageEnum, (3,))

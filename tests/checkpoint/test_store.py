@@ -39,8 +39,8 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert Manifest.read(tmp_path) == written and damage(tmp_path) is None
     assert written.files["actor/weights.pt"]["bytes"] == 4096
-    rewrite(tmp_path, format=2)
-    with pytest.raises(UserError, match=f"^checkpoint {tmp_path}: is of format 2"):
+    rewrite(tmp_path, format=1)
+    with pytest.raises(UserError, match=f"^checkpoint {tmp_path}: is of format 1"):
         Manifest.read(tmp_path)
 
 
@@ -55,9 +55,9 @@ DAMAGE = {
     "an empty manifest": (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
     "a manifest of another kind": (lambda f: (f / "manifest.json").write_text("[1]"), "is damaged"),
-    "a newer format": (
-        lambda f: rewrite(f, format=2, versions={"dschat_ppo": "9.0"}),
-        "is of format 2, made by version 9.0; this one knows formats up to 1",
+    "an older format": (
+        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}),
+        "is of format 1, made by version 0.1, which can go on from it; not this one",
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
     "no checksum": (lambda f: rewrite(f, sha256=None), "manifest.json: checksum differs"),

@@ -111,7 +111,7 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
     monkeypatch.setattr(state_files, "_write", write)
     monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
     writer = BackgroundWriter()
-    writer.save({"a": torch.ones(2)}, str(tmp_path / "a.pt"))
+    writer.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     begun.wait(10)
     assert len(heartbeats) == 1 and not heartbeat.watchdog_is_paused()  # of the copy
     gate.set()
@@ -120,7 +120,7 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
     assert len(heartbeats) == 1 and paused == [False]
     gate.clear()
     begun.clear()
-    writer.save({"a": torch.ones(2)}, str(tmp_path / "b.pt"))
+    writer.save({"a": torch.ones(2)}, tmp_path / "b.pt")
     begun.wait(10)
     threading.Timer(0.2, gate.set).start()
     assert len(writer.wait()) == 2

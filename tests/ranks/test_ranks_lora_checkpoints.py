@@ -5,7 +5,7 @@ import json
 import pytest
 from launch import ROOT, forked, metrics_of, succeed
 
-from dschat_ppo.checkpoint.engine_state import FROZEN, model_states
+from dschat_ppo.checkpoint.engine_state import common_state
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -77,10 +77,10 @@ def test_a_resumed_run_has_the_metrics_and_models_of_an_uninterrupted_one(runs, 
 def test_checkpoints_do_not_hold_the_frozen_base(runs, assets, name):
     folder, _ = runs
     for checkpoint in (folder / name / "whole/checkpoints").glob("step_*"):
-        size = sum(path.stat().st_size for path in checkpoint.rglob("*_states.pt"))
-        states = [model_states(role) for role in checkpoint.iterdir() if (role / "state").is_dir()]
+        size = sum(path.stat().st_size for path in checkpoint.glob("*/*.pt"))
+        states = [common_state(role) for role in checkpoint.iterdir() if role.is_dir()]
         assert len(states) == (2 if name == "shared" else 1)
         for common in states:
-            assert common["module"] and all(".lora_" in key or key.endswith("score.weight") for key in common["module"])
-            assert len(common[FROZEN]) > 15 and not any(".lora_" in key for key in common[FROZEN])
+            assert common["shapes"] and all(".lora_" in key or key.endswith("score.weight") for key in common["shapes"])
+            assert len(common["frozen"]) > 15 and not any(".lora_" in key for key in common["frozen"])
         assert size < (assets / "lm/model.safetensors").stat().st_size

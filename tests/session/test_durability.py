@@ -81,7 +81,7 @@ def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
 def test_engine_states_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     writer = BackgroundWriter()
-    writer.save({"weight": torch.ones(3)}, str(tmp_path / "states.pt"))
+    writer.save({"weight": torch.ones(3)}, tmp_path / "states.pt")
     assert writer.wait()
     assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
 

@@ -203,6 +203,7 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     assert before.position == (at, 0) and before.engines_to_save == {"model": before.engine}
     save_state(tmp_path / "state", before.shared_state())
     writer = BackgroundWriter()
+    (tmp_path / "engine").mkdir()
     save_engine(before.engine, tmp_path / "engine", writer)
     writer.wait()
     random_state = torch.get_rng_state()

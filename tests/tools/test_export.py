@@ -81,10 +81,8 @@ def test_the_newest_checkpoint_of_an_output_folder_becomes_the_folder_that_the_r
 
 def test_a_checkpoint_with_a_frozen_part_does_not_hold_it(runs):
     checkpoint = CheckpointFolder(runs / "part").root / "step_000002"
-    for file in (checkpoint / "model/state").iterdir():
-        states = torch.load(file, weights_only=False)
-        assert not [name for name in states.get("module", {}) if FROZEN in name]
-        assert states.get("frozen_param_fragments") is None
+    common = torch.load(checkpoint / "model/common.pt")
+    assert common["frozen"] and not [name for name in common["shapes"] if FROZEN in name]
     assert run(checkpoint, runs / "again") == 0
     first, start = load_file(runs / "again/model.safetensors"), load_file(runs / "base/model.safetensors")
     moved = {name for name, weight in first.items() if not torch.equal(weight, start[name].bfloat16())}
@@ -141,9 +139,9 @@ def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
     assert "--role critic: " in refusal(capsys, runs / "whole", tmp_path / "out", "--role", "critic")
     shutil.copytree(runs / "whole", tmp_path / "damaged")
     for name in ("step_000001", "step_000002"):
-        (tmp_path / "damaged/checkpoints" / name / "model/state/mp_rank_00_model_states.pt").write_bytes(b"")
+        (tmp_path / "damaged/checkpoints" / name / "model/common.pt").write_bytes(b"")
     damaged = refusal(capsys, tmp_path / "damaged/checkpoints/step_000002", tmp_path / "out")
-    assert "mp_rank_00_model_states.pt has " in damaged
+    assert "common.pt has " in damaged
     assert "has no intact checkpoint" in refusal(capsys, tmp_path / "damaged", tmp_path / "out")
 
 

@@ -54,10 +54,10 @@ def write_slowly() -> None:
         from dschat_ppo.checkpoint import state_files
     state_files._write = lambda state, path: time.sleep(2 * LIMIT)
     writer = state_files.BackgroundWriter()
-    writer.save({}, "first")
+    writer.save({}, Path("first"))
     writer.wait()
     for number in range(20):
-        writer.save({}, f"more_{number}")
+        writer.save({}, Path(f"more_{number}"))
 
 
 def fail(problem: Exception) -> None:
