@@ -66,6 +66,8 @@ def test_a_process_that_ends_without_leaving_is_lost(ranks):
     assert record.lost_ranks() == [1]  # a zombie: its parent has not waited for it
     process.wait()
     assert record.lost_ranks() == [1]
+    (record.folder / "rank_1").write_text(f"{os.getpid()} {find_process(os.getpid()).started + 1}")
+    assert record.lost_ranks() == [1], "another process has its number now"
     record.leave()
     assert not record.folder.exists()  # nobody is there to wait for
 
