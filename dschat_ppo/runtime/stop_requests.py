@@ -30,7 +30,6 @@ class _Requests:
     launcher: int | None = None
     runner: int | None = None
     handlers: dict[int, Any] = field(default_factory=dict)
-    forks_are_handled: bool = False
 
 
 _REQUESTS = _Requests()
@@ -48,9 +47,6 @@ def install() -> None:
         if handler not in (signal.SIG_IGN, _on_signal):
             _REQUESTS.handlers[number] = handler
             signal.signal(number, _on_signal)
-    if not _REQUESTS.forks_are_handled:
-        os.register_at_fork(after_in_child=_after_fork_in_child)
-        _REQUESTS.forks_are_handled = True
     _find_launcher()
 
 
@@ -141,6 +137,9 @@ def _after_fork_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _find_launcher() -> None:

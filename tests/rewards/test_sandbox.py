@@ -135,22 +135,6 @@ def test_no_network(how):
     )
 
 
-@needs_bwrap
-def test_files_outside_cannot_be_written(tmp_path):
-    tmp_path.chmod(0o777)
-    (tmp_path / "there").write_text("kept")
-    programs = (
-        f"open('{tmp_path}/new', 'w')",
-        f"import os; os.remove('{tmp_path}/there')",
-        f"import shutil; shutil.rmtree('{tmp_path}')",
-        "import os; os.mkdir('/var/tmp/made_in_the_sandbox')",
-    )
-    for program in programs:
-        assert not passes(program)
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("there", "kept")]
-    assert not Path("/var/tmp/made_in_the_sandbox").exists()
-
-
 MOUNT = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -161,12 +145,6 @@ assert libc.mount(b'none', b'/', None, 32 | 4096, None) == 0 or libc.umount2(b'.
 @needs_bwrap
 def test_mounts_cannot_be_undone():
     assert not passes(MOUNT)
-
-
-@needs_bwrap
-def test_no_other_process_is_visible():
-    assert not passes(f"import os; os.kill({os.getpid()}, 0)")
-    assert passes("import os; assert os.getpid() == 2 and os.getuid() == 1000")
 
 
 @everywhere

@@ -53,7 +53,8 @@ def test_no_signal_reaches_the_run():
 @needs_bwrap
 def test_signals_do_not_end_the_watcher():
     """It is process 1 of its namespace. A program that fills the memory then ends it, as before."""
-    test = "import os, time\nassert os.getppid() == 1\nfor n in (9, 19, 15): os.kill(1, n)\ntime.sleep(0.5)"
+    test = "import os, time\nassert (os.getppid(), os.getpid(), os.getuid()) == (1, 2, 1000)\n"
+    test += "for n in (9, 19, 15): os.kill(1, n)\ntime.sleep(0.5)"
     assert passed(test, "assert True") == [True, True]
     assert passed(refusal("open('/proc/1/mem', 'r+b')"), refusal("os.kill(-1, 0)")) == [True, True]
 
@@ -98,6 +99,9 @@ def test_links_and_names_do_not_lead_out(tmp_path):
         refusal(f"os.link('{target}', 'hard')"),
         refusal(f"os.rename('{target}', 'here')"),
         refusal(f"os.truncate('{target}', 0)"),
+        refusal(f"os.remove('{target}')"),
+        refusal(f"open('{tmp_path}/new', 'w')"),
+        refusal("os.mkdir('/var/tmp/made_in_the_sandbox')"),
         refusal(f"os.utime('{target}', (0, 0))"),
         refusal(f"os.chmod('{target}', 0o777)"),
         refusal("os.chroot('/')"),
