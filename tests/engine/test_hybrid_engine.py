@@ -9,7 +9,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
-from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
@@ -28,6 +27,7 @@ from dschat_ppo.engine.hybrid_engine import (
 )
 from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
