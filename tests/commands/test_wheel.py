@@ -96,5 +96,3 @@ def test_an_installed_command_trains(environment, assets, tmp_path):
         file.stat().st_size for file in out.rglob("*") if file.is_file() and file.name != "report.html"
     )
     assert without_report < 2 * weights.stat().st_size  # a checkpoint has three times the size of the weights, in fp32
-    again = run(programs / "dschat-sft", *flags, cwd=tmp_path, env=variables)
-    assert "this run is done" in again

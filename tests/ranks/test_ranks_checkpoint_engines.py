@@ -45,7 +45,7 @@ def test_resumed_training_is_bit_equal(found):
         assert resumed["after"] == saved["after"], case
         assert resumed["end"] == saved["end"] != saved["saved"], case
         seen.append(case)
-    assert len(seen) == 2 + 2 * 24
+    assert len(seen) == 2 + 2 * 18
 
 
 def test_saving_does_not_change_training_and_training_does_not_wait_for_the_disk(found):
