@@ -159,3 +159,9 @@ def test_the_nearest_choice_is_suggested(tmp_path, step, flag, given, meant, in_
         f"; did you mean {meant}? (see --help {flag})" if meant else f" (see --help {flag})"
     )
     assert ("did you mean" in str(problem.value)) is (meant is not None)
+
+
+@pytest.mark.parametrize("step", NEEDED)
+def test_abbreviated_flags_are_refused(step):
+    with pytest.raises(UserError, match="--num_train_epo"):
+        read(step, "--num_train_epo", "2")

@@ -271,3 +271,61 @@ def test_on_a_cpu_nothing_moves():
     with asleep([tensor]) as moved:
         assert moved == (0 if tensor.device.type == "cpu" else 16)
         assert tensor.tolist() == [0, 1, 2, 3]
+
+
+class Runtime:
+    """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which then fails."""
+
+    def __init__(self, monkeypatch, most=2**40):
+        self.held, self.most, self.error = {}, most, 0
+        ones = torch.ones
+        monkeypatch.setattr(hybrid_engine, "on_gpu", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch, "ones", lambda *args, **named: self.launch() or ones(*args, **named))
+
+    def cudaHostRegister(self, place, size, flags):  # noqa: N802  CUDA's name
+        assert flags == 0 and all(place + size <= first or place >= end for first, end in self.held.items())
+        if sum(end - first for first, end in self.held.items()) + size > self.most:
+            self.error = 2
+            return 2
+        self.held[place] = place + size
+        return 0
+
+    def cudaHostUnregister(self, place):  # noqa: N802  CUDA's name
+        del self.held[place]
+        return 0
+
+    def launch(self):
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+    @property
+    def sizes(self):
+        return sorted(end - first for first, end in self.held.items())
+
+
+def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated):
+    runtime, mib, host = Runtime(monkeypatch), 2**20, HostMemory()
+    sizes = (mib, 3 * mib + 4, mib - 1)
+    memory = [host.take(number, size) for number, size in enumerate(sizes)]
+    assert [part.nbytes() for part in memory] == list(sizes)
+    assert runtime.sizes == [mib, 3 * mib + 4], "in the exact size; small memory is not"
+    assert host.take(1, sizes[1]).data_ptr() == memory[1].data_ptr()
+    del memory
+    host.take(1, 2 * mib)
+    assert runtime.sizes == [mib, 2 * mib]
+    with asleep([torch.arange(mib)]):
+        assert runtime.sizes == [mib, 2 * mib, 8 * mib]
+    assert runtime.sizes == [mib, 2 * mib]
+    del host
+    assert runtime.sizes == []
+
+
+def test_a_failed_registration_is_said_and_no_kernel_is_blamed_for_it(monkeypatch, said):
+    runtime = Runtime(monkeypatch, most=3 * 2**20)
+    kept = [hybrid_engine.host_memory(2 * 2**20) for _ in range(2)]
+    assert runtime.error == 0 and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
+    runtime.launch()
+    del kept
+    assert runtime.sizes == []

@@ -225,3 +225,11 @@ def test_a_step_never_waits_for_the_device(stage, monkeypatch):
     for number in range(4):
         assert apply(accumulate(engine, batches(number), good(engine))).applied
     assert waits == []
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_fault(fp16):
+    engine = engine_of(2, "fp16")
+    engine.optimizer.loss_scaler.cur_scale = engine.optimizer.loss_scaler.min_scale
+    result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient)))
+    assert (result.overflow, result.fault.kind, result.fault.micro_batch) == (False, "gradient", 2)
+    assert scale(engine) == engine.optimizer.loss_scaler.min_scale

@@ -399,3 +399,11 @@ def test_a_health_event_stops_the_run_after_its_step(assets, tmp_path, monkeypat
     assert reasons[0] == ((1, 0), ["--stop_on_health warning", "step 1", "scores_equal"])
     assert [position for position, _ in reasons] == [(1, 0), (2, 0), (3, 0)]
     assert [reason for _, reason in reasons[1:]] == [None, None], "it stands, and does not stop the run again"
+
+
+def test_rows_that_are_not_finite_stop_the_run_by_default(assets, tmp_path):
+    run = PlainRun(assets, tmp_path / "run")
+    run.reward.bad_step = 1
+    with pytest.raises(NonFiniteError, match=r"PPO step 1: scores of 1 of 4 answers are not finite \(rows 0\)"):
+        run.run()
+    assert run.lines == []

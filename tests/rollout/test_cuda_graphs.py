@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeDevice
+from fake_graphs import FakeDevice, FakeGraph
 from tiny_models import LENGTHS, model_of, new_model, prompts_of
 
 from dschat_ppo.rollout import continuous_batching, cuda_graphs, running_pool
@@ -357,3 +357,19 @@ def test_a_pool_that_grows_after_a_capture_is_recorded_again(device, monkeypatch
     assert_equal(run(graphs, tokens=30, eos_ids=()), expected)
     assert not graphs.recorder.refusal and device.attempts == graphs.recorder.captures
     assert len(set(device.pools)) > 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_recorded(fails, device, monkeypatch):
+    """It may hold the memory of older graphs, and to free that breaks a capture."""
+    collects, begin, end = [], FakeGraph.capture_begin, FakeGraph.capture_end
+
+    def noted(original):
+        return lambda self, **how: collects.append(gc.isenabled()) or original(self, **how)
+
+    monkeypatch.setattr(FakeGraph, "capture_begin", noted(begin))
+    monkeypatch.setattr(FakeGraph, "capture_end", noted(end))
+    if fails:
+        device.fail_inside.append((RuntimeError("CUDA error: operation not permitted"), True))
+    run(RolloutGraphs())
+    assert collects and not any(collects) and gc.isenabled()

@@ -24,7 +24,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward, text_scorer
-from dschat_ppo.tools.serve_reward import reward_app
+from dschat_ppo.tools.serve_reward import read_arguments, reward_app
 from dschat_ppo.tools.text_scorer import TextScorer
 from dschat_ppo.tools.web_server import listen, server_options
 
@@ -261,3 +261,11 @@ def test_a_server_process_answers_a_request_in_progress_and_stops(assets):
         status, answer = many.result()
     assert status == 200 and len(answer["rewards"]) == 600
     assert "all requests answered" in rest
+
+
+def test_the_default_host_is_this_machine():
+    assert read_arguments(["--model", "m"]).host == "127.0.0.1"
+
+
+def test_health(address):
+    assert send(f"{address}/health") == (200, {"status": "ok"})
