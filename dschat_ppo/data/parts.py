@@ -33,11 +33,14 @@ _AROUND = 40  # characters before and after a place in a file that a message quo
 _DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
 
 Row = dict[str, Any]
-Found = Iterator[tuple[int, Row | UserError, Any]]  # number of a row from 1 on, the row or its problem, place after it
 
 
 class BadRow(str):
     """What takes the place of a row that cannot be read: what is wrong with it."""
+
+
+Numbered = Iterator[tuple[int, Row | BadRow]]  # rows with their numbers from 1 on
+Found = Iterator[tuple[int, Row | BadRow, Any]]  # and with the place after each
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -67,8 +70,8 @@ def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
         with reading("cannot be read"):
             found = part.found(place)
             while batch := list(islice(found, BATCH_ROWS)):
-                rows = [BadRow(row) if isinstance(row, UserError) else row for _, row, _ in batch]
-                yield Batch([f"{name}, row {number}" for number, _, _ in batch], rows, batch[-1][2])
+                numbers, rows, places = zip(*batch, strict=True)
+                yield Batch([f"{name}, row {number}" for number in numbers], list(rows), places[-1])
     except UserError as problem:
         raise UserError(f"{part.flag} {name}: {problem}") from problem
 
@@ -166,7 +169,6 @@ class FilePart:
 
 
 Part = FilePart | SetPart
-Numbered = Iterator[tuple[int, Row | UserError]]
 
 
 # Bytes, text and rows
@@ -188,12 +190,12 @@ def _text(content: bytes) -> str:
         raise UserError(f"is not UTF-8 text (save the file as UTF-8): {near!r}") from None
 
 
-def _attempt(make: Callable[..., Row], *content: Any) -> Row | UserError:
+def _attempt(make: Callable[..., Row], content: Any) -> Row | BadRow:
     """The row that `make` gives, or what is wrong with it."""
     try:
-        return make(*content)
+        return make(content)
     except UserError as problem:
-        return problem
+        return BadRow(problem)
 
 
 def _checked(row: Any) -> Row:

@@ -173,9 +173,9 @@ class OpenSet:
             cuts = [(found[0], "")]
         else:
             cuts = self.cuts(self.source.split)
-            used, first = [name for name, _ in cuts], cuts[0][0]
-            ending = first.removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
-            for_eval = [name for name in for_eval if first != ending and name not in used and name.endswith(ending)]
+            used = [name for name, _ in cuts]
+            ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
+            for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
         return cuts, for_eval[:1] if is_hub_name(self.source.location) else for_eval
 
     def cuts(self, wanted: str) -> list[tuple[str, str]]:

@@ -127,6 +127,7 @@ def test_values_of_json_are_exactly_those_of_the_file(tmp_path, rows):
         ("missing.jsonl", b'{"a": "x"}\n{"b": [1]}\n', [{"a": "x", "b": None}, {"a": None, "b": [1]}]),
         ("one.json", json.dumps({"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}, indent=1).encode(),
          [{"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}]),
+        ("names.json", b'{"a": {"x": 1}, "b": {"x": 2}}', [{"a": {"x": 1}, "b": {"x": 2}}]),
         ("one.jsonl", b'{"p": {"0": "a"}}', [{"p": {"0": "a"}}]),  # no columns: each line is a row
         ("pandas.csv", b",p\n0,Gr\xc3\xbc\xc3\x9fe\n", [{"Unnamed: 0": "0", "p": "Grüße"}]),
         ("tabs.tsv", b'p\tq\na,b\t"c\td"\n', [{"p": "a,b", "q": "c\td"}]),
@@ -165,7 +166,7 @@ def not_utf8() -> bytes:
 
 
 GOOD, DEEP = b'{"p": "a"}\n\n', b"[" * 200_000 + b"]" * 200_000
-BAD_ROWS = [  # a row, line 3 or row 2 of the file, that --bad_rows skip leaves out
+BAD_ROWS = [  # a row, line 3 or row 2 of the file, that can be left out
     (".jsonl", b'{"p": "x", "resp', r"is not JSON \(Unterminated string starting at: column 12 .*\): '{\"p\": \"x\", "),
     (".jsonl", b"nothing" + b"x" * 10**6, r"is not JSON \(Expecting value: column 1 \(char 0\)\): 'nothingx{33}'"),
     (".jsonl", b'{"p": "' + "é".encode() * 60 + b'\xfc"}', r"is not UTF-8 text \(.*\): 'é{20}\\\\xfc\"}'"),
@@ -191,30 +192,26 @@ AROUND = {
 
 
 @pytest.mark.parametrize(("kind", "row", "cause"), BAD_ROWS, ids=map(str, range(len(BAD_ROWS))))
-def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, monkeypatch, kind, row, cause):
+def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, cause):
     before, after, number = AROUND[kind]
     path = tmp_path / f"d{kind}"
     path.write_bytes(before + row + after)
-    with pytest.raises(UserError, match=f"^--data_path {path}, row {number} {cause}") as problem:
-        load(tmp_path, path)
-    assert "\n" not in str(problem.value) and len(str(problem.value)) < 500
     for _ in range(2):  # read, and from the cache
-        train, _, bad = load(tmp_path, path, "skip")
+        train, _, [bad] = load(tmp_path, path)
         assert column(train, "text" if kind == ".txt" else "p") == ["a", "b"]
-        assert len(bad) == 1 and re.match(f"{path}, row {number} {cause}", bad[0])
+        assert re.match(f"{path}, row {number} {cause}", bad) and "\n" not in bad and len(bad) < 500
     monkeypatch.setattr(parts, "BATCH_ROWS", 1)
     one, wrong, other = batches(path)
     assert [isinstance(batch.rows[0], BadRow) for batch in (one, wrong, other)] == [False, True, False]
     assert batches(path, one.place) == [wrong, other] and batches(path, wrong.place) == [other]
 
 
-@pytest.mark.parametrize("bad_rows", ["error", "skip"])
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.xlsx", b"text", r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer, .*git lfs pull"),
-        ("bad.jsonl", b"abc\ndef\n", "row 1 is not JSON|every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
+        ("bad.jsonl", b"abc\ndef\n", "every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
         ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
         ("end.json", b'[{"p": "a"}, {"p": "b"}', r"is not JSON \(Expecting ',' delimiter: column 24"),
         ("colon.json", b'[{"p": "a"},\n {"p" "b"}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 7 "),
@@ -245,10 +242,10 @@ def test_a_bad_row_is_an_error_or_is_left_out_and_counted(tmp_path, monkeypatch,
             ("rows.parquet", parquet(TABLE[:0])), ("zero.csv", b"")]),
     ],
 )  # fmt: skip
-def test_a_malformed_file_is_an_error_in_both_modes(tmp_path, name, content, words, bad_rows):
+def test_a_malformed_file_is_an_error(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}[:,] ({words})") as problem:
-        load(tmp_path, tmp_path / name, bad_rows)
+    with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}: {words}") as problem:
+        load(tmp_path, tmp_path / name)
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 700
 
 
@@ -257,9 +254,8 @@ MUTATED |= {f"a.jsonl{packing}": PACK[packing](CONTENT["a.jsonl"]) for packing i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad_rows", ["error", "skip"])
 @pytest.mark.parametrize("name", MUTATED)
-def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, name, bad_rows):
+def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, name):
     rng, content = random.Random(name), MUTATED[name]
     for number in range(12):
         damaged = bytearray(content)
@@ -272,7 +268,7 @@ def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, nam
         path = tmp_path / f"{number}_{name}"
         path.write_bytes(damaged)
         try:
-            splits = load(tmp_path, path, bad_rows)
+            splits = load(tmp_path, path)
             assert len(list(splits.train)) == len(splits.train) > 0
             assert all(str(path) in text for text in origins_of(splits))
         except UserError as problem:
@@ -331,10 +327,10 @@ def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\nx\n')
     before = path.stat()
-    assert column(load(tmp_path, path, "skip").train, "a") == [1]
+    assert column(load(tmp_path, path).train, "a") == [1]
     path.write_text('{"a": 2}\nx\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert column(load(tmp_path, path, "skip").train, "a") == [2]
+    assert column(load(tmp_path, path).train, "a") == [2]
 
 
 @pytest.mark.parametrize("at", [0, 2**22 - 1])
@@ -370,7 +366,7 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_rows(tmp_path):
     for name, numbers in {"b": ["1", "bad"], "a": ["2"], "test": ["worse", "3"], "c": ["4", "bad"]}.items():
         text = "".join((f'{{"n": "{line}"}}' if line.isdigit() else line) + "\n" for line in numbers)
         (folder / f"{name}.jsonl").write_text(text)
-    splits = load(tmp_path, folder, "skip")
+    splits = load(tmp_path, folder)
     assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
     assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
     assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
@@ -385,9 +381,8 @@ def test_files_of_different_kinds_need_the_same_columns(tmp_path):
     assert column(load(tmp_path, folder).train, "p") == ["x", "y", "z"]
     (folder / "notes.txt").write_text("a note\n" * 30)
     said = r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"
-    for bad_rows in ("error", "skip"):
-        with pytest.raises(UserError, match=said):
-            load(tmp_path, folder, bad_rows)
+    with pytest.raises(UserError, match=said):
+        load(tmp_path, folder)
 
 
 def found_in(spec: str | Path, tmp_path: Path):

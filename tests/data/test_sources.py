@@ -180,7 +180,7 @@ def test_the_readme_of_a_hub_clone_lists_its_configurations(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (folder / "README.md").write_text(README)
     assert files_of(Path("json"), "main") == {"train": train, "test": ["main/test-0.jsonl"]}
-    assert files_of(folder, "socratic") == {"train": ["socratic/x.jsonl"]}
+    assert files_of(Path("json"), "socratic") == {"train": ["socratic/x.jsonl"]}
     with pytest.raises(UserError, match=r"json: the config.* names one\): .*missing.*\['main', 'socratic'\]"):
         files_of(folder)
     with pytest.raises(UserError, match=r"'x' not found. Available: \['main', 'socratic'\]"):

@@ -31,22 +31,17 @@ class Read(NamedTuple):
     bad: list[str]
 
 
-def load(tmp_path: Path, path: Path | str, bad_rows: str = "error") -> Read:
-    """With "error", a row that cannot be read is an error."""
+def load(tmp_path: Path, path: Path | str) -> Read:
     bad = []
 
     def good(rows: Rows | None) -> Rows | None:
         if rows is None:
             return None
-        kept = [number for number, row in enumerate(rows) if isinstance(row, dict)]
         bad.extend(f"{rows.origin(n)} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow))
-        return rows.select(kept)
+        return rows.select([n for n, row in enumerate(rows) if isinstance(row, dict)])
 
     splits = load_splits(source_of(path), str(tmp_path / "cache"))
-    found = Read(good(splits.train), good(splits.eval), bad)
-    if bad and bad_rows == "error":
-        raise UserError(f"--data_path {bad[0]}")
-    return found
+    return Read(good(splits.train), good(splits.eval), bad)
 
 
 def origins_of(splits: Read, rows: Rows | None = None) -> list[str]:
