@@ -73,7 +73,7 @@ class DataFlags:
         "further names of roles in messages, as in --role_names customer=user agent=assistant; theirs=system, user, "
         "assistant or tool")
     ignore_columns: list[str] = flag([],
-        "columns to leave out knowingly, whatever they hold; with images also the placeholders of pictures")
+        "columns to leave out knowingly, whatever they hold")
     answer_column: str | None = flag(None,
         "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", "label_key")
     answer_pattern: str | None = flag(None,

@@ -39,7 +39,6 @@ _EXPECTED = "system, user, assistant or tool (also human, gpt, ...); --role_name
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of turns, and columns, of what precedes an answer
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-_PICTURES = ("image", "image_url", "video", "audio", "input_audio")  # types of parts of a message
 CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
 
 
@@ -281,19 +280,6 @@ def _text_of(content: Any, name: str) -> str:
             raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def without_pictures(value: Any) -> Any:
-    """A nested value without the placeholders of pictures in its texts, and without the parts of messages that are
-    pictures or sounds."""
-    value = from_json(value)
-    if isinstance(value, str):
-        return re.sub(r"<(image|video|audio)>\n?", "", value)
-    if isinstance(value, dict):
-        return {key: without_pictures(inner) for key, inner in value.items()}
-    if not isinstance(value, list):
-        return value
-    return [without_pictures(part) for part in value if not (isinstance(part, dict) and part.get("type") in _PICTURES)]
 
 
 def without_context(messages: Messages) -> Messages:

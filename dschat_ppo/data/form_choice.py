@@ -19,14 +19,12 @@ from dschat_ppo.data.examples import (
     Use,
     has_value,
     value_at,
-    without_pictures,
 )
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.forms import (
     ALWAYS_CONTENT,
     CONTENT,
     NAME_COLUMNS,
-    PICTURES,
     SYSTEM_COLUMNS,
     Form,
     Rendering,
@@ -69,8 +67,6 @@ def detect_form(
 
     # Columns and form
     names = tuple(columns)
-    pictures = tuple(column for column in PICTURES if column in names and column in flags.ignore_columns)
-    rows = [without_pictures(row) if any(row.get(column) for column in pictures) else row for row in rows]
     columns = [column for column in columns if column not in flags.ignore_columns]
     rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
     by_flag = {role: column for role, column in flags.columns.items() if column and _exists(column, columns, rows)}
@@ -122,7 +118,7 @@ def detect_form(
 
     form = replace(
         chosen.form, **applying, rendering=rendering, system=system, tools=tools, truth=truth, truth_pattern=pattern,
-        pictures=pictures, watched=tuple(sorted(watched)), names=names, warning=warning,
+        watched=tuple(sorted(watched)), names=names, warning=warning,
         about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
         description="; ".join(parts),
     )  # fmt: skip

@@ -31,7 +31,6 @@ from dschat_ppo.data.examples import (
     truth_of,
     value_at,
     without_context,
-    without_pictures,
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
 from dschat_ppo.data.form_readers import Answer, Cells, Prompt, is_label
@@ -71,7 +70,6 @@ class Form:
         system, tools, truth: columns, or None.
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: further names of roles in messages -> roles.
-        pictures: ignored columns; if a row has some, their placeholders in its texts and messages are removed.
         watched: columns whose content would be lost.
         function: None, or the `FILE.py:FUNCTION` that makes rows of this form of each row of the data set,
             and a hash of its file.
@@ -91,7 +89,6 @@ class Form:
     truth_pattern: str | None = None
     system_message: str | None = None
     role_names: dict[str, str] = field(default_factory=dict)
-    pictures: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     function: str | None = None
     file_sha: str = ""
@@ -132,8 +129,6 @@ class Form:
             raise UserError(f"{where}: {problem}") from None
 
     def _read(self, row: Row, use: Use) -> list[Example]:
-        if any(row.get(column) not in (None, "", [], {}) for column in self.pictures):
-            row = without_pictures(row)
         examples = self.examples_of(row, use)
         if examples:
             prompt, context = self._rendered(examples[0].prompt, row), tuple[int, ...]()
@@ -226,7 +221,6 @@ class Form:
             holds_all = all(line in "\n".join(lines) for line in needed)
             if column in _NO_COPIES or not (is_copy or holds_all):
                 way = f"--ignore_columns {column} leaves out the column"
-                way += " and its placeholders in texts" if column in PICTURES else ""
                 if column in (self.system, self.tools) and self.kind.rendering != "text":
                     way += ", --apply_chat_template True uses it"
                 raise UserError(

@@ -28,7 +28,7 @@ SHAPES = {
     "prompt_response_history": ({}, "sft", [*EARLIER, COLOUR + "\n"], ["red."]),
     "query_response_history": ({}, "sft", ["system: Be brief.", *EARLIER, COLOUR], ["red."]),
     "images_placeholder": (
-        {"ignore_columns": ["images"]}, "sft", ["user: What is the lamp's colour?"], ["red."]
+        {"ignore_columns": ["images"]}, "sft", ["user: <image>What is the lamp's colour?"], ["red."]
     ),
     "kto_messages": ({}, "unpaired", [LAMP], ["In the hall."]),
     "kto_string_labels": ({}, "unpaired", "Where is the lamp?\n", ["In the hall."]),
@@ -276,25 +276,6 @@ def test_a_pair_may_exclude_a_turn_of_one_answer_alone(asked):
     assert read([row], "sft")[0].context == (1,)
 
 
-def test_placeholders_go_from_rows_with_pictures_before_the_texts_are_judged():
-    rows = [
-        {"prompt": "What is <image>:", "response": "a", "images": ["a.png"]},
-        {"prompt": "What is <image> in HTML?", "response": "A tag.", "images": []},
-    ]
-    first, second = read(rows, "sft", ignore_columns=["images"])
-    assert (first.prompt, second.prompt) == ("What is :", "What is <image> in HTML?")
-    form = form_of(rows, ignore_columns=["images"])
-    for row, words in (
-        ({"response": "<image>\n"}, "the answer is empty"),
-        ({"prompt": "<image>"}, "the prompt is empty"),
-    ):
-        with pytest.raises(UserError, match=f"row 9: {words}"):
-            form.read({**rows[0], **row}, "sft", "row 9")
-    pair = {"prompt": "Where:", "chosen": "<image>a", "rejected": "a", "image": "a.png"}
-    with pytest.raises(UserError, match="chosen and rejected are equal"):
-        read([pair], "unpaired", ignore_columns=["image"])
-
-
 @pytest.mark.parametrize(
     "answer",
     ['{"role": "admin", "name": "Ann"}', '[{"role": "admin"}, {"role": "user"}]', '{"from": "Rome", "value": 3}'],
@@ -338,15 +319,15 @@ def test_a_message_of_the_developer_is_a_system_message():
     assert example.prompt == turns[:2]
 
 
-def test_picture_parts_of_messages_go_with_the_ignored_column():
+def test_picture_parts_of_messages_are_refused_also_without_their_column():
     parts = [{"type": "image"}, {"type": "text", "text": "Where?"}]
     rows = [
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Here."}], "images": ["a"]}
     ]
-    with pytest.raises(UserError, match="--ignore_columns images leaves out the column and its placeholders in texts;"):
+    with pytest.raises(UserError, match="--ignore_columns images leaves out the column;"):
         read(rows, "sft")
-    assert read(rows, "sft", ignore_columns=["images"])[0].prompt[0]["content"] == "Where?"
-    assert form_of(rows, ignore_columns=["images"]).warning == "", "the first rows fit"
+    with pytest.raises(UserError, match="message 1 of 'messages' has a part of type 'image'; only text parts"):
+        read(rows, "sft", ignore_columns=["images"])
 
 
 def test_who_answered_is_no_content_and_a_question_with_a_response_is_read():
