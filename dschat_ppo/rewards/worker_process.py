@@ -16,10 +16,9 @@ import json
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
@@ -41,13 +40,16 @@ def main(where: str, name: str, settings: str) -> None:
     def reply(kind: str, value: Any) -> None:
         print(json.dumps({kind: value}), file=replies, flush=True)
 
+    file: str | None = os.path.abspath(where)  # messages name its line
     try:
         function = load(where, name)
-        signature, file = describe(function, json.loads(settings)), file_of(function)
+        signature = describe(function, json.loads(settings))
+        if not where.endswith(".py"):
+            file = None if where.startswith(f"{__package__}.") else sys.modules[where].__file__
     except NoSuchFunctionError as problem:
         return reply("error", printable_line(str(problem)))
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
-        return reply("error", cause_of(problem, os.path.abspath(where)))
+        return reply("error", cause_of(problem, file))
     reply("value", asdict(signature))
     loop = asyncio.new_event_loop()
     while True:
@@ -85,13 +87,3 @@ def restore_signals() -> None:
     """Default handlers in processes that the function forks: `multiprocessing` ends its pools by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def file_of(function: Callable[..., Any]) -> str | None:
-    """The file that defines the function; None for a shipped rule or a function that is not written in Python."""
-    plain = inspect.unwrap(function)
-    for written in (plain, type(plain).__call__):
-        code = getattr(written, "__code__", None)
-        if isinstance(code, CodeType) and Path(code.co_filename).parent != Path(__file__).parent:
-            return code.co_filename
-    return None
