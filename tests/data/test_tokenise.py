@@ -30,7 +30,9 @@ def read(cells, use):
     return row["prompt"], [Answer(text, 1.0, f"answer {number}") for number, text in enumerate(row["answers"], start=1)]
 
 
-FORM = Form(Kind("several", {}, {"sft prompt": ""}, read, labelled=True), {}, about="f", description="several answers")
+FORM = Form(
+    Kind("several", {}, (("sft prompt", ""),), read, labelled=True), {}, about="f", description="several answers"
+)
 
 
 def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
@@ -86,7 +88,7 @@ def test_a_row_over_the_limit_ends_the_reading_where_the_flag_says_so():
 
 def test_tokens_are_counted_before_the_limit_and_those_of_blocks_after_it():
     assert [row["tokens"] for row in batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)] == [30 + 4]
-    form = replace(FORM, kind=Kind("text", {}, {"sft": ""}, lambda cells, use: ("", [Answer(cells.row["text"])])))
+    form = replace(FORM, kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])))
     blocks = batch([{"text": "a" * 6}], form=form, limit=4)  # 7 tokens
     assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
 
@@ -97,7 +99,7 @@ def test_rows_that_the_limit_drops_are_marked():
 
 
 def test_the_first_token_of_plain_text_is_its_prompt():
-    form = replace(FORM, kind=Kind("text", {}, {"sft": ""}, lambda cells, use: ("", [Answer(cells.row["text"])])))
+    form = replace(FORM, kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])))
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
