@@ -70,7 +70,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name, choice, layou
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["padded", "shared"])
 @pytest.mark.parametrize(("name", "choice"), [case for case in CASES if FAMILIES[case[0]][2] and case[0] != "gemma2"])
 def test_values_are_those_of_each_row_alone(name, choice, layout):
     classifier, rows = without_dropout(model_of(name, 2)), rollout()

@@ -58,9 +58,9 @@ def test_a_group_holds_the_parts_that_see_one_another(layout, firsts):
     assert LAYOUTS[layout].groups.tolist() == firsts
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 130])
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [3])
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (24, 40)], ids=["16", "24 and 40"])
 def test_output_and_gradients_are_those_of_whole_attention(layout, rows, window, width, value_width):
     parts = LAYOUTS[layout]

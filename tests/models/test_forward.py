@@ -173,8 +173,9 @@ def test_ends_that_could_not_be_drawn_have_no_probability(way, dtype):
         assert kl_full(whole, whole.detach()).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("ends", [None, LateEnds((3, 250), 2)])
-@pytest.mark.parametrize(("name", "way"), WAYS)
+@pytest.mark.parametrize(("name", "way", "ends"), [
+    *((name, way, None) for name, way in WAYS), *((name, way, LateEnds((3, 250), 2)) for name, way in WAYS[:6]),
+])  # fmt: skip
 def test_gradients_are_those_of_rows_alone(name, way, ends):
     lm, rows = model_of(name, 1), rollout()
     if ends is not None:

@@ -22,7 +22,7 @@ from tiny_models import (
 )
 
 from dschat_ppo.rollout import attention
-from dschat_ppo.rollout.generator import GenerationConfig, check_engine, generate
+from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
@@ -55,8 +55,9 @@ def test_the_list_of_architectures_is_complete():
     assert len(KINDS) == len(CONTINUOUS) + len(PADDED_ONLY) + len(RECOMPUTED) + len(UNFIT)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize(("name", "way"), [
+    *((name, way) for name in CONTINUOUS for way in ("refill", "static")), ("llama", "all at once"),
+])  # fmt: skip
 def test_greedy_tokens_equal_those_of_transformers(name, way):
     check_greedy(name, WAYS[way])
 
@@ -98,16 +99,15 @@ def test_transformers_own_eos_stops_at_the_same_token(name):
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "opt"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
 @pytest.mark.parametrize("engine", ["continuous", "padded"])
 def test_logprobs_of_every_sampler_equal_those_of_a_plain_forward_pass(name, engine, sampling):
     check_logprobs(name, SAMPLINGS[sampling], rows=3, engine=engine)
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", CONTINUOUS)
-def test_logprobs_of_continuous_batching_equal_those_of_a_plain_forward_pass(name, static, prefix_uses):
-    check_logprobs(name, SAMPLINGS["truncated"], rows=3, static=static)
+def test_logprobs_of_continuous_batching_equal_those_of_a_plain_forward_pass(name, prefix_uses):
+    check_logprobs(name, SAMPLINGS["truncated"], rows=3, static=True)
     assert not prefix_uses
 
 
@@ -134,11 +134,3 @@ def check_logprobs(name: str, sampling: SamplingParameters, lengths=LENGTHS, sam
     assert rollout.response_ids.max() < VOCABULARY
     counts = rollout.response_mask.sum(dim=1)
     assert counts.min() < counts.max()
-
-
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_continuous_batching_passes_the_self_check(name):
-    found = check_engine(
-        model_of(name), GenerationConfig(SamplingParameters(), StoppingCriteria(NEW_TOKENS)), "continuous"
-    )
-    assert found.passes(1e-4)
