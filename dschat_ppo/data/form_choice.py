@@ -7,29 +7,14 @@ import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.examples import (
-    THOUGHTS,
-    Example,
-    Row,
-    Use,
-    has_value,
-    value_at,
-)
+from dschat_ppo.data.examples import THOUGHTS, Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
-from dschat_ppo.data.forms import (
-    ALWAYS_CONTENT,
-    CONTENT,
-    NAME_COLUMNS,
-    SYSTEM_COLUMNS,
-    Form,
-    Rendering,
-    rows_made,
-)
+from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, NAME_COLUMNS, SYSTEM_COLUMNS, Form, rows_made
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -52,15 +37,9 @@ class Candidate(NamedTuple):
 def detect_form(
     name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
 ) -> Form:
-    """The form of a data set. It does not depend on the step. `UserError` if no form fits, a flag names no column, or
-    the first rows have content that the form does not use.
-
-    Args:
-        columns: names of all columns.
-        rows: the first rows of the whole data set; `FIRST_ROWS` of them are read.
-        has_template: whether the tokenizer has a chat template.
-        is_only: whether there is no other data set, to which the flags may apply.
-    """
+    """The form of a data set with these columns and first rows. It does not depend on the step. `UserError` if no form
+    fits, the first rows have content that the form does not use, or a flag names no column and `is_only`: there is no
+    other data set, to which the flag may apply."""
     rows = rows[:FIRST_ROWS]
     if is_own_function(flags.data_format):
         return _own_form(name, rows, has_template, flags, is_only)
@@ -135,7 +114,7 @@ def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, 
     function = flags.data_format
     own_function("--data_format", function)  # a missing file is no bad row
     made = list[Row]()
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         try:
             made += rows_made(function, row)
         except UserError as problem:
@@ -219,18 +198,19 @@ def _try(kind: Kind, columns: dict[str, str], rows: list[Row], flags: DataFlags)
 # Text or chat
 
 
-def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlags) -> tuple[Rendering, str, str]:
+def _rendering(
+    name: str, chosen: Candidate, has_template: bool, flags: DataFlags
+) -> tuple[Literal["chat", "text"], str, str]:
     """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a warning or "".
     `UserError` if a flag does not fit the form, chat messages lack a template, or text prompts and answers are glued
     together while there is a chat template."""
     kind, wanted = chosen.form.kind, flags.apply_chat_template
     if wanted and kind.rendering == "text":
-        way = "so --apply_chat_template True does not apply; --data_format chooses another form"
-        raise UserError(f"{name}: the form {kind.name} is text, {way}")
-    is_question = chosen.form.columns.get("prompt") in _QUESTIONS and flags.prompt_column is None
+        raise UserError(f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply")
     asks = kind.rendering == "content" or (
-        is_question and kind.name in ("preference", "better_of_two", "prompt_response")
-    )
+        kind.name in ("preference", "better_of_two", "prompt_response")
+        and chosen.form.columns["prompt"] in _QUESTIONS and flags.prompt_column is None
+    )  # fmt: skip
     if chosen.is_chat or wanted or (asks and wanted is None and flags.input_template is None and has_template):
         if not has_template:
             raise UserError(
@@ -244,11 +224,10 @@ def _rendering(name: str, chosen: Candidate, has_template: bool, flags: DataFlag
         raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
     about = "prompts are text, without the chat template"
     glued = _glued(chosen)
-    if kind.inside or kind.name == "alpaca" or flags.input_template is not None or wanted is False or not glued:
+    if kind.inside or flags.input_template is not None or wanted is False or not glued:
         return "text", about, ""
     problem = f"nothing separates prompt and answer: {glued}; "
-    if has_template:
-        problem += "--apply_chat_template True makes user messages of the prompts, False keeps the text, and "
+    problem += "--apply_chat_template True makes user messages of the prompts, False keeps the text; " * has_template
     problem += "--input_template puts text around a prompt"
     if has_template and not asks and "steps" not in chosen.form.uses:
         raise UserError(f"{name}: {problem}")

@@ -9,24 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
+from dschat_ppo.data import form_readers as readers
 from dschat_ppo.data.examples import Row, Use, number_of, text_at, value_at
-from dschat_ppo.data.form_readers import (
-    RANKS,
-    SCORES,
-    Cells,
-    Found,
-    pair_of,
-    read_alpaca,
-    read_better,
-    read_columns,
-    read_implicit_preference,
-    read_kto,
-    read_math_shepherd,
-    read_prm800k,
-    read_ranked,
-    read_stepwise,
-    read_transcript,
-)
 
 
 @dataclass(frozen=True)
@@ -36,8 +20,7 @@ class Kind:
     Attributes:
         roles: role -> names of columns that have it; the first one that exists counts.
         needs: (uses, the roles that must be there) for each choice. "preference" serves "unpaired" too.
-        by_flag: whether it can be found if column flags name other columns than the form itself; `--data_format`
-            allows any form.
+        by_flag: whether column flags may name columns of all its roles; `--data_format` allows it of any form.
         rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
             (chat if there is a chat template).
         inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
@@ -49,7 +32,7 @@ class Kind:
     name: str
     roles: dict[str, str]
     needs: tuple[tuple[str, str], ...]
-    read: Callable[[Cells, Use], Found]
+    read: Callable[[readers.Cells, Use], readers.Found]
     by_flag: bool = False
     rendering: str = "as given"
     inside: bool = False
@@ -69,97 +52,66 @@ class Kind:
 
 # The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
 _DETECTED = (
-    Kind(
-        "kto",
-        {"prompt": "prompt", "response": "completion response", "label": "label", "messages": "messages conversations"},
-        (("sft prompt unpaired", "messages label"), ("sft prompt unpaired", "prompt response label")),
-        read_kto, by_flag=True, labelled=True,
-    ),
-    Kind(
-        "ranked",
-        {"prompt": "prompt instruction question query", "response": "responses answers completions",
-         "scores": " ".join(SCORES), "ranks": " ".join(RANKS)},
-        (("sft preference prompt", "prompt response"),), read_ranked, by_flag=True,
-    ),
-    Kind(
-        "better_of_two",
-        {"prompt": "prompt question query instruction",
-         "first": "response_0 response_a answer_0 answer_a output_0 output_a",
-         "second": "response_1 response_b answer_1 answer_b output_1 output_b",
-         "better": "better_response_id better_answer_id better preferred preference winner"},
-        (("sft preference prompt", "prompt first second better"),), read_better, by_flag=True,
-    ),
-    Kind(
-        "alpaca",
-        {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
-         "chosen": "chosen", "rejected": "rejected"},
-        (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
-        read_alpaca, rendering="content",
-    ),
-    Kind(
-        "preference",
-        {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
-        (("sft preference prompt", "prompt chosen rejected"),), read_columns, by_flag=True,
-    ),
-    Kind(
-        "verl",
-        {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
-         "response": "extra_info.answer"},
-        (("prompt", "prompt source truth"), ("sft", "prompt source truth response")),
-        read_columns, by_flag=True, alone=True,
-    ),
-    Kind(
-        "stepwise",
-        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-        (("steps prompt", "prompt response label"),), read_stepwise, by_flag=True,
-    ),
-    Kind(
-        "prm800k", {"prompt": "question.problem", "response": "label.steps"}, (("steps prompt", "prompt response"),),
-        read_prm800k,
-    ),
-    Kind(
-        "math_shepherd", {"prompt": "input", "label": "label", "task": "task"},
-        (("steps prompt", "prompt label task"),), read_math_shepherd, rendering="content",
-    ),
-    Kind(
-        "sharegpt",
-        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
-        (("sft prompt", "messages"), ("preference", "messages chosen rejected")),
-        read_columns, rendering="chat", alone=True,
-    ),
-    Kind(
-        "hh",
-        {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
-        (("sft preference prompt", "chosen rejected"), ("sft prompt", "messages")),
-        read_transcript, by_flag=True, inside=True,
-    ),
-    Kind(
-        "implicit_preference",
-        {"chosen": "chosen", "rejected": "rejected"},
-        (("sft preference prompt", "chosen rejected"),), read_implicit_preference, by_flag=True, inside=True,
-    ),
-    Kind(
-        "messages",
-        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
-        (("sft prompt", "messages"), ("preference", "messages rejected")),
-        read_columns, by_flag=True, rendering="chat", alone=True,
-    ),
-    Kind(
-        "question_answer", {"prompt": "question", "response": "answer response"}, (("sft prompt", "prompt response"),),
-        read_columns, rendering="content",
-    ),
-    Kind(
-        "user_assistant",
-        {"prompt": "user human", "response": "assistant gpt bot model"}, (("sft prompt", "prompt response"),),
-        read_columns, rendering="content",
-    ),
-    Kind(
-        "prompt_response",
-        {"prompt": "prompt query", "response": "response completion", "history": "history"},
-        (("sft", "prompt response"), ("prompt", "prompt")),
-        read_columns, by_flag=True, alone=True,
-    ),
-    Kind("text", {"response": "text"}, (("sft", "response"),), read_columns, rendering="text", inside=True),
+    Kind("kto",
+         {"prompt": "prompt", "response": "completion response", "messages": "messages conversations",
+          "label": "label"},
+         (("sft prompt unpaired", "messages label"), ("sft prompt unpaired", "prompt response label")),
+         readers.read_kto, by_flag=True, labelled=True),
+    Kind("ranked",
+         {"prompt": "prompt instruction question query", "response": "responses answers completions",
+          "scores": " ".join(readers.SCORES), "ranks": " ".join(readers.RANKS)},
+         (("sft preference prompt", "prompt response"),), readers.read_ranked, by_flag=True),
+    Kind("better_of_two",
+         {"prompt": "prompt question query instruction",
+          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
+          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
+          "better": "better_response_id better_answer_id better preferred preference winner"},
+         (("sft preference prompt", "prompt first second better"),), readers.read_better, by_flag=True),
+    Kind("alpaca",
+         {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
+          "chosen": "chosen", "rejected": "rejected"},
+         (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
+         readers.read_alpaca, rendering="content"),
+    Kind("preference",
+         {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
+         (("sft preference prompt", "prompt chosen rejected"),), readers.read_columns, by_flag=True),
+    Kind("verl",
+         {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
+          "response": "extra_info.answer"},
+         (("prompt", "prompt source truth"), ("sft", "prompt source truth response")),
+         readers.read_columns, by_flag=True, alone=True),
+    Kind("stepwise",
+         {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
+         (("steps prompt", "prompt response label"),), readers.read_stepwise, by_flag=True),
+    Kind("prm800k", {"prompt": "question.problem", "response": "label.steps"}, (("steps prompt", "prompt response"),),
+         readers.read_prm800k),
+    Kind("math_shepherd", {"prompt": "input", "label": "label", "task": "task"},
+         (("steps prompt", "prompt label task"),), readers.read_math_shepherd, rendering="content"),
+    Kind("sharegpt",
+         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
+         (("sft prompt", "messages"), ("preference", "messages chosen rejected")),
+         readers.read_columns, rendering="chat", alone=True),
+    Kind("hh",
+         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
+         (("sft preference prompt", "chosen rejected"), ("sft prompt", "messages")),
+         readers.read_transcript, by_flag=True, inside=True),
+    Kind("implicit_preference",
+         {"chosen": "chosen", "rejected": "rejected"},
+         (("sft preference prompt", "chosen rejected"),), readers.read_implicit_preference, by_flag=True, inside=True),
+    Kind("messages",
+         {"messages": "messages", "rejected": "rejected_messages rejected_response"},
+         (("sft prompt", "messages"), ("preference", "messages rejected")),
+         readers.read_columns, by_flag=True, rendering="chat", alone=True),
+    Kind("question_answer", {"prompt": "question", "response": "answer response"}, (("sft prompt", "prompt response"),),
+         readers.read_columns, rendering="content"),
+    Kind("user_assistant",
+         {"prompt": "user human", "response": "assistant gpt bot model"}, (("sft prompt", "prompt response"),),
+         readers.read_columns, rendering="content"),
+    Kind("prompt_response",
+         {"prompt": "prompt query", "response": "response completion", "history": "history"},
+         (("sft", "prompt response"), ("prompt", "prompt")),
+         readers.read_columns, by_flag=True, alone=True),
+    Kind("text", {"response": "text"}, (("sft", "response"),), readers.read_columns, rendering="text", inside=True),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _DETECTED}
 
@@ -179,10 +131,10 @@ class KnownSet(NamedTuple):
     rejected: Text | None = None
 
 
-def _read_known(name: str, cells: Cells, use: Use) -> Found:
+def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.Found:
     known = SETS[name]
     texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
-    return _filled(known.prompt, cells.row), pair_of([_filled(text, cells.row) for text in texts])
+    return _filled(known.prompt, cells.row), readers.pair_of([_filled(text, cells.row) for text in texts])
 
 
 def _filled(text: Text, row: Row) -> str:

@@ -37,8 +37,8 @@ from dschat_ppo.errors import UserError
 SCORES = ("scores", "ratings", "rewards")  # columns with a number for each answer: more is better
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 LABELS = {  # of single answers, in lower case
-    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), True),
-    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), False),
+    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), 1.0),
+    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), 0.0),
 }
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _ALPACA = (
@@ -156,9 +156,7 @@ def read_columns(cells: Cells, use: Use) -> Found:
         if answer["role"] != "assistant":
             if use == "prompt" and role == "messages":
                 return [*before, answer], []
-            raise UserError(
-                f"{cells.called(role)} ends with a message of role '{answer['role']}'; expected the assistant's"
-            )
+            raise UserError(f"{cells.called(role)} ends with a message of role '{answer['role']}', not the assistant's")
         if CONTEXT in answer and use != "prompt":
             raise UserError(f"the answer of {cells.called(role)} is excluded from training (weight 0)")
         joined = _with_prompt(prompt, before, cells.called(role))
@@ -250,15 +248,13 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
 
 def read_better(cells: Cells, use: Use) -> Found:
     """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
-    names = [cells.columns[role].lower() for role in ("first", "second")]
-    known = [{"0", names[0], names[0].rpartition("_")[2]}, {"1", names[1], names[1].rpartition("_")[2]}]
+    texts, names = ([get(role) for role in ("first", "second")] for get in (cells.text, cells.called))
     given = cells.text("better").strip().lower()
-    ways = [place for place in (0, 1) if given in known[place]]
-    if not ways:
-        expected = f"expected 0 or 1 (the place), {' or '.join(names)}"
-        raise UserError(f"{cells.called('better')} is {given!r}; {expected}")
-    texts = [cells.text(role) for role in ("first", "second")]
-    return cells.prompt(), pair_of(texts if ways[-1] == 0 else texts[::-1])
+    for place, name in enumerate(names):
+        name = name.strip("'").lower()
+        if given in (str(place), name, name.rpartition("_")[2]):
+            return cells.prompt(), pair_of([texts[place], texts[1 - place]])
+    raise UserError(f"{cells.called('better')} is {given!r}; expected 0 or 1 (the place), {' or '.join(names)}")
 
 
 # Answers with ranks or labels
@@ -293,15 +289,10 @@ def read_kto(cells: Cells, use: Use) -> Found:
     prompt, answers = read_columns(cells, "sft" if use == "unpaired" else use)
     if use == "prompt":
         return prompt, []
-    label = value_at(cells.row, cells.columns["label"])
-    if not is_label(label) or isinstance(label, list):
+    word = str(label := value_at(cells.row, cells.columns["label"])).strip().lower()
+    if word not in LABELS:
         raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
-    return prompt, [Answer(answers[0].value, float(LABELS[str(label).strip().lower()]))]
-
-
-def is_label(value: Any) -> bool:
-    """Whether a value may call an answer, or each of its steps, good or bad."""
-    return isinstance(value, list) or str(value).strip().lower() in LABELS
+    return prompt, [Answer(answers[0].value, LABELS[word])]
 
 
 # A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong one, or a number
@@ -354,7 +345,7 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
         path.append(taken[0])
         labels.append(taken[1])
     is_rated = any(not math.isnan(label) for label in labels)
-    return prompt, [*([Answer(path, tuple(labels))] if is_rated else []), *others]
+    return prompt, [*([Answer(path, tuple(labels), "the chosen steps")] if is_rated else []), *others]
 
 
 def read_math_shepherd(cells: Cells, use: Use) -> Found:

@@ -6,7 +6,7 @@ answers a use takes, the last checks, the system message, tools, margin and corr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -33,10 +33,9 @@ from dschat_ppo.data.examples import (
     without_context,
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
-from dschat_ppo.data.form_readers import Answer, Cells, Prompt, is_label
+from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
 from dschat_ppo.errors import UserError
 
-Rendering = Literal["chat", "text"]
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
 # Columns that no flag can name, and that say what the model sees or what is trained
@@ -71,17 +70,15 @@ class Form:
         truth_pattern: finds the correct answer in that column; None takes the whole value.
         role_names: further names of roles in messages -> roles.
         watched: columns whose content would be lost.
-        function: None, or the `FILE.py:FUNCTION` that makes rows of this form of each row of the data set,
-            and a hash of its file.
+        function, file_sha: None, or the `FILE.py:FUNCTION` that makes rows of this form, and a hash of its file.
         about: the data set, its columns and the form, for messages.
-        description: what was understood, one line for the log.
-        warning: what may be wrong with this reading, one line for the log; "" if nothing is.
+        description, warning: what was understood, and what may be wrong with it, each one line for the log.
         names: all columns of the data set.
     """
 
     kind: Kind = field(repr=False)
     columns: dict[str, str]
-    rendering: Rendering = "text"
+    rendering: Literal["chat", "text"] = "text"
     input_template: str | None = None
     system: str | None = None
     tools: str | None = None
@@ -158,9 +155,7 @@ class Form:
         if use == "prompt":
             return [Example(prompt)]
         if use == "steps":
-            found = [
-                Example(prompt, one.value, suffix=one.name and f", {one.name}", labels=one.worth) for one in answers
-            ]
+            found = [Example(prompt, one.value, suffix=f", {one.name}", labels=one.worth) for one in answers]
         elif self.kind.labelled:
             good = [one for one in answers if use == "unpaired" or one.worth]
             found = [_example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good]
@@ -169,14 +164,11 @@ class Form:
             best, worst = order[0], min(order, key=lambda one: one.worth)
             if use == "sft":
                 found = [_example(prompt, [best])]
-            elif use == "preference":
+            else:
                 pairs = [[a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth]
                 found = [_example(prompt, pair) for pair in pairs]
-            elif best.worth > worst.worth:
-                _example(prompt, [best, worst])  # checks them
-                found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
-            else:
-                found = []
+                if use == "unpaired" and found:
+                    found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
         return found if len(found) > 1 else [replace(one, suffix="") for one in found]
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
@@ -212,14 +204,12 @@ class Form:
         held = {name: from_json(value_at(row, name)) for name in self.watched if has_value(row, name)}
         held = {name: value for name, value in held.items() if _is_content(name, value)}
         filled = {role: path for role, path in self.columns.items() if held and has_value(row, path)}
-        used = {role: list(_lines_of(from_json(value_at(row, path)))) for role, path in filled.items()}
-        everything = "\n".join(line for lines in used.values() for line in lines)
+        used = {role: _lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
         needed = [line for role, lines in used.items() if role != "rejected" for line in lines]
         for column, value in held.items() if needed else ():
-            lines = list(_lines_of(value))
-            is_copy = bool(lines) and all(line in everything for line in lines)
-            holds_all = all(line in "\n".join(lines) for line in needed)
-            if column in _NO_COPIES or not (is_copy or holds_all):
+            lines = _lines_of(value)
+            is_copy = bool(lines) and _all_in(lines, sum(used.values(), []))
+            if column in _NO_COPIES or not (is_copy or _all_in(needed, lines)):
                 way = f"--ignore_columns {column} leaves out the column"
                 if column in (self.system, self.tools) and self.kind.rendering != "text":
                     way += ", --apply_chat_template True uses it"
@@ -268,7 +258,7 @@ def _is_content(column: str, value: Any) -> bool:
     """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do measured losses,
     names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`) and labels of classes."""
     if column in ("label", "labels"):
-        return is_label(value)
+        return isinstance(value, list) or str(value).strip().lower() in LABELS
     if column in ("train", "training", "loss") and not isinstance(value, list):
         return str(value).strip().lower() in ("0", "0.0", "false")
     if column in WEIGHTS:
@@ -278,12 +268,17 @@ def _is_content(column: str, value: Any) -> bool:
     return value not in (None, "", [], {})
 
 
-def _lines_of(value: Any) -> Iterator[str]:
+def _lines_of(value: Any) -> list[str]:
     """The lines of all texts inside a value, without the white space around them; of a message its content alone."""
     if isinstance(value, dict) and looks_like_messages(value):
         value = value.get("content", value.get("value"))
     if isinstance(value, str):
-        yield from (line.strip() for line in value.splitlines() if line.strip())
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _lines_of(inner)
+        return [line.strip() for line in value.splitlines() if line.strip()]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [line for part in inner for line in _lines_of(part)]
+
+
+def _all_in(lines: list[str], others: list[str]) -> bool:
+    """Whether each line stands in one of the others."""
+    text = "\n".join(others)
+    return all(line in text for line in lines)

@@ -131,7 +131,7 @@ def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning(has_template)
     row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
     form = form_of([row], has_template=has_template)
     start = "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; "
-    chat = "--apply_chat_template True makes user messages of the prompts, False keeps the text, and "
+    chat = "--apply_chat_template True makes user messages of the prompts, False keeps the text; "
     chat = chat if has_template else ""
     assert form.rendering == "text"
     assert form.warning == f"{start}{chat}--input_template puts text around a prompt"

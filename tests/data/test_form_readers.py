@@ -215,7 +215,7 @@ BAD = {
     ),
     "no better answer": (
         {"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 2}, "preference",
-        "'better' is '2'; expected 0 or 1 .the place., answer_a or answer_b",
+        "'better' is '2'; expected 0 or 1 .the place., 'answer_a' or 'answer_b'",
         [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 1}],
     ),
     "a chat for a text": (
