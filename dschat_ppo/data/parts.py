@@ -94,10 +94,9 @@ class SetPart:
         """That of a table, or of a `revision` on the hub."""
         key = content = f"{name} {revision}"
         if isinstance(rows, Dataset):
-            with reading(f"{flag} {name}: cannot be read"):
-                files = [Path(file["filename"]) for file in rows.cache_files]
-                # a fingerprint does not hold what the function of a `map` read
-                key, content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
+            files = [Path(file["filename"]) for file in rows.cache_files]
+            # a fingerprint does not hold what the function of a `map` read
+            key, content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
             rows = rows.with_format("arrow").to_iterable_dataset()
         rows = rows.with_format("arrow")
         return cls(name, flag, rows, key, content, rows.state_dict())
@@ -127,14 +126,12 @@ class FilePart:
     @property
     def key(self) -> str:
         """What identifies the rows on this machine."""
-        with reading(f"{self.flag} {self.path}: cannot be read"):
-            return file_key(self.path)
+        return file_key(self.path)
 
     @property
     def content(self) -> str:
         """What identifies the rows wherever the file lies."""
-        with reading(f"{self.flag} {self.path}: cannot be read"):
-            return content_key([self.path])
+        return content_key([self.path])
 
     @property
     def kind(self) -> str | None:

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset, DatasetDict
-from test_prepare import ROWS, TOKENIZER, answers_of, flags_for, prompts_of, write_jsonl
+from test_prepare import ROWS, TOKENIZER, flags_for, prompts_of, write_jsonl
 
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.prepare import prepare
@@ -95,9 +95,9 @@ def test_folders_without_training_files_are_rejected(tmp_path):
         load(tmp_path, tmp_path / "bare")
 
 
-def test_hub_splits_without_rows_are_ignored(tmp_path, monkeypatch):
+def test_the_first_evaluation_split_of_the_hub_with_rows_is_used(tmp_path, monkeypatch):
     rows, none = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": []})
-    found = iter([DatasetDict(train=rows, validation=none, test=rows), DatasetDict(train=none)])
+    found = iter([DatasetDict(train=rows, validation=none, test=rows, test_2=rows), DatasetDict(train=none)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: next(found))
     splits = load(tmp_path, "name")
     assert (len(splits.train), len(splits.eval)) == (1, 1)
@@ -105,28 +105,6 @@ def test_hub_splits_without_rows_are_ignored(tmp_path, monkeypatch):
     assert origins_of(splits, splits.eval) == ["name (test), row 1"]
     with pytest.raises(UserError, match="--data_path name: has no split with rows"):
         load(tmp_path, "name")
-
-
-def test_files_of_a_folder_are_split_by_their_names(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", ROWS[:5])
-    write_jsonl(tmp_path / "validation.jsonl", ROWS[5:])
-    (tmp_path / "README.md").write_text("no data")
-    splits = load(tmp_path, tmp_path)
-    assert (len(splits.train), len(splits.eval)) == (5, 3)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "prompt,response\nGrüße,ja\n".encode("utf-8-sig"),  # as Excel writes it
-        ",prompt,response\n0,Grüße,ja\n".encode(),  # as pandas writes it
-    ],
-)
-def test_csv_files_written_by_excel_and_pandas(tmp_path, text):
-    path = tmp_path / "data.csv"
-    path.write_bytes(text)
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train
-    assert (prompts_of(rows), answers_of(rows)) == (["Grüße"], [["ja" + TOKENIZER.eos_token]])
 
 
 # Splits that the name of a data set chooses
@@ -206,11 +184,8 @@ def test_a_folder_for_evaluation_is_used_whole(tmp_path, folder):
     cache = str(tmp_path / "cache")
     rows = load_splits(source_of(folder, "--eval_data_path"), cache, whole=True).train
     assert sorted(column(rows, "n")) == list(range(15))
-    assert column(load_splits(source_of(f"{folder}[test]", "--eval_data_path"), cache, whole=True).train, "n") == [
-        12,
-        13,
-        14,
-    ]
+    test = load_splits(source_of(f"{folder}[test]", "--eval_data_path"), cache, whole=True).train
+    assert column(test, "n") == [12, 13, 14]
     (folder / "train.jsonl").unlink()
     assert len(load_splits(source_of(folder, "--eval_data_path"), cache, whole=True).train) == 5
 
@@ -234,13 +209,6 @@ def test_a_hub_data_set_for_evaluation_must_name_one_of_its_splits(tmp_path, mon
     assert origins_of(splits) == ["org/x (test), row 2"]
     with pytest.raises(UserError, match="--data_path org/x: has no split 'dev'; it has train, test"):
         load_splits(source_of("org/x[dev]"), None)
-
-
-def test_the_first_evaluation_split_of_the_hub_is_used(tmp_path, monkeypatch):
-    names = {"train": 1, "validation": 2, "test": 3}
-    found = DatasetDict({name: Dataset.from_dict({"n": [n]}) for name, n in names.items()})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
-    assert column(load(tmp_path, "org/x").eval, "n") == [2]
 
 
 def test_files_that_become_evaluation_rows_by_their_names_are_logged(tmp_path, folder, capsys):
