@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -40,12 +39,10 @@ def main(where: str, name: str, settings: str) -> None:
     def reply(kind: str, value: Any) -> None:
         print(json.dumps({kind: value}), file=replies, flush=True)
 
-    file: str | None = os.path.abspath(where)  # messages name its line
+    file = os.path.abspath(where)  # messages name its line
     try:
         function = load(where, name)
         signature = describe(function, json.loads(settings))
-        if not where.endswith(".py"):
-            file = None if where.startswith(f"{__package__}.") else sys.modules[where].__file__
     except NoSuchFunctionError as problem:
         return reply("error", printable_line(str(problem)))
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
