@@ -24,8 +24,8 @@ from dschat_ppo.runtime.rank_log import log_path, write_to_log
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # of deepspeed, of torchrun
-# Only srun sets all of these: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+# Only srun sets the third: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
+_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 _FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
 _RANK_0_HEAD_START_SECONDS = 20
 
@@ -160,15 +160,11 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a rank that `srun` started, but for those that the user exports."""
-    missing = [name for name in _SLURM if name not in environment]
-    if missing:
-        raise UserError(
-            f"srun started this process, but {', '.join(missing)} is not set: is the environment passed on?"
-        )
-    per_machine = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment["SLURM_STEP_TASKS_PER_NODE"])  # 8 or 8(x2)
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    per_machine = re.fullmatch(r"(\d+)(?:\(x\d+\))?", per_node)  # 8 or 8(x2)
     if per_machine is None:
         raise UserError(
-            f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']}: each machine must have the same "
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: each machine must have the same "
             "number of ranks; give srun --ntasks-per-node N"
         )
     if environment["SLURM_STEP_NUM_TASKS"] != per_machine[1] and "MASTER_ADDR" not in environment:
@@ -178,9 +174,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         )
     job = environment.get("SLURM_JOB_ID", "")
     return {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        **{name: environment[of_slurm] for name, of_slurm in _SLURM.items() if of_slurm in environment},
         "LOCAL_WORLD_SIZE": per_machine[1],
         "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
         # two jobs on one machine use different ports

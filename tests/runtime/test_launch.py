@@ -153,7 +153,7 @@ def test_other_environments_stay_as_they_are(environment):
     (without(DEEPSPEED, "LOCAL_SIZE"), "LOCAL_WORLD_SIZE"), (DEEPSPEED | {"RANK": "five"}, "RANK=five"),
     (DEEPSPEED | {"WORLD_SIZE": "7"}, "the same number of ranks"),
     (without(SLURM, "MASTER_ADDR"), "export MASTER"),
-    (without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set"), (SLURM | {"SLURM_PROCID": "2"}, "--distribution bl"),
+    (without(SLURM, "SLURM_LOCALID"), "but not LOCAL_RANK"), (SLURM | {"SLURM_PROCID": "2"}, "--distribution bl"),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "--ntasks-per-node"),
 ])  # fmt: skip
 def test_a_wrong_environment_is_named(environment, words):
