@@ -87,8 +87,6 @@ def value_at(row: Row, path: str) -> Any:
             value = value[part]
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
-        elif value is None:
-            raise UserError(f"'{'.'.join(done)}' is null; expected '{path}'")
         else:
             raise UserError(f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""))
         done.append(part)

@@ -27,7 +27,7 @@ def test_a_dot_leads_into_a_column(path, value):
         ("other", "has no 'other'"),
         ("passages.1.text", "has no 'passages.1.text': 'passages' is a list"),
         ("reward_model.x", "has no 'reward_model.x'"),
-        ("empty.x", "'empty' is null; expected 'empty.x'"),
+        ("empty.x", "has no 'empty.x': 'empty' is null"),
     ],
 )
 def test_a_missing_field_is_named_with_its_path(path, words):
