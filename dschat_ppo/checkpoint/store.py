@@ -41,30 +41,19 @@ def describe_file(path: Path) -> FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint.
-
-    Attributes:
-        step: optimizer steps done (PPO steps in step 3).
-        update: updates done of the PPO step after it.
-        config: `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs.
-        data: fingerprint of the training rows.
-        files: path inside the folder -> size and checksum.
-        best: whether the evaluation at this checkpoint is the best so far.
-        metrics_offset: length of `metrics.jsonl` in bytes at this checkpoint.
-        saved_at: ISO 8601.
-    """
+    """The description of a checkpoint."""
 
     kind: Literal["sft", "reward", "ppo"]
-    step: int
-    update: int
+    step: int  # optimizer steps done (PPO steps in step 3)
+    update: int  # updates done of the PPO step after it
     world_size: int
-    config: dict[str, Any]
+    config: dict[str, Any]  # `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs
     versions: dict[str, str]
-    data: str
-    files: dict[str, FileEntry]
-    best: bool
-    metrics_offset: int
-    saved_at: str
+    data: str  # fingerprint of the training rows
+    files: dict[str, FileEntry]  # by path inside the folder
+    best: bool  # whether the evaluation at this checkpoint is the best so far
+    metrics_offset: int  # length of `metrics.jsonl` in bytes at this checkpoint
+    saved_at: str  # ISO 8601
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -41,24 +41,25 @@ def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, mo
     assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
 
 
-def test_the_configuration_is_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    write_config(flatten(config_of(tmp_path)), tmp_path)
-    assert list(kept(power, tmp_path)) == ["config.yaml"]
-
-
-def test_the_result_is_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    write_result(tmp_path, {"steps": 3})
-    assert list(kept(power, tmp_path)) == ["result.json"]
-
-
-def test_the_output_folder_is_durable(tmp_path, monkeypatch):
+def test_a_new_folder_its_configuration_and_its_result_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     lock_folder(tmp_path / "a/b")
     release_locks()
     write_config(flatten(config_of(tmp_path)), tmp_path / "a/b")
-    assert "a/b/config.yaml" in power.left(tmp_path)
+    write_result(tmp_path / "a/b", {"steps": 3})
+    assert {"a/b/config.yaml", "a/b/result.json"} <= set(power.left(tmp_path)) and power.too_early == []
+
+
+def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    writer = BackgroundWriter()
+    writer.save({"weight": torch.ones(3)}, tmp_path / "states.pt")
+    assert writer.wait()
+    assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
+    folder = CheckpointFolder(tmp_path)
+    fill(folder.partial("step_000012"), step=12, update=0)
+    folder.commit("step_000012")
+    assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(power.left(tmp_path))
 
 
 def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch):
@@ -68,22 +69,6 @@ def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch
     files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
     assert set(left) == {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints/latest", *files}
     assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
-
-
-def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    folder = CheckpointFolder(tmp_path)
-    fill(folder.partial("step_000012"), step=12, update=0)
-    folder.commit("step_000012")
-    assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(kept(power, tmp_path))
-
-
-def test_engine_states_are_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    writer = BackgroundWriter()
-    writer.save({"weight": torch.ones(3)}, tmp_path / "states.pt")
-    assert writer.wait()
-    assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
 
 
 def test_set_aside_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path, monkeypatch):
