@@ -39,9 +39,12 @@ HUB_NAMES: dict[str, tuple[str, str | None]] = {
 }
 TRAIN = "train"
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
-_NUMBER = r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf|nan)"
-_ENDING = re.compile(  # a number by itself is a weight; a split may hold slices in brackets
-    rf"(?::([^/:@\[\]][^:@\[\]]*))??(?:\[((?:[^\[\]]|\[[^\[\]]*\])+)\])?(?::({_NUMBER})|@([^:@\[\]]+))?", re.IGNORECASE
+_ENDING = re.compile(  # of a name; the configuration is lazy, because a number by itself is a weight
+    r"""(?: :   (?P<config> [^/:@\[\]] [^:@\[\]]* ))??
+        (?: \[  (?P<split> (?: [^\[\]] | \[ [^\[\]]* \] )+ ) \] )?  # it may hold slices in brackets
+        (?: :   (?P<weight> [-+]? (?: (?: [0-9]+ \.? [0-9]* | \. [0-9]+ ) (?: e [-+]? [0-9]+ )? | inf | nan ) )
+          | @   (?P<rows> [^:@\[\]]+ ) )?""",
+    re.IGNORECASE | re.VERBOSE,
 )
 _STRAY = re.compile(  # files beside the data, hidden ones, and all in hidden folders
     r"(^|/)(\.|__MACOSX/|(dataset_infos?|dataset_dict|state|package|croissant)\.json$"
