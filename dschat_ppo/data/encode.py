@@ -87,14 +87,24 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
 
 
 def _after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
-    """The ids of an answer after `before`, the end of its prompt: some tokenizers put a space before every text. If a
+    """The ids of an answer after `before`, the end of its prompt, if the tokenizer puts a space before every text. If a
     token would span the two, it is encoded after another text, or alone."""
-    for start in (before, "\n", ":") if before else ():
+    for start in (before, "\n", ":") if before and _puts_a_space_before(tokenizer, len(tokenizer)) else ():
         first = _encode(tokenizer, start)[0]
         whole = _encode(tokenizer, start + answer)[0]
         if whole[: len(first)] == first:
             return whole[len(first) :]
     return _encode(tokenizer, answer)[0]
+
+
+@lru_cache(maxsize=16)
+def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
+    """Whether the tokenizer puts a space before every text, as those of Llama 2 do. `size`: of its vocabulary."""
+    try:
+        anchor, text, both = (_encode(tokenizer, part)[0] for part in ("\n", "x", "\nx"))
+    except UserError:  # a vocabulary without these characters and without an unknown token
+        return False
+    return both[: len(anchor)] == anchor and both[len(anchor) :] != text
 
 
 @lru_cache(maxsize=8)  # prompts and answers of several pairs, openings of answers
@@ -109,15 +119,19 @@ def _encode(
             "once; split it"
         )
     with reading("the tokenizer rejects this text"):
-        found = tokenizer(
-            text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False,
-            verbose=False,
-        )  # fmt: skip
-    ids: list[int] = found["input_ids"]
-    if spans and not found.encodings:  # a slow tokenizer: how many first tokens are those of the text's start?
-        ends = [len(commonprefix([_encode(tokenizer, text[:end])[0], ids])) for span in spans for end in span]
-        return ids, list(zip(ends[::2], ends[1::2], strict=True))
-    return ids, token_spans(found.encodings[0].offsets, spans) if spans else []
+        if tokenizer.is_fast:  # calls of `tokenizer` take as long as the encoding of a short text
+            backend = tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            if not spans:
+                [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # without offsets
+                return found.ids, []
+            found = backend.encode(text, add_special_tokens=add_special_tokens)
+            return found.ids, token_spans(found.offsets, spans)
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    # how many first tokens are those of the text's start?
+    ends = [len(commonprefix([_encode(tokenizer, text[:end])[0], ids])) for span in spans for end in span]
+    return ids, list(zip(ends[::2], ends[1::2], strict=True))
 
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:

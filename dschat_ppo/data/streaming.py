@@ -263,7 +263,7 @@ class StreamedRows:
             )
         made = _Made(partial(self._make, self._next, self._positions[self._next]))
         self._worker = iter(DataLoader(
-            made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=_unchanged,
+            made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=lambda found: found,
             worker_init_fn=_begin_worker, multiprocessing_context="fork", generator=torch.Generator(),
         ))  # fmt: skip
         for worker in self._worker._workers:  # type: ignore[attr-defined]
@@ -298,10 +298,6 @@ class StreamedRows:
             for told in found.problems:
                 logger().warning(f"data: skipped: {told}")
         return found.rows
-
-
-def _unchanged(found: Any) -> Any:
-    return found
 
 
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
