@@ -110,6 +110,21 @@ def run_steps(cases: dict[str, tuple[str, list[object]]], folder: Path, ranks: i
     return json.loads((folder / "found.json").read_text())
 
 
+def run_resumes(cases: dict, folder: Path, ranks: int = 2) -> dict:
+    """Each case, name -> [step, words, places at which to stop, whether to resume to the end], all in one launch; name
+    -> what each start gave. See `workers/resumes.py`."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found = folder / f"found_{ranks}.json"
+    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
+    return json.loads(found.read_text())
+
+
+def numbers_of(folder: Path) -> list[dict]:
+    """The lines of a run's `metrics.jsonl` without what measures the machine."""
+    measured = ("time", "time/", "memory/")
+    return [{name: line[name] for name in line if not name.startswith(measured)} for line in metrics_of(folder)]
+
+
 def metrics_of(folder: Path) -> list[dict]:
     """The lines of a run's `metrics.jsonl`."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

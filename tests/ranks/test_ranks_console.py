@@ -1,4 +1,4 @@
-"""What the ranks of a real step print: lines of this project, once; with --verbose also those of the libraries."""
+"""What the ranks of a real step print: lines of this project, once."""
 
 import re
 
@@ -13,21 +13,17 @@ SCRIPT = ROOT / "training_scripts/ranks.sh"
 
 @pytest.fixture(scope="module")
 def printed(assets, tmp_path_factory):
-    """Case -> the lines of a run of step 1 on two ranks by `launch` of `ranks.sh`."""
-    found = {}
-    for case in ("quiet", "verbose"):
-        folder = tmp_path_factory.mktemp("console") / case
-        words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
-        words += f" --output_dir {folder} --zero_stage 3 --per_device_train_batch_size 2 --max_steps 4"
-        words += " --logging_steps 2" + (" --verbose" if case == "verbose" else "")
-        command = f'source {SCRIPT}; RANKS=2; launch "$top/training/step1_sft/main.py" {words}'
-        result = succeed(run(["bash", "-euo", "pipefail", "-c", command]))
-        found[case] = ((result.stdout + result.stderr).splitlines(), folder)
-    return found
+    """(the lines of a run of step 1 on two ranks by `launch` of `ranks.sh`, its folder)."""
+    folder = tmp_path_factory.mktemp("console") / "out"
+    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
+    words += f" --output_dir {folder} --zero_stage 3 --per_device_train_batch_size 2 --max_steps 4 --logging_steps 2"
+    command = f'source {SCRIPT}; RANKS=2; launch "$top/training/step1_sft/main.py" {words}'
+    result = succeed(run(["bash", "-euo", "pipefail", "-c", command]))
+    return (result.stdout + result.stderr).splitlines(), folder
 
 
 def test_only_lines_of_this_project_are_printed_and_once(printed):
-    lines, folder = printed["quiet"]
+    lines, folder = printed
     strange = [line for line in lines if LIBRARY_LINE.search(line)]
     launcher = [line for line in strange if "Setting accelerator to CPU" in line]  # a warning, before a rank exists
     assert strange == launcher and len(launcher) <= 1
@@ -37,7 +33,7 @@ def test_only_lines_of_this_project_are_printed_and_once(printed):
 
 
 def test_the_start_and_the_end_have_their_numbers(printed):
-    lines, folder = printed["quiet"]
+    lines, folder = printed
     [model] = [line for line in lines if line.startswith("  model ")]
     assert re.search(r"llama, [\d.]+ [KM] parameters, 100 % trained, from .*/lm$", model)
     assert any(re.search(r"^  devices +2 \w+ ranks, fp32$", line) for line in lines)
@@ -46,18 +42,9 @@ def test_the_start_and_the_end_have_their_numbers(printed):
 
 
 def test_step_lines_come_at_both_ends_and_every_logging_steps(printed):
-    lines, folder = printed["quiet"]
+    lines, folder = printed
     shown = [line for line in lines if re.match(r"step \d+/4 ", line)]
     assert [line.split()[1] for line in shown] == ["1/4", "2/4", "4/4"]
     metrics = metrics_of(folder)
     assert f"loss {metrics[-1]['loss']:7.4f}  lr {metrics[-1]['lr']:8.2e}  " in shown[-1]
     assert re.search(r"[\d,]+ tokens/s$", shown[-1]) and re.search(r"tokens/s  \d+:\d\d left$", shown[0])
-
-
-def test_verbose_brings_the_lines_of_the_libraries_back(printed):
-    lines, folder = printed["verbose"]
-    text = "\n".join(lines)
-    assert "[INFO] [launch.py" in text, "the launcher"
-    assert len([line for line in lines if LIBRARY_LINE.search(line)]) > 5
-    quiet, _ = printed["quiet"]
-    assert len(lines) > len(quiet) + 5

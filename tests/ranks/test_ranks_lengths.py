@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from launch import metrics_of, run_steps
+from launch import metrics_of, numbers_of, run_steps
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-NOT_COMPARED = ("time", "time/", "memory/")
 FIT = (
     "--data_split 1,0,0 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --zero_stage 2 --dtype bf16 --save_minutes "
     "0 --per_device_train_batch_size 4 --eval_fraction 0.2 --keep_final_checkpoint"  # 32 rows: four steps an epoch
@@ -39,11 +38,8 @@ def runs(assets, tmp_path_factory):
 
 
 def compared(folder) -> list[dict]:
-    """Metrics of each step, without those of the machine and of evaluations."""
-    return [
-        {name: value for name, value in line.items() if not name.startswith((*NOT_COMPARED, "eval_"))}
-        for line in metrics_of(folder)
-    ]
+    """Numbers of each step without evaluations."""
+    return [{name: line[name] for name in line if not name.startswith("eval_")} for line in numbers_of(folder)]
 
 
 def test_a_finished_run_is_extended_if_its_rate_does_not_depend_on_the_length(runs):

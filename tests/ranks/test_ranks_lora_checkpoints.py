@@ -1,15 +1,12 @@
 """Checkpoints of LoRA runs hold only what trains, and a run resumes from them exactly."""
 
-import json
-
 import pytest
-from launch import ROOT, forked, metrics_of, succeed
+from launch import ROOT, numbers_of, run_resumes
 
 from dschat_ppo.checkpoint.engine_state import common_state
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-NOT_COMPARED = ("time", "time/", "memory/")
 FIT = (
     "--data_split 1,0,0 --max_seq_len 48 --eval_interval 2 --eval_fraction 0.2 --save_minutes 0 --lora_dim 4 "
     "--lora_learning_rate 0.02 --learning_rate 0.02 --num_warmup_steps 1 --save_total_limit 9 "
@@ -45,14 +42,7 @@ def runs(assets, tmp_path_factory):
         for how, stops in (("whole", []), ("cut", ["step_000002"])):
             words = [*given.split(), "--output_dir", f"{folder}/{name}/{how}"]
             cases[f"{name} {how}"] = (step, words, stops, True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    found = folder / "found.json"
-    succeed(forked(2, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
-    return folder, json.loads(found.read_text())
-
-
-def compared(folder) -> list[dict]:
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
+    return folder, run_resumes(cases, folder)
 
 
 @pytest.mark.parametrize("name", ["adapter", "dora", "beside", "shared"])
@@ -61,7 +51,7 @@ def test_a_resumed_run_has_the_metrics_and_models_of_an_uninterrupted_one(runs, 
     stopped, resumed = found[f"{name} cut"]
     assert "saved as" in stopped["ended"] and "resuming from" in resumed["said"]
     whole, cut = folder / name / "whole", folder / name / "cut"
-    assert compared(cut) == compared(whole)
+    assert numbers_of(cut) == numbers_of(whole)
     models = sorted(path.relative_to(whole) for path in whole.rglob("*.safetensors"))
     assert models == sorted(path.relative_to(cut) for path in cut.rglob("*.safetensors"))
     folders = {"adapter": {"best", "hf"}, "dora": {"best", "hf"}, "shared": {"actor", "actor_ema", "critic"}}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from launch import forked, metrics_of, succeed
+from launch import metrics_of, run_resumes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
@@ -71,9 +71,7 @@ def out(assets, base, tmp_path_factory):
         name: (step, [*flags.split(), "--output_dir", f"{folder}/{name}"], stops, end)
         for name, (step, flags, stops, end) in cases.items()
     }
-    (folder / "cases.json").write_text(json.dumps(words))
-    succeed(forked(2, "tests/workers/resumes.py", folder / "cases.json", folder / "found.json", timeout=600))
-    found = json.loads((folder / "found.json").read_text())
+    found = run_resumes(words, folder)
     assert [starts[-1]["ended"] for starts in found.values()] == ["done"] * len(cases)
     return folder
 

@@ -7,26 +7,17 @@ import json
 
 import pytest
 import torch
-from launch import forked, metrics_of, succeed
+from launch import numbers_of, run_resumes
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-NOT_COMPARED = ("time", "time/", "memory/")
 RUN = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 5 --dtype fp32 --ppo_epochs 2 --max_steps 4 "
     "--num_warmup_steps 0 --actor_learning_rate 0.01 --critic_learning_rate 0.01 --min_lr_ratio 0.2 --save_minutes 0 "
     "--ref_sync_interval 2 --ref_sync_mixup 0.5 --keep_final_checkpoint"
 )
 INSIDE = "step_000002_update_0001"  # after the first sync; `step_000002` is saved right after it
-
-
-def launch(cases: dict, folder, ranks: int) -> dict:
-    """Name -> what each start of the case gave."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    found = folder / f"found_{ranks}.json"
-    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
-    return json.loads(found.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +40,14 @@ def runs(assets, tmp_path_factory):
         "fewer": case("fewer", two, [INSIDE], to_the_end=False),
         "fixed": case("fixed", two.replace("--ref_sync_interval 2 --ref_sync_mixup 0.5", ""), []),
     }
-    found = launch(together, folder, ranks=2)
-    found["fewer"] += launch({"fewer": case("fewer", one, [])}, folder, ranks=1)["fewer"]
+    found = run_resumes(together, folder, ranks=2)
+    found["fewer"] += run_resumes({"fewer": case("fewer", one, [])}, folder, ranks=1)["fewer"]
     return folder, found
-
-
-def compared(folder) -> list[dict]:
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
 
 
 def test_the_reference_moves_after_every_second_step_and_the_kl_is_to_the_new_one(runs):
     folder, found = runs
-    moved, fixed = compared(folder / "whole"), compared(folder / "fixed")
+    moved, fixed = numbers_of(folder / "whole"), numbers_of(folder / "fixed")
     assert ["kl/reference_moved" in line for line in moved] == [False, True, False, True] and len(fixed) == 4
     assert all(line["kl/reference_moved"] > 0 for line in moved[1::2])
     for step in (0, 1):
@@ -75,7 +62,7 @@ def test_the_reference_moves_after_every_second_step_and_the_kl_is_to_the_new_on
 def test_a_resumed_run_has_the_reference_of_an_uninterrupted_one(runs):
     folder, found = runs
     assert [start["ended"].startswith("stopped") for start in found["cut"]] == [True, True, False]
-    assert compared(folder / "cut") == compared(folder / "whole")
+    assert numbers_of(folder / "cut") == numbers_of(folder / "whole")
     for role in ("actor", "critic"):
         one, other = (load_file(folder / name / role / "model.safetensors") for name in ("whole", "cut"))
         assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
@@ -84,7 +71,7 @@ def test_a_resumed_run_has_the_reference_of_an_uninterrupted_one(runs):
 def test_a_run_resumed_on_fewer_ranks_and_another_stage_has_it_within_rounding(runs):
     folder, found = runs
     assert found["fewer"][-1]["ended"] == "done" and "resharded" in found["fewer"][-1]["said"]
-    for expected, line in zip(compared(folder / "whole"), compared(folder / "fewer"), strict=True):
+    for expected, line in zip(numbers_of(folder / "whole"), numbers_of(folder / "fewer"), strict=True):
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 

@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from launch import forked, metrics_of, succeed
+from launch import metrics_of, numbers_of, run_resumes
 from safetensors.torch import load_file
 
 from dschat_ppo.checkpoint.store import CheckpointFolder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-NOT_COMPARED = ("time", "time/", "memory/")
 FIT = (
     "--num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --dropout 0.1 --eval_interval 3 --save_minutes 0 "
     "--keep_final_checkpoint"
@@ -59,14 +58,6 @@ def cases_of(assets) -> dict[str, tuple[str, str, list[int]]]:
     }  # fmt: skip
 
 
-def launch(cases: dict, folder, ranks: int) -> dict:
-    """Name -> what each start of the case gave."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    found = folder / f"found_{ranks}.json"
-    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
-    return json.loads(found.read_text())
-
-
 def moved_flags(assets) -> tuple[str, str]:
     """Flags of one PPO run: for two ranks at ZeRO-3, and for one at ZeRO-2."""
     two = cases_of(assets)["ppo"][1].replace("--actor_dropout 0.1", "")
@@ -93,7 +84,7 @@ def runs(assets, tmp_path_factory):
     two, _ = moved_flags(assets)
     cases["moved whole"] = moved_case(folder, "whole", two, [], True)
     cases["moved fewer"] = moved_case(folder, "fewer", two, [INSIDE], False)
-    return folder, launch(cases, folder, ranks=2)
+    return folder, run_resumes(cases, folder, ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +102,7 @@ def later(runs, assets):
         "more": moved_case(folder, "more", one, [INSIDE], False),
         "refused": moved_case(folder, "refused", f"{one} {bound}", ["step_000000_update_0001"], False),
     }
-    alone = launch(alone, folder, ranks=1)
+    alone = run_resumes(alone, folder, ranks=1)
     step, flags, _ = cases_of(assets)["sft"]
     words = [*flags.split(), "--output_dir", f"{folder}/sft/whole"]
     other = [*flags.replace("--num_train_epochs 2", "--num_train_epochs 3").split(), "--learning_rate", "0.02"]
@@ -122,15 +113,10 @@ def later(runs, assets):
         "again": (step, words, [], True),
         "other": (step, other, [], True),
     }
-    together = launch(together, folder, ranks=2)
+    together = run_resumes(together, folder, ranks=2)
     first = {"fewer": before["moved fewer"], **{name: alone[name] for name in ("more", "refused")}}
     last = {"fewer": alone["fewer"], **together}
     return folder, {name: first.get(name, []) + last[name] for name in last}
-
-
-def compared(folder) -> list[dict]:
-    """Metrics of each step without those that measure the machine."""
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
 
 
 def place_of(start: dict) -> str:
@@ -144,7 +130,7 @@ def test_metrics_and_models_match_an_uninterrupted_run(runs, name):
     starts = found[f"{name} cut"]
     assert [start["ended"].startswith("stopped as asked") for start in starts] == [True] * (len(starts) - 1) + [False]
     assert all("resuming from" in start["said"] for start in starts[1:])
-    whole, cut = (compared(folder / name / how) for how in ("whole", "cut"))
+    whole, cut = (numbers_of(folder / name / how) for how in ("whole", "cut"))
     assert whole == cut
     steps = [line["step"] for line in whole]
     assert steps == sorted(set(steps)) and len(steps) > 3
@@ -210,7 +196,7 @@ def test_resuming_on_other_ranks_and_another_stage_matches_within_rounding(later
     folder, found = later
     assert found[name][-1]["ended"] == "done" and "resharded" in found[name][-1]["said"]
     assert f"checkpoints/{INSIDE}: 1 steps are done" in found[name][-1]["said"]
-    for expected, line in zip(compared(folder / "moved/whole"), compared(folder / "moved" / name), strict=True):
+    for expected, line in zip(numbers_of(folder / "moved/whole"), numbers_of(folder / "moved" / name), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
     averages = [load_file(folder / "moved" / run / "actor_ema/model.safetensors") for run in ("whole", name)]
     assert all(torch.allclose(averages[0][key], averages[1][key], atol=1e-4) for key in averages[0])
@@ -220,5 +206,5 @@ def test_a_new_rank_agrees_on_the_metrics_of_a_step_whose_updates_are_over(later
     folder, found = later
     start, end = found["refused"]
     assert place_of(start) == "step_000000_update_0001" and end["ended"] == "done"
-    first, *_ = compared(folder / "moved/refused")[1:]
+    first, *_ = numbers_of(folder / "moved/refused")[1:]
     assert first["policy/updates_done_share"] == 0.25 and first["optim/grad_norm/actor"] > 0

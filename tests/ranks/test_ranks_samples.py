@@ -42,7 +42,6 @@ def runs(assets, tmp_path_factory):
     (assets / "vowels.py").write_text("def vowels(response):\n    return sum(response.count(v) for v in 'aeiou')\n")
     check = "--validate_only"
     sft = f"--model_name_or_path {assets / 'lm'} --data_path {assets / 'sft.jsonl'} --data_split 1,0,0 {FIT}"
-    pairs = f"--model_name_or_path {assets / 'reward'} --data_path {assets / 'pairs.jsonl'} --data_split 0,1,0 {FIT}"
     cases = {
         "whole": words_of(assets, TWO, folder / "whole"),
         "checked": words_of(assets, f"{TWO} {check}", folder / "checked"),
@@ -50,8 +49,6 @@ def runs(assets, tmp_path_factory):
         "lora checked": words_of(assets, f"{TWO} {LORA} {check}", folder / "lora"),
         "sft checked": ("sft", [*sft.split(), check, "--output_dir", str(folder / "sft")]),
         "sft": ("sft", [*sft.split(), "--output_dir", str(folder / "sft")]),
-        "reward": ("reward", [*pairs.split(), "--output_dir", str(folder / "reward")]),
-        "reward checked": ("reward", [*pairs.split(), check, "--output_dir", str(folder / "reward")]),
         "no rows": ("sft", [*sft.split(), check, "--eval_fraction", "0", "--output_dir", str(folder / "none")]),
     }
     found = run_steps(cases, folder)
@@ -131,8 +128,7 @@ def evaluated(folder) -> dict:
     return line
 
 
-@pytest.mark.parametrize(("checked", "trained"), [("checked", "whole"), ("lora", "lora"), ("sft", "sft"),
-    ("reward", "reward")])  # fmt: skip
+@pytest.mark.parametrize(("checked", "trained"), [("checked", "whole"), ("lora", "lora"), ("sft", "sft")])  # fmt: skip
 def test_a_validation_gives_the_metrics_that_training_logs_before_its_first_step(runs, checked, trained):
     found, first = evaluated(runs / checked / "validation"), metrics_of(runs / trained)[0]
     assert found == {name: first[name] for name in found} and first["step"] == 0

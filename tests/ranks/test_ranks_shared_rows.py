@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from launch import forked, metrics_of, succeed
+from launch import numbers_of, run_resumes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-NOT_COMPARED = ("time", "time/", "memory/")
 INSIDE = "step_000001_update_0002"  # a place inside a PPO step
 PPO = (
     "--data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 --generation_batches 2 --ppo_epochs 2 "
@@ -52,22 +51,13 @@ def runs(assets, tmp_path_factory):
         },
     }
     for ranks, cases in launches.items():
-        (folder / "cases.json").write_text(json.dumps(cases))
-        words = (folder / "cases.json", folder / f"found_{ranks}.json")
-        succeed(forked(ranks, "tests/workers/resumes.py", *words, timeout=900))
+        run_resumes(cases, folder, ranks)
     return folder
-
-
-def numbers(folder) -> list[dict]:
-    return [
-        {name: value for name, value in line.items() if not name.startswith(NOT_COMPARED)}
-        for line in metrics_of(folder)
-    ]
 
 
 @pytest.mark.parametrize("name", ["shared", "cut", "moved"])
 def test_ppo_has_the_numbers_of_one_rank(runs, name):
-    expected, found = numbers(runs / "alone"), numbers(runs / name)
+    expected, found = numbers_of(runs / "alone"), numbers_of(runs / name)
     assert len(expected) == 3
     assert expected[1]["value/loss"] != expected[2]["value/loss"]
     for line, other in zip(found, expected, strict=True):
@@ -77,7 +67,7 @@ def test_ppo_has_the_numbers_of_one_rank(runs, name):
 
 
 def test_packed_sft_has_the_numbers_of_one_rank(runs):
-    expected, found = numbers(runs / "sft_alone"), numbers(runs / "sft_shared")
+    expected, found = numbers_of(runs / "sft_alone"), numbers_of(runs / "sft_shared")
     assert len(expected) > 4
     for line, other in zip(found, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from launch import forked, metrics_of, succeed
+from launch import forked, metrics_of, numbers_of, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-NOT_COMPARED = ("time", "time/", "memory/")
 STREAM = "--streaming --streaming_rows 34 --apply_chat_template False --save_minutes 0"
 FIT = f"{STREAM} --num_train_epochs 2 --max_seq_len 48 --learning_rate 0.01 --save_steps 3 --zero_stage 2 --dtype fp32"
 PPO = (
@@ -59,15 +58,10 @@ def runs(assets, tmp_path_factory):
     return folder, done, said
 
 
-def compared(folder) -> list[dict]:
-    """Metrics of each step without those that measure the machine."""
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics_of(folder)]
-
-
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
 def test_two_ranks_train_like_one(runs, name):
     folder, _, _ = runs
-    one, two = compared(folder / "one" / name), compared(folder / "two" / name)
+    one, two = numbers_of(folder / "one" / name), numbers_of(folder / "two" / name)
     assert len(one) == len(two) >= 8
     for first, second in zip(one, two, strict=True):
         assert second == pytest.approx(first, rel=1e-3, abs=1e-5)
@@ -76,6 +70,6 @@ def test_two_ranks_train_like_one(runs, name):
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(runs, name):
     folder, done, said = runs
-    assert compared(folder / "cut" / name) == compared(folder / "two" / name)
-    assert 0 < done[name] < len(compared(folder / "two" / name))
+    assert numbers_of(folder / "cut" / name) == numbers_of(folder / "two" / name)
+    assert 0 < done[name] < len(numbers_of(folder / "two" / name))
     assert "resuming from" in said[name] and "no position" not in said[name]
