@@ -11,8 +11,6 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import datasets
 import numpy as np
@@ -22,24 +20,20 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.data.cache import cached_dataset, token_key
-from dschat_ppo.data.encode import encode_example
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use, limit_flag
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
-from dschat_ppo.data.parts import BadRow
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows, load_splits, parsed, rows_of_splits
-from dschat_ppo.data.sources import DataSource, is_hub_name, parse_sources
+from dschat_ppo.data.rows import Rows, load_splits, rows_of_splits
+from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, start
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, mapped, refuse_bad, tokenise_rows
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, tokenise_rows
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
+from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _SHOWN = 5  # bad rows in the log
-EVAL_FLAG, PTX_FLAG = "--eval_data_path", "--unsupervised_dataset_name"
+EVAL_FLAG = "--eval_data_path"
 _HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
 
 
@@ -260,51 +254,3 @@ def joined(parts: list[Part]) -> tuple[Dataset, tuple[str, ...]]:
     order = np.concatenate(orders)
     rows = datasets.concatenate_datasets(tables)
     return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
-
-
-# Plain text for the PTX loss: concatenated and cut into blocks (Ouyang et al. 2022, section 3.5)
-
-
-def text_blocks(
-    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
-) -> Dataset:
-    """Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
-    are shorter): the first token as `prompt_ids`, the others as the only answer."""
-
-    def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
-        raise_if_stop_requested(DOING)  # tokenising may take hours
-        ids: list[int] = []
-        for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
-            row = parsed(text, ["text"])
-            if isinstance(row, BadRow) and flags.bad_rows == "skip":
-                continue
-            try:
-                if isinstance(row, BadRow):
-                    raise UserError(f"it {row}; --bad_rows skip leaves such rows out")
-                value = row["text"] or ""
-                if not isinstance(value, str):
-                    raise UserError(f"'text' holds {str(value)[:40]}; it needs a text column 'text'")
-                ids += encode_example(tokenizer, Example("", [value])).answers[0]
-            except UserError as problem:
-                raise UserError(f"{PTX_FLAG}: {shown_path(origin)}: {problem}") from None
-            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
-        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
-        blocks = [block for block in blocks if len(block) > 1]
-        prompts, answers = [block[:1] for block in blocks], [[block[1:]] for block in blocks]
-        return {"prompt_ids": prompts, "answers": answers, "margin": [0.0] * len(blocks)}
-
-    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        (source,) = parse_sources([spec], PTX_FLAG)
-        if is_hub_name(source.location):
-            source = replace(source, config=source.config or config_name)
-        rows, _ = load_splits(source, flags.data_output_path)
-        if "text" not in rows.columns:
-            columns = ", ".join(rows.columns)
-            raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
-        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
-        make = partial(mapped, rows.table, blocks_of, None, key, flags=flags)
-        blocks = cached_dataset(flags.data_output_path, key, make)
-    if not len(blocks):
-        raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
-    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
-    return blocks

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.paths import shown_path
@@ -27,14 +27,13 @@ from dschat_ppo.data.parts import BadRow, Row
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, parsed
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
+from dschat_ppo.runtime.dataset_workers import mapped
 from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 DOING = "prepared the data"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
-_BATCH_ROWS = 512  # enough for the tokenizer's batches; rows of 10k tokens then take some 100 MB in a worker
 
 
 class Fitted(IntEnum):
@@ -282,7 +281,7 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
     """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
     read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
     no row serves this step, `StopRequested` if the run receives a stop request."""
-    numbers = np.sort(numbers)
+    numbers, flags = np.sort(numbers), settings.flags
     used = hashlib.sha256(numbers.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
     columns = token_features(settings.use)
@@ -296,7 +295,9 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
         return pyarrow.Table.from_pylist(rows, features.arrow_schema)
 
     def make(folder: Path) -> Dataset:
-        rows = mapped(raw.table.select(numbers), rows_of, features, key, folder, settings.flags)
+        rows = mapped(
+            raw.table.select(numbers), rows_of, features, key, folder, settings.flags.preprocessing_num_workers, DOING
+        )
         if len(rows) == 0:
             is_bad = settings.form.name == "kto" and settings.use == "sft"
             why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
@@ -305,30 +306,12 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
             )
         return rows
 
-    rows = cached_dataset(settings.flags.data_output_path, key, make)
+    rows = cached_dataset(flags.data_output_path, key, make)
     number, fitted, tokens = (  # without a Python object for each row
         np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
         for name in ("number", "fitted", "tokens")
     )
     return TokenTable(rows.select_columns(list(columns)), number, fitted, tokens, rows.data.column("problem"))
-
-
-def mapped(
-    table: Dataset, function: Callable[..., Any], features: Features | None, key: str, folder: Path, flags: DataFlags
-) -> Dataset:
-    """`function(batch, indices)` of all rows, in processes; written to `folder`."""
-    workers = max(1, min(len(table), worker_count(flags.preprocessing_num_workers, len(table))))
-    bounds = [len(table) * number // workers for number in range(workers + 1)]
-
-    def part(number: int) -> Dataset:
-        first, end = bounds[number : number + 2]
-        return table.select(range(first, end)).map(
-            lambda batch, indices: function(batch, [first + index for index in indices]), batched=True,
-            batch_size=_BATCH_ROWS, with_indices=True, remove_columns=table.column_names, new_fingerprint=key,
-            cache_file_name=str(folder / f"rows_{number}.arrow"), features=features,
-        )  # fmt: skip
-
-    return concatenate_datasets(in_processes(workers, part, DOING))
 
 
 def _hash(ids: EncodedExample, *content: str) -> int:

@@ -19,7 +19,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.data.templates import with_template_flags
@@ -41,7 +41,7 @@ from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, mode
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
 from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.ppo.collect import check_stop_ids
-from dschat_ppo.ppo.mini_dataset import TextBatches
+from dschat_ppo.ppo.mini_dataset import TextBatches, text_blocks
 from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
+from dschat_ppo.common.dist import main_rank_of_node_first
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
+from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.encode import encode_example
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.parts import BadRow
+from dschat_ppo.data.rows import ORIGIN, ROW, load_splits, parsed
+from dschat_ppo.data.sources import is_hub_name, parse_sources
+from dschat_ppo.data.tokenise import DOING
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
 from dschat_ppo.models.shared_prompts import RowPrompts
+from dschat_ppo.runtime.dataset_workers import mapped
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.types import (
     Experience,
     RewardedRollout,
@@ -27,6 +43,8 @@ from dschat_ppo.types import (
     tensors_of,
     to_device,
 )
+
+PTX_FLAG = "--unsupervised_dataset_name"
 
 Rewarded = TypeVar("Rewarded", RewardedRollout, Experience)
 
@@ -139,3 +157,50 @@ class TextBatches:
         batches = [to_device(collate_sft(self.rows, part, self._pad_id, True), self._device) for part in parts]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once
+
+
+def text_blocks(
+    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
+) -> Dataset:
+    """Plain text for the PTX loss, concatenated and cut into blocks (Ouyang et al. 2022, section 3.5).
+
+    Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
+    are shorter): the first token as `prompt_ids`, the others as the only answer."""
+
+    def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+        raise_if_stop_requested(DOING)  # tokenising may take hours
+        ids: list[int] = []
+        for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
+            row = parsed(text, ["text"])
+            if isinstance(row, BadRow) and flags.bad_rows == "skip":
+                continue
+            try:
+                if isinstance(row, BadRow):
+                    raise UserError(f"it {row}; --bad_rows skip leaves such rows out")
+                value = row["text"] or ""
+                if not isinstance(value, str):
+                    raise UserError(f"'text' holds {str(value)[:40]}; it needs a text column 'text'")
+                ids += encode_example(tokenizer, Example("", [value])).answers[0]
+            except UserError as problem:
+                raise UserError(f"{PTX_FLAG}: {shown_path(origin)}: {problem}") from None
+            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
+        blocks = [block for block in blocks if len(block) > 1]
+        prompts, answers = [block[:1] for block in blocks], [[block[1:]] for block in blocks]
+        return {"prompt_ids": prompts, "answers": answers, "margin": [0.0] * len(blocks)}
+
+    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
+        (source,) = parse_sources([spec], PTX_FLAG)
+        if is_hub_name(source.location):
+            source = replace(source, config=source.config or config_name)
+        rows, _ = load_splits(source, flags.data_output_path)
+        if "text" not in rows.columns:
+            columns = ", ".join(rows.columns)
+            raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
+        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
+        make = partial(mapped, rows.table, blocks_of, None, key, chosen=flags.preprocessing_num_workers, doing=DOING)
+        blocks = cached_dataset(flags.data_output_path, key, make)
+    if not len(blocks):
+        raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
+    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    return blocks

@@ -5,8 +5,8 @@ from conftest import tiny_config  # noqa: F401  (sets the environment before tra
 from test_prepare import TOKENIZER, flags_for, write_jsonl
 
 from dschat_ppo.data import encode
-from dschat_ppo.data.prepare import text_blocks
 from dschat_ppo.errors import UserError
+from dschat_ppo.ppo.mini_dataset import text_blocks
 
 
 def read_blocks(tmp_path, rows: list, length: int):
