@@ -14,7 +14,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.examples import THOUGHTS, Example, Row, Use, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
-from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, NAME_COLUMNS, SYSTEM_COLUMNS, Form, rows_made
+from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, NAME_THEM, SYSTEM_COLUMNS, Form, rows_made
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -98,8 +98,7 @@ def detect_form(
     form = replace(
         chosen.form, **applying, rendering=rendering, system=system, tools=tools, truth=truth, truth_pattern=pattern,
         watched=tuple(sorted(watched)), names=names, warning=warning,
-        about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
-        description="; ".join(parts),
+        about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}", description="; ".join(parts),
     )  # fmt: skip
     try:
         for row in rows:
@@ -122,13 +121,10 @@ def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, 
     if not made:
         raise UserError(f"--data_format {function}: makes no row of the first {len(rows)}, by which the form is found")
     columns = list(dict.fromkeys(column for row in made for column in row))
-    known = replace(flags, data_format="auto")
-    form = detect_form(f"{name} through {function}", columns, made, has_template, known, is_only)
+    flags = replace(flags, data_format="auto")
+    form = detect_form(f"{name} through {function}", columns, made, has_template, flags, is_only)
     sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
     return replace(form, function=function, file_sha=sha, description=f"{function} makes {form.description}")
-
-
-# Columns
 
 
 def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
@@ -155,9 +151,6 @@ def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str,
     return {role: column for role, column in found.items() if role in served or role not in all_needed}
 
 
-# The choice among forms
-
-
 def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> Candidate:
     """The form of a data set: by a flag or its name, or else the first one of the table that reads the rows. `by_flag`
     are the columns of content that flags name: a form of text or messages may have them in any place, another one if
@@ -174,7 +167,7 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
         names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
-        raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_COLUMNS}{hint}")
+        raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_THEM}{hint}")
     fits = [one for one in found if one.fits]
     # whose reader says what is wrong with each row
     closest = max(reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat"))

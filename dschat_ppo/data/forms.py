@@ -47,9 +47,7 @@ CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
 _NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
-NAME_COLUMNS = (
-    "name them with --prompt_column, --response_column, --chosen_column, --rejected_column or --messages_column"
-)
+NAME_THEM = "name them with --prompt_column, --response_column, --chosen_column, --rejected_column, --messages_column"
 _NEEDED = {
     "sft": "a prompt and an answer",
     "preference": "a prompt and two answers",
@@ -112,7 +110,7 @@ class Form:
         """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
         if use not in self.uses:
             labelled = self.kind.labelled and use == "preference"
-            way = "answers with labels are for --objective kto" if labelled else NAME_COLUMNS
+            way = "answers with labels are for --objective kto" if labelled else NAME_THEM
             raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
     def read(self, row: Row, use: Use, where: str) -> list[Example]:

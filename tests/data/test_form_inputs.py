@@ -308,9 +308,10 @@ def test_lists_that_are_stored_as_json_text_are_read():
     assert [list(one.answers) for one in read([steps], "steps")] == [["a", "b"]]
 
 
-def test_the_place_of_the_better_answer_may_be_a_float():
-    rows = [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": place} for place in (0.0, 1.0, 1)]
-    assert [one.answers[0] for one in read(rows, "preference")] == ["Here.", "No.", "No."]
+def test_the_better_answer_is_named_by_its_place_the_end_of_its_column_or_the_column():
+    places = (0.0, 1.0, 1, "a", "B", "Answer_b")
+    rows = [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": place} for place in places]
+    assert [one.answers[0] for one in read(rows, "preference")] == ["Here.", "No.", "No.", "Here.", "No.", "No."]
 
 
 def test_a_message_of_the_developer_is_a_system_message():

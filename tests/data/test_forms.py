@@ -71,6 +71,8 @@ def test_messages_may_lie_in_another_column():
 def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
     rows = [{"text": "Once upon"}]
     assert read(rows, "prompt", prompt_column="text") == [Example("Once upon", [])]
+    with pytest.raises(UserError, match="'text' holds content, .* that the form prompt_response does not use"):
+        form_of([{"ask": "Why?", "text": "So."}], prompt_column="ask")
     with pytest.raises(UserError, match="this step needs a prompt"):
         read(rows, "prompt")
 
