@@ -28,7 +28,7 @@ CASES = {
         "--data_path {b}/null.jsonl --data_split 1,0,0",
         ["null.jsonl", "row", "'response' is null"],
     ),
-    "line that is not JSON": ("sft", "--data_path {b}/broken.jsonl", ["broken.jsonl", "row 2"]),
+    "line that is not JSON": ("sft", "--data_path {b}/broken.jsonl --data_split 1,0,0", ["broken.jsonl", "row 2"]),
     "share of nothing": ("sft", "--data_path {a}/sft.jsonl --data_split 0,1,1", ["--data_split 0,1,1"]),
     "split of two": ("sft", "--data_path {a}/sft.jsonl --data_split 1,1", ["--data_split", "1,1"]),
     "model that does not exist": ("sft", "--model_name_or_path {b}/no_model", ["--model_name_or_path", "no_model"]),
