@@ -109,7 +109,7 @@ def prepare(
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if stream is not None else len(raw)
             share = (0, 0 if is_eval else count)
-            if source.flag == "--data_path":
+            if source.flag == "--data_path" and not is_eval:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[use])
                 if share[0] == share[1]:
                     raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
@@ -123,7 +123,7 @@ def prepare(
                     logger().info(f"data: {name}: {note}")
             else:
                 numbers, held_out = np.arange(share[1]), np.arange(count if is_eval else 0)
-                if source.flag == "--data_path":
+                if source.flag == "--data_path" and not is_eval:
                     order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
                     numbers = order[slice(*share)]
                 if fraction and own is None:
