@@ -7,7 +7,6 @@ exclude the padding.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -271,24 +270,6 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     margin, reference = torch.tensor([r["margin"] for r in records]), _column(records, REF_LOGPROBS, torch.float64)
     flat = None if reference is None else reference.T.flatten()
     return PairBatch(ids, lengths, mask, real, margin, _column(records, "source"), flat)
-
-
-def mismatched_rows(rows: Dataset) -> np.ndarray:
-    """For each row the row whose answer it borrows: one with another prompt, (n,) int64.
-
-    In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
-    many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
-    undesirable ones as often as they occur. If all rows have one prompt, each borrows from the row before; if more than
-    half have it, some of these borrow from each other.
-    """
-    numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
-    for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
-        keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
-        prompts += [numbers.setdefault(key, len(numbers)) for key in keys]
-    order, most = np.argsort(prompts, kind="stable"), max(Counter(prompts).values(), default=0)
-    other = np.empty(len(order), dtype=np.int64)
-    other[order] = np.roll(order, 1 if most == len(order) else most)
-    return other
 
 
 def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq_len: int) -> LabelledBatch:

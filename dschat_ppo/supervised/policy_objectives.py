@@ -11,6 +11,7 @@ not depend on the number of ranks and micro-batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,6 @@ from dschat_ppo.data.batches import (
     PairBatch,
     collate_labelled,
     collate_pairs,
-    mismatched_rows,
     real_rows,
 )
 from dschat_ppo.data.prepare import TokenRows
@@ -156,6 +156,24 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     log_ratios, rows = dist.all_reduce(total).unbind()
     baseline = kto_baseline(log_ratios, rows.clamp_min(1))
     return [replace(batch, baseline=baseline.expand(len(batch.row_mask)).clone()) for batch in batches]
+
+
+def mismatched_rows(rows: Dataset) -> np.ndarray:
+    """For each row the row whose answer it borrows: one with another prompt, (n,) int64.
+
+    In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
+    many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
+    undesirable ones as often as they occur. If all rows have one prompt, each borrows from the row before; if more than
+    half have it, some of these borrow from each other.
+    """
+    numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
+    for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
+        keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
+        prompts += [numbers.setdefault(key, len(numbers)) for key in keys]
+    order, most = np.argsort(prompts, kind="stable"), max(Counter(prompts).values(), default=0)
+    other = np.empty(len(order), dtype=np.int64)
+    other[order] = np.roll(order, 1 if most == len(order) else most)
+    return other
 
 
 def add_kto_references(

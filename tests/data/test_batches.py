@@ -11,9 +11,9 @@ from dschat_ppo.data.batches import (
     collate_prompts,
     collate_sft,
     collate_steps,
-    mismatched_rows,
     right_padded,
 )
+from dschat_ppo.supervised.policy_objectives import mismatched_rows
 
 PAD = 99
 
