@@ -60,7 +60,7 @@ def load(where: str, name: str) -> Callable[..., Any]:
     """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it were run, or of an
     importable module. Importing it may raise anything; `NoSuchFunctionError` or `TypeError` if the name is no function.
     """
-    module = _module_of(where) if where.endswith(".py") else importlib.import_module(where)
+    module = _module_of(os.path.abspath(where)) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items()
                if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip

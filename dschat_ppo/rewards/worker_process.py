@@ -36,7 +36,11 @@ def main(where: str, name: str, settings: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
+    process = os.getpid()
+
     def reply(kind: str, value: Any) -> None:
+        if os.getpid() != process:  # a fork of the function returned: its reply would shift later ones
+            os._exit(1)
         print(json.dumps({kind: value}), file=replies, flush=True)
 
     file = os.path.abspath(where)  # messages name its line

@@ -130,11 +130,13 @@ def open_store(address: str, port: int) -> TCPStore:
     try:
         return TCPStore(address, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as problem:
-        why = "is in use, perhaps by another run" if "EADDRINUSE" in str(problem) else f"is not at {address}"
-        raise UserError(
-            f"port {port} of this machine {why}: choose another port by deepspeed --master_port N (with srun: export "
-            "MASTER_PORT=N), or give --master_addr an address of the first machine"
-        ) from problem
+        text = f"rank 0 cannot listen at {address}, port {port}: give --master_addr an address of its machine"
+        if "EADDRINUSE" in str(problem):
+            text = (
+                f"port {port} of this machine is in use, perhaps by another run: choose another port by deepspeed "
+                "--master_port N (with srun: export MASTER_PORT=N)"
+            )
+        raise UserError(text) from problem
 
 
 def connect(address: str, port: int) -> TCPStore:

@@ -218,15 +218,22 @@ def test_prints_do_not_change_the_scores(capfd):
     assert capfd.readouterr().err.splitlines().count("a child prints too") == 2
 
 
-def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path):
+def test_a_fork_of_the_function_does_not_reply():
+    """Each later response would get the score of the one before."""
+    assert ask("forks", of_responses("", "a"), workers=1) == ([0, 1], 0)
+
+
+def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path, monkeypatch):
     """No line of the library that raises or of the worker process; a shipped rule has none."""
     (tmp_path / "mine.py").write_text(
         "import asyncio, json\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
         "async def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\n"
         "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n"
     )
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
     mine, missing = f"{tmp_path}/mine.py", "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    for name, ending in ((f"{mine}:waits", f" ({mine}:5)"), (f"{mine}:judge", f" ({mine}:15)"),
+    for name, ending in (("../mine.py:waits", f" ({mine}:5)"), (f"{mine}:judge", f" ({mine}:15)"),
                          ("numeric_match", missing)):  # fmt: skip
         reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
         reward(of_responses("{"), None)

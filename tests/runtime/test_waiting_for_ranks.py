@@ -59,7 +59,7 @@ def test_rank_0_opens_the_store_or_says_why_it_cannot(monkeypatch):
         pytest.raises(UserError, match=r"^port \d+ .* in use.*--master_port"),
     ):
         open_store("127.0.0.1", program.getsockname()[1])
-    with pytest.raises(UserError, match=r"^port \d+ of this machine is not at 192.0.2.1: .*--master_addr"):
+    with pytest.raises(UserError, match=r"^rank 0 cannot listen at 192.0.2.1, port \d+: .*--master_addr"):
         open_store("192.0.2.1", _free_port())  # an address for examples, which nobody has
 
 
