@@ -218,6 +218,10 @@ def test_prints_do_not_change_the_scores(capfd):
     assert capfd.readouterr().err.splitlines().count("a child prints too") == 2
 
 
+def test_large_rows_go_through_the_pipe():
+    assert ask("lengths", of_responses("a" * 3_000_000, "b"), workers=1)[0] == [3_000_000, 1]
+
+
 def test_a_fork_of_the_function_does_not_reply():
     """Each later response would get the score of the one before."""
     assert ask("forks", of_responses("", "a"), workers=1) == ([0, 1], 0)
