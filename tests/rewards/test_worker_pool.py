@@ -202,12 +202,13 @@ def test_where_a_function_may_be(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "only_here.py").write_text("def half(response):\n    return len(response) / 2\n")
-    (tmp_path / "neighbour.py").write_text("SCORE = 2.5\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/neighbour.py").write_text("SCORE = 2.5\n")
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import SCORE\n"
     text += "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return Row().score\n"
-    (tmp_path / "with_neighbour.py").write_text(text)
+    (tmp_path / "mine/with_neighbour.py").write_text(text)
     for name, scores in (("reward_functions:lengths:0.5", [3, 2, 0, 6, 1]), ("only_here:half", [1.5, 1, 0, 3, 0.5]),
-                         (f"{tmp_path}/with_neighbour.py:f", [2.5] * 5)):  # fmt: skip
+                         ("mine/with_neighbour.py:f", [2.5] * 5)):  # fmt: skip
         reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
         assert reward(REQUEST, None).tolist() == scores
         reward.close()

@@ -90,9 +90,10 @@ def test_messages_show_no_credentials(capsys, tmp_path):
         assert text.count("http://***@host/") >= 3 and "s3cret" not in text
 
 
-@pytest.mark.parametrize(("first_code", "code", "is_reported"), [(0, 1, True), (3, 3, False)])
+@pytest.mark.parametrize("kind", [ZeroDivisionError, UserError])
+@pytest.mark.parametrize(("first_code", "is_reported"), [(0, True), (3, False)])
 def test_a_failure_after_another_rank_is_reported_only_if_that_rank_stopped_in_order(
-    capsys, tmp_path, monkeypatch, first_code, code, is_reported
+    capsys, tmp_path, monkeypatch, kind, first_code, is_reported
 ):
     record = FirstFailureRecord(tmp_path)
     with monkeypatch.context() as patch:
@@ -100,10 +101,8 @@ def test_a_failure_after_another_rank_is_reported_only_if_that_rank_stopped_in_o
         FirstFailureRecord(tmp_path).record(first_code)
     monkeypatch.setattr(launch, "open_failure_record", lambda: record)
 
-    def train(_config):
-        raise ZeroDivisionError("boom")
-
-    assert run_step(lambda argv: argv, train, []) == code
+    own_code = 2 if kind is UserError else 1
+    assert run_step(list, raising(kind("boom")), []) == (own_code if is_reported else first_code)
     assert ("boom" in capsys.readouterr().err) is is_reported
 
 

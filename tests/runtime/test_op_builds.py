@@ -14,6 +14,7 @@ import pytest
 from deepspeed.ops.op_builder.builder import MissingCUDAException, OpBuilder
 from launch import ROOT, environment
 
+from dschat_ppo.common.heartbeat import watchdog_is_paused
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import op_builds, stop_requests
 from dschat_ppo.runtime.op_builds import (
@@ -127,6 +128,7 @@ def guarded(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_what_a_compilation_lacks(guarded, monkeypatch, problem):
     def fail():
+        assert watchdog_is_paused(), "a compilation may take long"
         raise problem
 
     load = guarded(fail)
