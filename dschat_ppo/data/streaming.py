@@ -86,7 +86,6 @@ class StreamSource:
         tokenise: makes of a batch of raw rows the token rows that are kept, counts of what was done for the log (of
             `UNUSABLE` rows too), and the problem of the first bad row, or ""; `UserError` for a row that ends the run.
         bad_rows: the flag.
-        content: identifies the raw rows wherever they are stored.
     """
 
     name: str
@@ -95,7 +94,6 @@ class StreamSource:
     share: tuple[int, int]
     tokenise: Callable[[Batch], Tokens]
     bad_rows: str = "few"
-    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -332,11 +330,9 @@ class StreamedSet:
 
     def source(self, share: tuple[int, int], settings: TokeniseSettings) -> StreamSource:
         """The source of its token rows."""
+        source, bad_rows = self.opened.source, settings.flags.bad_rows
         tokenise = partial(_token_batch, columns=self.columns, settings=settings)
-        flag, content = self.opened.source, "\0".join(part.content for part in self.parts)
-        return StreamSource(
-            flag.name, flag.weight or 1.0, self.parts, share, tokenise, settings.flags.bad_rows, content
-        )
+        return StreamSource(source.name, source.weight or 1.0, self.parts, share, tokenise, bad_rows)
 
 
 def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
@@ -366,9 +362,10 @@ def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -
     if len(sources) > 1:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
-    content = hashlib.sha256("\0".join(source.content for source in sources).encode()).hexdigest()
+    content = "\0".join(part.content for source in sources for part in source.parts)
     features = Features({**token_features(use), "source": Value("int32")})
-    rows = StreamedRows(sources, flags.streaming_rows or 0, features, content)
+    identity = hashlib.sha256(content.encode()).hexdigest()
+    rows = StreamedRows(sources, flags.streaming_rows or 0, features, identity)
     if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
         raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
     return rows
