@@ -190,3 +190,15 @@ def test_means_are_over_the_responses_that_have_the_number(monkeypatch):
     # acc: (1 + 0 + 1 + 0 + 0) / 5, not the mean of the ranks' means (2 / 3 + 0) / 2
     assert number_means(first) == pytest.approx({"f/acc": 0.4, "f/only_here": 2, "g/only_there": 4})
     assert number_means([]) == {"f/acc": 0, "g/only_there": 4}, "a rank without numbers takes part"
+
+
+def test_without_any_weight_a_score_of_weight_0_is_a_score():
+    mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(2)), 0)], default=7.0)
+    assert mixture(REQUEST, ROLLOUT).total.tolist() == [0, 7, 0]
+    assert mixture.count_failed_rows(refuse_all=True) == 1
+
+
+def test_other_numbers_carry_the_name_of_their_source():
+    sources = [(Partial("f", [1, 2, 3], {"acc": [1.0, 0.0, NAN]}), 1), (Partial("f", [1, 2, 3], {"acc": [2.0] * 3}), 1)]
+    numbers = RewardMixture(sources)(REQUEST, ROLLOUT).numbers
+    assert list(numbers) == ["f/acc", "f_2/acc"] and numbers["f/acc"][:2].tolist() == [1, 0]
