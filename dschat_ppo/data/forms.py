@@ -199,8 +199,9 @@ class Form:
         """Refuse a row with content in a column that the form does not use. It is no loss if its lines stand in the
         columns that are used (a conversation beside its prompt and answer), or if it holds all of these but the
         rejected answer (the same as one text)."""
-        held = {name: from_json(value_at(row, name)) for name in self.watched if row.get(name) is not None}
-        held = {name: value for name, value in held.items() if value is not None and _is_content(name, value)}
+        there = [name for name in self.watched if (name in row or "." in name) and has_value(row, name)]
+        held = {name: from_json(value_at(row, name)) for name in there}
+        held = {name: value for name, value in held.items() if _is_content(name, value)}
         filled = {role: path for role, path in self.columns.items() if held and has_value(row, path)}
         used = {role: _lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
         needed = [line for role, lines in used.items() if role != "rejected" for line in lines]
