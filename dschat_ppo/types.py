@@ -261,20 +261,8 @@ class Engine(Model, Protocol):
     def zero_optimization(self) -> bool:
         """Whether the ZeRO stage is 1 or above."""
 
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-
     def zero_optimization_partition_weights(self) -> bool:
         """Whether the ZeRO stage is 3."""
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtype of the weights, and of the accumulated gradients."""
-
-    def save_checkpoint(
-        self, save_dir: str, *, tag: str, save_latest: bool, client_state: dict[str, Any],
-        exclude_frozen_parameters: bool,
-    ) -> Any:  # fmt: skip
-        """Write the states below `save_dir/tag`. Collective."""
-
-    def load_checkpoint(self, load_dir: str, *, tag: str, load_module_strict: bool) -> tuple[str | None, Any]:
-        """Read the states. Collective. Returns the file that was read, or None, and the client state."""
