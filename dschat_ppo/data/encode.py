@@ -121,8 +121,9 @@ def _encode(
     with reading("the tokenizer rejects this text"):
         if tokenizer.is_fast:  # calls of `tokenizer` take as long as the encoding of a short text
             backend = tokenizer.backend_tokenizer
-            backend.no_truncation()
-            backend.no_padding()
+            if backend.truncation is not None or backend.padding is not None:  # other threads must not encode meanwhile
+                backend.no_truncation()
+                backend.no_padding()
             if not spans:
                 [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # without offsets
                 return found.ids, []

@@ -20,7 +20,6 @@ from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
@@ -47,7 +46,7 @@ from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.session.session import Session, begin_run, end_dry_run, naming, open_session
-from dschat_ppo.session.start_and_end import show_plan, warn_of_little_data
+from dschat_ppo.session.start_and_end import log_samples, show_plan, warn_of_little_data
 
 ACTOR = "--actor_model_name_or_path"
 REFERENCE = "--ref_model_name_or_path"

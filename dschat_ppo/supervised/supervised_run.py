@@ -25,7 +25,6 @@ from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
 from dschat_ppo.data.examples import Use
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.sample_text import log_samples, text_between
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
@@ -46,9 +45,11 @@ from dschat_ppo.session.output_folder import remove_checkpoints
 from dschat_ppo.session.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.session.start_and_end import (
     changes_of,
+    log_samples,
     short_count,
     show_end,
     show_models,
+    text_between,
     warn_of_little_data,
     write_validation,
 )

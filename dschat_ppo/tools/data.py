@@ -88,12 +88,12 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     from datasets import Dataset
 
     from dschat_ppo.data.prepare import prepare
-    from dschat_ppo.data.sample_text import log_samples
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_files import settings_only
     from dschat_ppo.models.model_folders import model_folder
     from dschat_ppo.models.tokenizers import load_tokenizer
     from dschat_ppo.rewards.build_rewards import check_routes
+    from dschat_ppo.session.start_and_end import log_samples
 
     folder = os.path.expanduser(words.tokenizer)
     if not Path(folder).is_dir():  # it may lack a model's settings

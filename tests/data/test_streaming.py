@@ -23,7 +23,6 @@ from test_encode import chat_tokenizer
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
-from dschat_ppo.data.sample_text import log_samples
 from dschat_ppo.data.streaming import (
     ALL,
     READ,
@@ -39,6 +38,7 @@ from dschat_ppo.data.streaming import (
 )
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
+from dschat_ppo.session.start_and_end import log_samples
 
 
 @pytest.fixture(autouse=True)
