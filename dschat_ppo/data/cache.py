@@ -1,9 +1,8 @@
 """Cache of prepared data that survives a power loss.
 
-`datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated or
-full of zeros under its final name, and a file truncated between two record batches reads as a shorter table. An entry
-of this cache is therefore written and synced in a temporary folder, and then renamed: a folder with its final name is
-complete.
+`datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated
+(then it reads as a shorter table) or full of zeros. An entry of this cache is therefore written and synced in a
+temporary folder, and then renamed: a folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -104,11 +103,7 @@ def content_key(paths: Sequence[Path]) -> str:
 def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
     """Key of token rows: what identifies the data rows, tokenizer, chat template, settings, and the code that makes
     them."""
-    vocabulary = (
-        tokenizer.backend_tokenizer.to_str()
-        if tokenizer.is_fast
-        else f"{tokenizer!r}{sorted(tokenizer.get_vocab().items())}"
-    )
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     made_by = (_code(), transformers.__version__, tokenizers.__version__)
     special = tokenizer.special_tokens_map
     return _digest(content, vocabulary, tokenizer.chat_template, special, *made_by, *settings)

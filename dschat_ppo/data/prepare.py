@@ -11,6 +11,7 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import datasets
 import numpy as np
@@ -25,6 +26,7 @@ from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
+from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import Rows, load_splits, rows_of_splits
 from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, start
@@ -92,7 +94,8 @@ def prepare(
             if stream is None:
                 raw, own = load_splits(source, cache, whole=is_eval)
                 raw = raw if most_rows is None else raw.select(range(min(most_rows, len(raw))))
-                columns, first = list(raw.columns), raw.first(FIRST_ROWS)
+                good = (row for row in map(raw.__getitem__, range(len(raw))) if not isinstance(row, BadRow))
+                columns, first = list(raw.columns), list(islice(good, FIRST_ROWS))
             else:
                 columns, first, own = stream.columns, stream.first, None
                 if stream.evaluation and fraction is not None:
@@ -146,17 +149,6 @@ def prepare(
         return TokenRows(start(streams, use, limit, flags), eval_rows or None, names, eval_names)
     rows, names = joined(mix(train))
     return TokenRows(rows, eval_rows or None, names, eval_names)
-
-
-def prepare_whole(
-    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
-) -> tuple[Dataset, tuple[str, ...]]:
-    """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
-    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
-    rows = prepare(use, tokenizer, flags, limit, whole_flag=flag)
-    if rows.eval is None:
-        raise UserError(f"{flag}: no row is within {limit_flag(use)} {limit}; raise it, or use --truncation left")
-    return rows.eval, rows.eval_sources
 
 
 def tokenised(

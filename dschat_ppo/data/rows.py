@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
@@ -49,11 +48,6 @@ class Rows:
         """ "FILE, row N" of a row, for messages."""
         return shown_path(self.table[index][ORIGIN])
 
-    def first(self, count: int) -> list[Row]:
-        """The first rows that can be read."""
-        found = (self[number] for number in range(len(self)))
-        return list(islice((row for row in found if not isinstance(row, BadRow)), count))
-
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows with these numbers."""
         return Rows(self.table.select(numbers), self.columns)
@@ -73,13 +67,10 @@ class Splits(NamedTuple):
 
 
 def load_splits(source: DataSource, cache_dir: str | None, whole: bool = False) -> Splits:
-    """Read a data set.
+    """Read a data set. `cache_dir` is the folder of the cache, None that of `datasets`.
 
-    Args:
-        source: a file, a folder or a hub name.
-        cache_dir: folder of the cache; None for that of `datasets`.
-        whole: for evaluation: the split that `source` names or else all are read as those for training; a hub data set
-            with several must name one.
+    With `whole`, for evaluation, the split that `source` names or else all are read as those for training; a hub data
+    set with several must name one.
     """
     found = open_set(source, cache_dir)
     names = list(found.splits)

@@ -277,10 +277,8 @@ class StreamedRows:
                 found = next(self._worker)
             except RuntimeError as problem:
                 self._next = -1
-                raise UserError(
-                    f"the process that reads the stream has ended ({problem}), most often because memory ran out; run "
-                    "the same command again to resume from the newest checkpoint"
-                ) from None
+                way = "most often because memory ran out; run the same command again to resume"
+                raise UserError(f"the process that reads the stream has ended ({problem}), {way}") from None
             heartbeat()
         if isinstance(found, UserError):
             self._next = -1

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import collate_pairs, collate_prompts
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.prepare import prepare_whole
+from dschat_ppo.data.examples import Use, limit_flag
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.loading import (
@@ -161,6 +164,17 @@ def _checked_reward(wanted: Wanted) -> CheckedModel | None:
     check_vocabulary(tokenizer, load_config(folder, REWARD_FLAG), REWARD_FLAG, folder)
     check_sequence_classifier(folder, new_head=False)
     return CheckedModel(name, short_names([Path(name)])[0], REWARD_FLAG, folder, tokenizer)
+
+
+def prepare_whole(
+    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
+) -> tuple[Dataset, tuple[str, ...]]:
+    """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
+    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
+    rows = prepare(use, tokenizer, flags, limit, whole_flag=flag)
+    if rows.eval is None:
+        raise UserError(f"{flag}: no row is within {limit_flag(use)} {limit}; raise it, or use --truncation left")
+    return rows.eval, rows.eval_sources
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:

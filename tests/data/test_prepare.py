@@ -11,9 +11,10 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import forms, tokenise
 from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data.prepare import prepare, prepare_whole
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.runtime import stop_requests
+from dschat_ppo.tools.evaluate_models import prepare_whole
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
