@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, open_set
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, token_features, tokenise_batch
-from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
+from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, restore
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
@@ -192,7 +193,8 @@ class _Made(IterableDataset):
 
 def _begin_worker(_: int) -> None:
     """The worker is not ended by the signals that DeepSpeed's launcher sends to all descendants, since the rank still
-    needs the rows of its last step. It notices within seconds that its rank has ended."""
+    needs the rows of its last step, nor by a stop request before. It notices within seconds that its rank has ended."""
+    restore()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
@@ -260,12 +262,16 @@ class StreamedRows:
                 f"again from row {self._next * CHUNK_ROWS}"
             )
         made = _Made(partial(self._make, self._next, self._positions[self._next]))
+        on_end = signal.getsignal(signal.SIGCHLD)
         self._worker = iter(DataLoader(
             made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=lambda found: found,
             worker_init_fn=_begin_worker, multiprocessing_context="fork", generator=torch.Generator(),
         ))  # fmt: skip
-        for worker in self._worker._workers:  # type: ignore[attr-defined]
-            atexit.register(worker.kill)  # before `multiprocessing` waits for it: it ignores SIGTERM
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler raises wherever the main thread is when a worker has ended, also at the end of the rank
+            signal.signal(signal.SIGCHLD, on_end or signal.SIG_DFL)
+        self._worker._worker_result_queue._writer.close()  # type: ignore[attr-defined]  # the worker's end ends the pipe
+        atexit.register(self._worker._workers[0].kill)  # type: ignore[attr-defined]  # before `multiprocessing` waits for it: it ignores SIGTERM
 
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged."""
@@ -275,10 +281,12 @@ class StreamedRows:
                 raise_if_stop_requested(DOING)
             try:
                 found = next(self._worker)
-            except RuntimeError as problem:
+            except (RuntimeError, EOFError, OSError) as problem:
                 self._next = -1
-                way = "most often because memory ran out; run the same command again to resume"
-                raise UserError(f"the process that reads the stream has ended ({problem}), {way}") from None
+                way = (
+                    f"({in_one_line(problem)}), most often because memory ran out; run the same command again to resume"
+                )
+                raise UserError(f"the process that reads the stream has ended {way}") from None
             heartbeat()
         if isinstance(found, UserError):
             self._next = -1
@@ -375,7 +383,7 @@ def _token_batch(batch: Batch, columns: list[str], settings: TokeniseSettings) -
     found, names = tokenise_batch(raw, batch.origins, settings), list(token_features(settings.use))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     if settings.flags.bad_rows == "error":
-        refuse_bad(settings.source, len(problems), len(raw), "error", problems)
+        refuse_bad(settings.source, len(problems), len(raw), "error", problems[:1])
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter({NOTHING: len(raw) - len({row["number"] for row in found}), UNUSABLE: len(problems)})

@@ -335,9 +335,11 @@ def test_a_bad_row_ends_the_run_where_its_chunk_is_needed():
     assert number_of(rows, 0) == 1
 
 
-def test_the_end_of_the_process_ends_the_run():
+def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
     rows = tried(long_rows)
+    time.sleep(1)  # half a chunk is in the pipe
     os.kill(rows._worker._workers[0].pid, signal.SIGKILL)
+    time.sleep(0.5)
     assert number_of(rows, 5) == 6  # what is there can be used
     with pytest.raises(UserError, match="the process that reads the stream has ended"):
         rows[8]
@@ -373,6 +375,7 @@ def test_no_process_is_left_when_the_rank_ends(tmp_path, end):
     environment = os.environ | {"PYTHONPATH": path}
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
     pid, until = int(result.stdout.split()[-1]), time.monotonic() + 20
+    assert "Traceback" not in result.stderr
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, result.stderr
         time.sleep(0.05)
@@ -391,6 +394,20 @@ def test_a_stop_request_ends_the_wait_for_the_first_chunk_only(monkeypatch):
     rows = tried(slowly)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     assert number_of(rows, 8) == NUMBERS[8]
+
+
+def test_a_process_that_begins_after_a_stop_request_still_reads():
+    def make(batch):
+        stop_requests.raise_if_stop_requested("prepared")  # as `tokenise_batch` does
+        return tokens_of(batch)
+
+    rows = tried(make)
+    stop_requests.set_flag()
+    try:
+        for number in (49, 8):  # the last chunk begins a process for the next epoch
+            assert number_of(rows, number) == NUMBERS[number]
+    finally:
+        stop_requests.restore()
 
 
 def test_waiting_sends_a_heartbeat_for_each_batch(monkeypatch):
