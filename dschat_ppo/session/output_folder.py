@@ -150,7 +150,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     """See `check_earlier_outputs`. Where there is a checkpoint to resume from, `find_checkpoint` decides."""
-    checkpoints = CheckpointFolder(folder).names()
+    store = CheckpointFolder(folder)
+    checkpoints = store.names()
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
     if run.overwrite_output_dir or not outputs:
@@ -160,7 +161,7 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
         raise UserError(f"{refusal}; to resume there give --resume auto, else {ways_out}")
-    if checkpoints and (not is_done or resume != AUTO or config.safety.resume_force):
+    if resume != AUTO or (checkpoints and (not is_done or config.safety.resume_force)):
         return
     saved = read_config(folder)
     if saved is None:
@@ -168,6 +169,8 @@ def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
     if not is_done:
         if outputs != [METRICS]:
             raise UserError(f"{refusal} and no checkpoint to resume from; {ways_out}")
+        if store.newest_intact()[1]:  # its checkpoints were removed by hand, or set aside
+            return
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
             f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting over (its metrics are "

@@ -39,12 +39,15 @@ def earlier(output: Path, *more: str) -> str:
 
 
 def leave(output: Path, what: str, *flags: str) -> None:
-    """Leave these outputs of an earlier run with these flags; `checkpoint` and `config` are not written as texts."""
+    """Leave these outputs of an earlier run with these flags; `config`, `checkpoint` and `aside` (a checkpoint that was
+    set aside) are not written as texts."""
     for name in what.split():
         if name == "config":
             write_config(flatten(config_of(output, *flags)), output)
         elif name == "checkpoint":
             save_checkpoint(output, 4)
+        elif name == "aside":
+            save_checkpoint(output, 4).rename(output / "checkpoints" / "step_000004.set_aside")
         else:
             (output / name).write_text("{}")
 
@@ -58,6 +61,9 @@ EARLIER = [
     (f"{UNFINISHED} checkpoint", ["--seed", "5"], ""),  # `find_checkpoint` decides
     (f"{UNFINISHED} checkpoint", ["--resume", "never"], "refused: .*resume there give --resume auto"),
     (f"{UNFINISHED} checkpoint", ["--resume", "/elsewhere"], "refused: .*holds earlier outputs .metrics.jsonl"),
+    (f"{UNFINISHED} aside", [], ""),
+    (f"{UNFINISHED} aside", ["--resume", "checkpoints/step_000004.set_aside"], ""),
+    (f"{FINISHED} aside", ["--resume", "checkpoints/step_000004.set_aside", *LONGER], ""),
     ("config checkpoint", ["--resume", "never"], r"refused: .*holds earlier outputs \(step_000004\)"),
     ("config checkpoint", OVERWRITE, ""),
     (f"{UNFINISHED} config.json", [], "refused: .*no checkpoint to resume from; name another folder"),
