@@ -108,9 +108,9 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
             logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
             continue
         load_engine(engine, folder / role)
-    own = load_state(folder / rank_file(dist.rank())) if manifest.world_size == dist.world_size() else None
-    saved_ranks = range(manifest.world_size)
-    ranks = RankStates(own, lambda: (load_state(folder / rank_file(rank), mapped=True) for rank in saved_ranks))
+    files = [folder / rank_file(rank) for rank in range(manifest.world_size)]
+    own = load_state(files[dist.rank()], mapped=True) if len(files) == dist.world_size() else None
+    ranks = RankStates(own, lambda: (load_state(file, mapped=True) for file in files))
     trainer.load_state(load_state(folder / SHARED), ranks)
     if own is not None:
         restore_rng_state(own["random"])

@@ -49,7 +49,7 @@ class SavedRun:
     def averages(self) -> Iterator[dict[str, Tensor]]:
         """The parts of the actor's moving average, rank by rank."""
         for rank in range(self.manifest.world_size):
-            yield load_state(self.folder / rank_file(rank)).get("actor_average") or {}
+            yield load_state(self.folder / rank_file(rank), mapped=True).get("actor_average") or {}
 
     def roles(self) -> list[str]:
         """The models that can be exported."""
