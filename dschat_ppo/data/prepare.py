@@ -1,5 +1,4 @@
-"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold rows out, tokenise,
-drop rows, mix.
+"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold out, tokenise, mix.
 
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
 truncated), `margin` (float), `source` (int, the number of its data set in `TokenRows.sources`) and `digest` (a hash of
@@ -29,7 +28,7 @@ from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import Rows, load_splits, rows_of_splits
 from dschat_ppo.data.sources import DataSource, parse_sources
-from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, start
+from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, rows_at_hand, start
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, tokenise_rows
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
@@ -48,6 +47,11 @@ class TokenRows:
     eval: Dataset | None
     sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
+
+    @property
+    def at_hand(self) -> Dataset:
+        """The rows for training, or of a stream those of its first chunk."""
+        return rows_at_hand(self.train)
 
 
 @dataclass(frozen=True)

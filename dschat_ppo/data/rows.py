@@ -28,15 +28,10 @@ _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set. `rows[i]` has all `columns`; those that the file does not give it are None.
+    """Rows of a data set. `rows[i]` has all `columns`; those that the file does not give it are None."""
 
-    Attributes:
-        table: the JSON text `ROW` and the `ORIGIN`, "FILE, row N", of each row.
-        columns: all keys of the rows, in the order in which they appear.
-    """
-
-    table: Dataset
-    columns: tuple[str, ...]
+    table: Dataset  # the JSON text `ROW` and the `ORIGIN`, "FILE, row N", of each row
+    columns: tuple[str, ...]  # all keys of the rows, in the order in which they appear
 
     def __len__(self) -> int:
         return len(self.table)

@@ -20,7 +20,6 @@ from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
@@ -285,9 +284,8 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
     )
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
-    log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
-    known = rows_at_hand(rows.train)
-    check_routes(config.rewards, rows.sources, known["row"], len(known) == len(rows.train))
+    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
+    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
     return rows
 
 

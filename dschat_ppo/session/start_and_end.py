@@ -28,7 +28,6 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
-from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.errors import counted
 from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
@@ -105,12 +104,9 @@ def show_models(
             )
 
 
-def log_samples(
-    tokenizer: PreTrainedTokenizerBase, rows: Dataset | StreamedRows, names: Sequence[str], count: int = 1
-) -> None:
-    """Log the first `count` rows of each data set that are at hand, with what else the step uses of them: margin,
-    labels, in step 3 the columns that rewards receive."""
-    rows = rows_at_hand(rows)
+def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Dataset, names: Sequence[str], count: int = 1) -> None:
+    """Log the first `count` rows of each data set, with what else the step uses of them: margin, labels, in step 3 the
+    columns that rewards receive."""
     sources = np.asarray(rows.with_format("numpy")["source"][:])
     for index in np.concatenate([np.flatnonzero(sources == number)[:count] for number in np.unique(sources)]):
         row = rows[int(index)]

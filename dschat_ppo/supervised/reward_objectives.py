@@ -19,7 +19,6 @@ from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps, real_rows
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
 from dschat_ppo.supervised.objective import Objective, score_rows
@@ -59,7 +58,7 @@ def score_statistics(
     model: Model, rows: TokenRows, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
 ) -> dict[str, float | str]:
     """Mean and spread of the scores of the rows for evaluation, or if there are none of those for training."""
-    measured = rows_at_hand(rows.train) if rows.eval is None else rows.eval
+    measured = rows.at_hand if rows.eval is None else rows.eval
     mean, std = moments(score_rows(model, measured, score, batch_size, "score statistics"))
     return {"reward_mean": mean, "reward_std": std}
 

@@ -130,7 +130,7 @@ def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedS
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
     report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)
     report_learning_rate(fit, adapter, folder)
-    log_samples(tokenizer, rows.train, rows.sources, 3 if config.run.dry_run else 1)
+    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
     if not fit.validate_only:

@@ -11,7 +11,6 @@ from torch import Tensor
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE, PreferenceFlags
-from dschat_ppo.data.streaming import rows_at_hand
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.loading import (
@@ -102,7 +101,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     run = begin_supervised_run(
         config, SupervisedStep("reward", _NAMES[name], title, flags.data_use, check, scalar=is_classifier)
     )
-    if name != "reward" and any(rows_at_hand(run.rows.train)["margin"]):
+    if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
     objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)

@@ -101,7 +101,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
     rows = prepare(tokenizer=tokenizer, flags=config.data, most_rows=words.rows, **settings_of(config))
-    log_samples(tokenizer, rows.train, rows.sources, words.samples)
+    log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)

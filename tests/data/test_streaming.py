@@ -317,7 +317,7 @@ def test_without_a_position_the_rows_before_are_read_again(state, said):
 
 def test_the_samples_in_the_log_show_each_data_set(said):
     sources = [source_of(NumberFile(0, 99), name="one"), source_of(NumberFile(0, 99), name="two")]
-    log_samples(chat_tokenizer("letters", "zephyr"), stream(*sources), ("one", "two"))
+    log_samples(chat_tokenizer("letters", "zephyr"), rows_at_hand(stream(*sources)), ("one", "two"))
     assert [line.partition(": a sample")[0] for line in said if "a sample" in line] == ["data: one", "data: two"]
 
 
