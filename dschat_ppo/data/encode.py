@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from os.path import commonprefix
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import (
@@ -33,6 +33,7 @@ from dschat_ppo.data.templates import (
 from dschat_ppo.errors import UserError, reading
 
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
+_FAST = (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus)
 _TAIL = 64  # characters of a prompt after which its answers are encoded
 
 
@@ -114,12 +115,13 @@ def _encode(
     """(ids of a text; ranges of tokens for `spans`, ranges of its characters in order and disjoint). A token on a
     boundary belongs to the range. `UserError` if the tokenizer rejects the text."""
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        most = f"{MOST_BYTES >> 20} MiB at once"
         raise UserError(
-            f"a text of {len(text):,} characters is too long for the tokenizer, which takes {MOST_BYTES >> 20} MiB at "
-            "once; split it"
+            f"a text of {len(text):,} characters is too long for the tokenizer, which takes {most}; split it"
         )
     with reading("the tokenizer rejects this text"):
-        if tokenizer.is_fast:  # calls of `tokenizer` take as long as the encoding of a short text
+        # calls of `tokenizer` take as long as the encoding of a short text; a class may encode in a way of its own
+        if tokenizer.is_fast and (type(tokenizer).__call__, type(tokenizer)._encode_plus) == _FAST:
             backend = tokenizer.backend_tokenizer
             if backend.truncation is not None or backend.padding is not None:  # other threads must not encode meanwhile
                 backend.no_truncation()

@@ -267,11 +267,11 @@ class StreamedRows:
             made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=lambda found: found,
             worker_init_fn=_begin_worker, multiprocessing_context="fork", generator=torch.Generator(),
         ))  # fmt: skip
-        if threading.current_thread() is threading.main_thread():
-            # torch's handler raises wherever the main thread is when a worker has ended, also at the end of the rank
+        if threading.current_thread() is threading.main_thread():  # torch's handler raises wherever it is then
             signal.signal(signal.SIGCHLD, on_end or signal.SIG_DFL)
         self._worker._worker_result_queue._writer.close()  # type: ignore[attr-defined]  # the worker's end ends the pipe
-        atexit.register(self._worker._workers[0].kill)  # type: ignore[attr-defined]  # before `multiprocessing` waits for it: it ignores SIGTERM
+        # before `multiprocessing` waits for the worker, which ignores SIGTERM
+        atexit.register(self._worker._workers[0].kill)  # type: ignore[attr-defined]
 
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged."""
@@ -283,10 +283,9 @@ class StreamedRows:
                 found = next(self._worker)
             except (RuntimeError, EOFError, OSError) as problem:
                 self._next = -1
-                way = (
-                    f"({in_one_line(problem)}), most often because memory ran out; run the same command again to resume"
-                )
-                raise UserError(f"the process that reads the stream has ended {way}") from None
+                what = f"the process that reads the stream has ended ({in_one_line(problem)})"
+                way = "most often because memory ran out; run the same command again to resume"
+                raise UserError(f"{what}, {way}") from None
             heartbeat()
         if isinstance(found, UserError):
             self._next = -1
@@ -382,8 +381,6 @@ def _token_batch(batch: Batch, columns: list[str], settings: TokeniseSettings) -
     raw = [dict.fromkeys(columns) | row if isinstance(row, dict) else row for row in batch.rows]
     found, names = tokenise_batch(raw, batch.origins, settings), list(token_features(settings.use))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
-    if settings.flags.bad_rows == "error":
-        refuse_bad(settings.source, len(problems), len(raw), "error", problems[:1])
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter({NOTHING: len(raw) - len({row["number"] for row in found}), UNUSABLE: len(problems)})

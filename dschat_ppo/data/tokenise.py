@@ -224,9 +224,8 @@ def fit(
 
 
 def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
-    """How many first and last tokens of a prompt a cut keeps: the first one if it is
-    BOS. Of a chat prompt also the end that the template writes: the last special tokens with at most two
-    tokens between them, such as `<|im_end|>\\n<|im_start|>assistant\\n`."""
+    """How many first and last tokens of a prompt a cut keeps: the first one if it is BOS. Of a chat prompt also the end
+    of the template: the last special tokens, at most two tokens apart, as `<|im_end|>\\n<|im_start|>assistant\\n`."""
     start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
     if not is_chat:
         return start, 0
@@ -295,9 +294,7 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
         return pyarrow.Table.from_pylist(rows, features.arrow_schema)
 
     def make(folder: Path) -> Dataset:
-        rows = mapped(
-            raw.table.select(numbers), rows_of, features, key, folder, settings.flags.preprocessing_num_workers, DOING
-        )
+        rows = mapped(raw.table.select(numbers), rows_of, features, key, folder, flags.preprocessing_num_workers, DOING)
         if len(rows) == 0:
             is_bad = settings.form.name == "kto" and settings.use == "sft"
             why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""

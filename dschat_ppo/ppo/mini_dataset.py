@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,7 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, ROW, load_splits, parsed
 from dschat_ppo.data.sources import is_hub_name, parse_sources
-from dschat_ppo.data.tokenise import DOING
+from dschat_ppo.data.tokenise import DOING, refuse_bad, token_features
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
 from dschat_ppo.models.shared_prompts import RowPrompts
@@ -166,28 +166,32 @@ def text_blocks(
 
     Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
     are shorter): the first token as `prompt_ids`, the others as the only answer."""
+    columns = {name: kind for name, kind in token_features("text").items() if name != "digest"}
 
     def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         raise_if_stop_requested(DOING)  # tokenising may take hours
-        ids: list[int] = []
+        ids, problems = list[int](), list[str]()
         for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
             row = parsed(text, ["text"])
-            if isinstance(row, BadRow) and flags.bad_rows == "skip":
+            if isinstance(row, BadRow):
+                problems.append(f"{shown_path(origin)} {row}")
                 continue
             try:
-                if isinstance(row, BadRow):
-                    raise UserError(f"it {row}; --bad_rows skip leaves such rows out")
                 value = row["text"] or ""
                 if not isinstance(value, str):
                     raise UserError(f"'text' holds {str(value)[:40]}; it needs a text column 'text'")
                 ids += encode_example(tokenizer, Example("", [value])).answers[0]
             except UserError as problem:
-                raise UserError(f"{PTX_FLAG}: {shown_path(origin)}: {problem}") from None
+                problems.append(f"{shown_path(origin)}: {problem}")
+                continue
             ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
         blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
         blocks = [block for block in blocks if len(block) > 1]
-        prompts, answers = [block[:1] for block in blocks], [[block[1:]] for block in blocks]
-        return {"prompt_ids": prompts, "answers": answers, "margin": [0.0] * len(blocks)}
+        none: list[list[Any]] = [[] for _ in problems]  # a bad row is a row without tokens
+        return {
+            "prompt_ids": [block[:1] for block in blocks] + none, "answers": [[block[1:]] for block in blocks] + none,
+            "margin": [0.0] * len(blocks + none), "problem": [None] * len(blocks) + problems,
+        }  # fmt: skip
 
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         (source,) = parse_sources([spec], PTX_FLAG)
@@ -195,11 +199,19 @@ def text_blocks(
             source = replace(source, config=source.config or config_name)
         rows, _ = load_splits(source, flags.data_output_path)
         if "text" not in rows.columns:
-            columns = ", ".join(rows.columns)
-            raise UserError(f"{PTX_FLAG} {spec}: has the columns {columns}; it needs a text column 'text'")
+            has = ", ".join(rows.columns)
+            raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
-        make = partial(mapped, rows.table, blocks_of, None, key, chosen=flags.preprocessing_num_workers, doing=DOING)
+        features, workers = Features(columns | {"problem": Value("string")}), flags.preprocessing_num_workers
+        make = partial(mapped, rows.table, blocks_of, features, key, chosen=workers, doing=DOING)
         blocks = cached_dataset(flags.data_output_path, key, make)
+    found: list[str | None] = blocks["problem"][:]
+    bad = [problem for problem in found if problem is not None]
+    refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])
+    if bad:
+        logger().warning(f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}")
+        blocks = blocks.select([number for number, problem in enumerate(found) if problem is None])
+    blocks = blocks.select_columns(list(columns))
     if not len(blocks):
         raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
     logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")

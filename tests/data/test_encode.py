@@ -157,6 +157,16 @@ def test_prompts_are_encoded_and_rendered_once(monkeypatch):
     assert counting.characters == len("lamp " * 99 + " one two three")
 
 
+def test_a_fast_tokenizer_that_encodes_in_its_own_way_is_called():
+    class Lower(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **more):
+            return super()._encode_plus(text.lower(), **more)
+
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer = Lower(tokenizer_object=backend, eos_token="</s>")
+    assert encode_prompt(tokenizer, "aB") == [0, 1]
+
+
 def test_a_row_of_200_000_characters_is_encoded():
     tokenizer = chat_tokenizer("bytes", "chatml")
     ask = [{"role": "user", "content": "one lamp " * 22_222}]

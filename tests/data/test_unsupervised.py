@@ -9,9 +9,9 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.mini_dataset import text_blocks
 
 
-def read_blocks(tmp_path, rows: list, length: int):
+def read_blocks(tmp_path, rows: list, length: int, **flags):
     path = write_jsonl(tmp_path / "texts.jsonl", rows)
-    return text_blocks(path, None, TOKENIZER, length, flags_for(tmp_path, path))
+    return text_blocks(path, None, TOKENIZER, length, flags_for(tmp_path, path, **flags))
 
 
 def test_texts_are_joined_by_eos_and_cut_into_blocks(tmp_path):
@@ -51,6 +51,20 @@ def test_data_without_text_is_rejected(tmp_path, rows, problem):
 def test_a_text_that_cannot_be_encoded_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "MOST_BYTES", 10)
     with pytest.raises(
-        UserError, match=r"^--unsup.*texts\.jsonl, row 2: a text of 11 characters is too long for the tok"
+        UserError, match=r"^--unsup.* The first: .*texts\.jsonl, row 2: a text of 11 characters is too long for the tok"
     ):
         read_blocks(tmp_path, [{"text": "a"}, {"text": "b" * 11}], 8)
+
+
+def test_bad_rows_are_counted_whether_or_not_the_blocks_are_in_the_cache(tmp_path, capsys):
+    good = [{"text": f"{number} a b c d"} for number in range(99)]
+    rows = [{"text": 3}, *good]
+    read = read_blocks(tmp_path, rows, 8)
+    assert read["answers"][:] == read_blocks(tmp_path, good, 8)["answers"][:]
+    assert "skipped: 1 of 100 rows cannot be used; the first:" in "".join(capsys.readouterr())
+    for _ in range(2):  # from the file, and from the cache
+        with pytest.raises(UserError, match=r"^--unsup.*: 1 of 100 rows cannot be used; --bad_rows skip"):
+            read_blocks(tmp_path, rows, 8, bad_rows="error")
+    with pytest.raises(UserError, match=r"^--unsup.*: 2 of 3 rows cannot"):
+        read_blocks(tmp_path, [{"text": 3}, {"text": "a b"}, {"text": 4}], 8)
+    assert len(read_blocks(tmp_path, [{"text": 3}, {"text": "a b"}, {"text": 4}], 8, bad_rows="skip")) == 1
