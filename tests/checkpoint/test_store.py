@@ -56,8 +56,9 @@ DAMAGE = {
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
     "a manifest of another kind": (lambda f: (f / "manifest.json").write_text("[1]"), "is damaged"),
     "an older format": (
-        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}),
-        "is of format 1, made by version 0.1, which can go on from it; not this one",
+        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}, saved_at="2026-01-02"),
+        "is of format 1, and this installation reads format 2: finish or export that run with the one that saved it "
+        "(dschat_ppo 0.1, at 2026-01-02)",
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
     "no checksum": (lambda f: rewrite(f, sha256=None), "manifest.json: checksum differs"),
