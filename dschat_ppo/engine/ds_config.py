@@ -226,6 +226,12 @@ def _settings_of(path: str | None) -> Config:
                 f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not finite into the "
                 "weights; take it out"
             )
+    for section in ("offload_optimizer", "offload_param"):
+        require(
+            _value_at(settings, f"zero_optimization.{section}.device") != "nvme",
+            f"--deepspeed_config {path}: zero_optimization.{section}.device is nvme, but checkpoints would not hold "
+            "what is there: use cpu",
+        )
     if settings.keys() & {"zero_optimization", "fp16", "bf16"}:
         _check_sections(path, settings)
     return settings

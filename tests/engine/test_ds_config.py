@@ -236,6 +236,13 @@ def test_invalid_overlay_files_are_named_in_the_error(tmp_path, text):
         read_overlay(str(path))
 
 
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
+def test_states_on_nvme_which_no_checkpoint_would_hold_are_refused(tmp_path, part):
+    with pytest.raises(UserError, match=rf"mine\.json: zero_optimization\.{part}\.device is nvme.*use cpu"):
+        require_agreement(config_with(tmp_path, {"zero_optimization": {part: {"device": "nvme"}}}), ranks=1)
+    require_agreement(config_with(tmp_path, {"zero_optimization": {part: {"device": "cpu"}}}), ranks=1)
+
+
 @pytest.mark.parametrize(
     "settings", [{"bf16": {"check_grad_overflow": False}}, {"zero_optimization": {"compute_grad_norm": False}}]
 )
