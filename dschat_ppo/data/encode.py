@@ -115,10 +115,8 @@ def _encode(
     """(ids of a text; ranges of tokens for `spans`, ranges of its characters in order and disjoint). A token on a
     boundary belongs to the range. `UserError` if the tokenizer rejects the text."""
     if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-        most = f"{MOST_BYTES >> 20} MiB at once"
-        raise UserError(
-            f"a text of {len(text):,} characters is too long for the tokenizer, which takes {most}; split it"
-        )
+        what = f"a text of {len(text):,} characters is too long for the tokenizer"
+        raise UserError(f"{what}, which takes {MOST_BYTES >> 20} MiB at once; split it")
     with reading("the tokenizer rejects this text"):
         # calls of `tokenizer` take as long as the encoding of a short text; a class may encode in a way of its own
         if tokenizer.is_fast and (type(tokenizer).__call__, type(tokenizer)._encode_plus) == _FAST:

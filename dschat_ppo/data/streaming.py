@@ -269,8 +269,8 @@ class StreamedRows:
         ))  # fmt: skip
         if threading.current_thread() is threading.main_thread():  # torch's handler raises wherever it is then
             signal.signal(signal.SIGCHLD, on_end or signal.SIG_DFL)
-        self._worker._worker_result_queue._writer.close()  # type: ignore[attr-defined]  # the worker's end ends the pipe
-        # before `multiprocessing` waits for the worker, which ignores SIGTERM
+        # the end of the worker ends the pipe; `multiprocessing` would wait for one that ignores SIGTERM
+        self._worker._worker_result_queue._writer.close()  # type: ignore[attr-defined]
         atexit.register(self._worker._workers[0].kill)  # type: ignore[attr-defined]
 
     def _receive(self, may_stop: bool) -> Dataset:
