@@ -96,7 +96,7 @@ class DataFlags:
         "'drop' drops the row, 'error' stops; the number of rows affected is logged")
     bad_rows: Literal["few", "skip", "error"] = flag("few",
         "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' "
-        "drops them however many they are, and rows that repeat another one; 'error' stops if there is one")
+        "drops them however many they are; 'error' stops if there is one")
     streaming: bool = flag(False,
         "read and tokenise the training rows during training, in pieces, for data sets larger than the disk")
     streaming_rows: int | None = positive(None, "number of training rows of an epoch; required with --streaming")

@@ -372,6 +372,7 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         with pytest.raises(UserError) as stopped:
             prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows=policy), 64)
         assert "--bad_rows" not in str(stopped.value)
+        assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(stopped.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
