@@ -17,11 +17,18 @@ from dschat_ppo.runtime import dataset_workers, stop_requests
 from dschat_ppo.runtime.dataset_workers import in_processes, worker_count
 
 
-def left() -> list[multiprocessing.Process]:
-    return multiprocessing.active_children()
+def children() -> set[multiprocessing.Process]:
+    return set(multiprocessing.active_children())
 
 
-def test_each_part_is_the_result_of_a_process_in_order(monkeypatch):
+@pytest.fixture
+def left():
+    """Children that were started since the test began: another test file may have its own."""
+    before = children()
+    return lambda: children() - before
+
+
+def test_each_part_is_the_result_of_a_process_in_order(monkeypatch, left):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
 
     def work(number):
@@ -32,11 +39,11 @@ def test_each_part_is_the_result_of_a_process_in_order(monkeypatch):
     assert [number for number, _, _ in found] == [0, 1, 2]
     assert len({os.getpid(), *(pid for _, pid, _ in found)}) == 4 and {threads for _, _, threads in found} == {"false"}
     assert in_processes(1, work, "worked") == [(0, os.getpid(), None)]
-    assert left() == []
+    assert left() == set()
 
 
 @pytest.mark.parametrize("problem", [UserError("row 3"), OSError(errno.ENOSPC, "No space left on device")])
-def test_an_error_of_one_process_ends_the_others(problem):
+def test_an_error_of_one_process_ends_the_others(problem, left):
     def work(number):
         if number == 1:
             raise problem
@@ -44,11 +51,11 @@ def test_an_error_of_one_process_ends_the_others(problem):
 
     with pytest.raises(type(problem)) as raised:
         in_processes(2, work, "worked")
-    assert str(raised.value) == str(problem) and left() == []
+    assert str(raised.value) == str(problem) and left() == set()
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
-def test_a_process_that_is_killed_ends_the_run(monkeypatch, is_stopping):
+def test_a_process_that_is_killed_ends_the_run(monkeypatch, left, is_stopping):
     """The signal of the launcher ends the processes too, perhaps before this one notes it."""
     ended = threading.Event()
     monkeypatch.setattr(dataset_workers, "_SIGNAL_SECONDS", 0.1)
@@ -61,14 +68,14 @@ def test_a_process_that_is_killed_ends_the_run(monkeypatch, is_stopping):
     kind, said = (StopRequested, "while it worked") if is_stopping else (UserError, "--preprocessing_num_workers")
     with pytest.raises(kind, match=said):
         in_processes(2, work, "worked")
-    assert left() == []
+    assert left() == set()
 
 
-def test_a_stop_request_ends_the_processes(monkeypatch):
+def test_a_stop_request_ends_the_processes(monkeypatch, left):
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: len(left()) == 2)
     with pytest.raises(StopRequested, match="while it worked"):
         in_processes(2, lambda number: time.sleep(100), "worked")
-    assert left() == []
+    assert left() == set()
 
 
 KILLED = """
