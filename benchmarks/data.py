@@ -27,7 +27,7 @@ from measure import markdown, publish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dschat_ppo.runtime.dataset_workers import worker_count
+from dschat_ppo.common.dataset_workers import worker_count
 
 VOCABULARY, WORDS, LIMIT = 32_000, 60_000, 512
 BASELINE_ROWS = 100_000

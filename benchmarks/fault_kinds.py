@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from dschat_ppo.runtime.op_builds import TORCH_LOCK, folder_of_environment
+from dschat_ppo.run.op_builds import TORCH_LOCK, folder_of_environment
 
 STEPS, UPDATES = 4, 4
 AWAY_SECONDS = 30

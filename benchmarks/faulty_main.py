@@ -24,7 +24,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data import tokenise
 from dschat_ppo.ppo import loop, train_ppo
 from dschat_ppo.ppo.collect import ExperienceCollection
-from dschat_ppo.runtime.launch import leave, run_step
+from dschat_ppo.run.launch import leave, run_step
 
 # place -> (what holds the function, its name)
 PLACES: dict[str, tuple[Any, str]] = {

@@ -35,7 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from dschat_ppo.runtime.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
+from dschat_ppo.common.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
 
 MARKS = ("<!-- fuzz -->", "<!-- /fuzz -->")
 OUTCOMES = ("result", "error line", "failed")

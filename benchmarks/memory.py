@@ -34,8 +34,8 @@ from planned_memory import CASES, comparison, planned_peaks
 from dschat_ppo.common import dist, host_memory
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.tools.toy import make_tokenizer
 
 RANK = 16

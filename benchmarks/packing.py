@@ -31,8 +31,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import sample_tokens
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 

@@ -35,8 +35,8 @@ from transformers import PretrainedConfig
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 
 WORKLOADS = {"fixed": 32, "varied": 32, "group": 16}  # name -> prompts
 TOKENS = 2048  # of our micro-batches

@@ -42,7 +42,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.engine import ds_config
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.tools import toy
 from dschat_ppo.tools.toy_model import untrained_llama
 

@@ -43,7 +43,7 @@ from dschat_ppo.common.phases import PhaseClock, current_phase
 from dschat_ppo.config.cli import parse
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.tools import toy
 
 QUICKSTART = (
@@ -77,8 +77,8 @@ FUNCTIONS = {
     "collectives of this project": [
         ("common/dist.py", name) for name in ("all_reduce", "gather_cat", "gather_objects", "barrier")
     ],
-    "optimizer steps": [("runtime/engine.py", "step")],
-    "forward passes of models": [("runtime/engine.py", "forward")],
+    "optimizer steps": [("run/engine.py", "step")],
+    "forward passes of models": [("run/engine.py", "forward")],
 }  # fmt: skip
 
 

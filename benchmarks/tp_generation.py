@@ -36,8 +36,8 @@ from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import PromptBatch
 
 PROMPTS, LENGTH, HIDDEN = 8, 32, 1024

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from dschat_ppo.commands.start_ranks import start
 from dschat_ppo.commands.training import STEPS
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 
 TRAINING = {
     "sft": "step 1: supervised fine-tuning",

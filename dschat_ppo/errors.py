@@ -1,4 +1,4 @@
-"""The exceptions of the package, and parts of their messages. `runtime/exit_codes.py` maps them to exit codes."""
+"""The exceptions of the package, and parts of their messages. `common/exit_codes.py` maps them to exit codes."""
 
 import difflib
 import os

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from dschat_ppo.runtime.op_builds import folder_of_environment, guard_builds, offer_all_reduce
+from dschat_ppo.run.op_builds import folder_of_environment, guard_builds, offer_all_reduce
 
 
 @pytest.fixture(scope="module")

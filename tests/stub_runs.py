@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from dschat_ppo.checkpoint.identity import RunInputs
 from dschat_ppo.config.cli import parse
-from dschat_ppo.session.session import open_session
+from dschat_ppo.run.session import open_session
 
 ROWS = Dataset.from_dict({"ids": [[1], [2, 3]]})
 

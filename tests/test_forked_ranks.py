@@ -7,7 +7,7 @@ import time
 import pytest
 from launch import forked
 
-from dschat_ppo.runtime.processes import find_process
+from dschat_ppo.common.processes import find_process
 
 
 def worker(folder, body: str):

@@ -14,11 +14,10 @@ LAYERS = [
     {"errors"},  # every layer may raise its exceptions
     {"config", "types"},
     {"algorithms", "common"},
-    {"runtime"},
     {"cpu_kernels"},
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
-    {"nonfinite", "rollout", "session"},
+    {"nonfinite", "rollout", "run"},
     {"planner"},
     {"ppo", "supervised"},
     {"tools"},

@@ -18,7 +18,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, repeat_rows, to_device
 from gpu_checks.parity import FP32, gradients, wide_config
 from gpu_checks.run_part import Findings

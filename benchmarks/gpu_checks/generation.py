@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import repeat_rows
 from gpu_checks.run_part import Findings
 

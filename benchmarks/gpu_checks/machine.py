@@ -12,7 +12,7 @@ import torch
 import transformers
 from measure import read_bandwidth, wait
 
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.run_part import Findings
 
 LENGTHS, ROWS = range(700, 1070, 37), 8

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from dschat_ppo.common.phases import current_phase
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.machine import matmul_rate
 from gpu_checks.run_part import Findings
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.run_part import Findings
 from gpu_checks.steps import PassCounter
 

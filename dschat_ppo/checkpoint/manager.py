@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.engine_state import load_engine, rank_file, save_engi
 from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.atomic_files import PARTIAL, write_file
 from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
@@ -30,7 +30,6 @@ from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, counted
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
-from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Engine
 
 SHARED = "shared.pt"

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from dschat_ppo.commands.training import run_training
+from dschat_ppo.common import stop_requests
+from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.exit_codes import INTERRUPTED, exit_code
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
 AMD_DEVICE = Path("/dev/kfd")

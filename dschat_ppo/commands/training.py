@@ -18,7 +18,7 @@ from dschat_ppo.common.logging import set_verbose
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.steps import StepConfig
-from dschat_ppo.runtime.launch import run_step
+from dschat_ppo.run.launch import run_step
 
 STEPS = ("sft", "reward", "dpo", "ppo")
 

@@ -1,4 +1,4 @@
-"""The heartbeat: the process reports progress. The watchdog acts when it stops (`runtime/watchdog.py`)."""
+"""The heartbeat: the process reports progress. The watchdog acts when it stops (`run/watchdog.py`)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def print_line(line: str) -> None:
 
 def logger() -> logging.Logger:
     """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on. The log files of all ranks
-    receive everything from INFO on (`runtime/rank_log.py`)."""
+    receive everything from INFO on (`run/rank_log.py`)."""
     log = logging.getLogger("dschat_ppo")
     if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
         log.addHandler(_BarSafeHandler(logging.INFO if is_main() else logging.ERROR))

@@ -23,7 +23,7 @@ import torch
 
 from dschat_ppo.common.atomic_files import sync_entries, sync_file
 from dschat_ppo.common.heartbeat import watchdog_paused
-from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
+from dschat_ppo.common.stop_requests import subprocesses_may_stop
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))

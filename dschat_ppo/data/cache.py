@@ -22,8 +22,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, remove_folder, replace_folder
+from dschat_ppo.common.file_lock import locked
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.runtime.file_lock import locked
 
 _ENDS = 2**16  # bytes at either end of a data file in its key
 NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.common.stop_requests import subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
@@ -31,7 +32,6 @@ from dschat_ppo.data.sources import DataSource, parse_sources
 from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, rows_at_hand, start
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, tokenise_rows
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.runtime.stop_requests import subprocesses_may_stop
 
 _SHOWN = 5  # bad rows in the log
 EVAL_FLAG = "--eval_data_path"

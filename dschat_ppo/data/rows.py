@@ -16,11 +16,11 @@ from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
 from dschat_ppo.data.parts import BadRow, FilePart, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 ROW, ORIGIN = "_row", "_origin"
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})

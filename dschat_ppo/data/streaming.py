@@ -29,6 +29,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.common.stop_requests import raise_if_stop_requested, restore
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import SPLIT_SEED, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
@@ -36,7 +37,6 @@ from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, open_set
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, token_features, tokenise_batch
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, restore
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time

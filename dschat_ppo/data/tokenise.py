@@ -17,7 +17,9 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.dataset_workers import mapped
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.cache import cached_dataset, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
@@ -27,8 +29,6 @@ from dschat_ppo.data.parts import BadRow, Row
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, parsed
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.dataset_workers import mapped
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested
 
 DOING = "prepared the data"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.group_statistics import groups_that_differ
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
@@ -36,7 +36,6 @@ from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, engine_text, generate
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 
 BUSY_ROWS = 64  # answers that a GPU generates in about the time of one

@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
+from dschat_ppo.common.dataset_workers import mapped
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
 from dschat_ppo.data.cache import cached_dataset, token_key
@@ -31,8 +33,6 @@ from dschat_ppo.data.tokenise import DOING, refuse_bad, token_features
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
 from dschat_ppo.models.shared_prompts import RowPrompts
-from dschat_ppo.runtime.dataset_workers import mapped
-from dschat_ppo.runtime.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.types import (
     Experience,
     RewardedRollout,

@@ -20,7 +20,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.session.kept_models import KeptModels
+from dschat_ppo.run.kept_models import KeptModels
 
 RESULT = (
     *(column.metric for column in PPO_COLUMNS),

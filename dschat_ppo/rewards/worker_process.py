@@ -22,9 +22,9 @@ from typing import Any
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load
+from dschat_ppo.common.processes import signal_when_parent_ends
 from dschat_ppo.errors import printable_line
 from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
-from dschat_ppo.runtime.processes import signal_when_parent_ends
 
 
 def main(where: str, name: str, settings: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
@@ -21,7 +22,6 @@ from dschat_ppo.rollout.running_batches import RunningBatches
 from dschat_ppo.rollout.running_pool import RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 MaxOverRanks = Callable[[int], int]
 

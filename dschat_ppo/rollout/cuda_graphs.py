@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.phases import largest_peak
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata
 from dschat_ppo.rollout.memory import LOGITS_BYTES, release_if_short
 from dschat_ppo.rollout.running_pool import PooledRows
 from dschat_ppo.rollout.sampling import NUCLEUS_STATIC, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
 from dschat_ppo.models.forward import vocabulary_size
@@ -18,7 +19,6 @@ from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.memory import warn_of_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 from dschat_ppo.types import PromptBatch, position_ids_of
 
 GROWTH_TOKENS = 64  # by which a cache grows

@@ -17,7 +17,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.session.start_and_end import tool_command
+from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags

@@ -40,10 +40,10 @@ from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.planner.plan_step import show_memory_plan
-from dschat_ppo.session.kept_models import KeptModels
-from dschat_ppo.session.output_folder import remove_checkpoints
-from dschat_ppo.session.session import Session, begin_run, end_dry_run, naming, open_session
-from dschat_ppo.session.start_and_end import (
+from dschat_ppo.run.kept_models import KeptModels
+from dschat_ppo.run.output_folder import remove_checkpoints
+from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
+from dschat_ppo.run.start_and_end import (
     changes_of,
     log_samples,
     short_count,

@@ -23,7 +23,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.session.start_and_end import ppo_words, step_command, tool_command
+from dschat_ppo.run.start_and_end import ppo_words, step_command, tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import (
     dpo_loss,

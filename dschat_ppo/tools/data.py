@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common.exit_codes import DONE, USER_ERROR
 from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 
 STEPS = {"1": "sft", "2": "reward", "3": "ppo", "sft": "sft", "reward": "reward", "dpo": "dpo", "ppo": "ppo"}
 _UNNAMED = ""  # stands for a model that the command does not name
@@ -93,7 +93,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     from dschat_ppo.models.model_folders import model_folder
     from dschat_ppo.models.tokenizers import load_tokenizer
     from dschat_ppo.rewards.build_rewards import check_routes
-    from dschat_ppo.session.start_and_end import log_samples
+    from dschat_ppo.run.start_and_end import log_samples
 
     folder = os.path.expanduser(words.tokenizer)
     if not Path(folder).is_dir():  # it may lack a model's settings

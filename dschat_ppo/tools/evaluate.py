@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.errors import StorageError, UserError
-from dschat_ppo.runtime.exit_codes import exit_code_of
 from dschat_ppo.tools.evaluate_flags import Wanted, read_arguments
 
 

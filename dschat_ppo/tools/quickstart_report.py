@@ -38,7 +38,7 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.session.start_and_end import tool_command
+from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.tools.toy import Question, keeps_rule
 from dschat_ppo.types import Rollout, to_device
 

@@ -21,10 +21,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime.exit_codes import exit_code_of
 from dschat_ppo.tools.web_server import listen, refuse_web_sites, serve_until_stopped
 
 

@@ -20,11 +20,10 @@ from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.manager import CheckpointManager, capture_rng_state, restore, restore_rng_state
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, damage
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.runtime import stop_requests
 
 IDENTITY = RunIdentity("ppo", {"seed": 7}, "f" * 64)
 NEVER = SafetyFlags(save_minutes=0, save_total_limit=99)

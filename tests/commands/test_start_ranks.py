@@ -14,8 +14,8 @@ from launch import ROOT, environment
 
 from dschat_ppo.commands import start_ranks
 from dschat_ppo.commands.start_ranks import count_gpus, start, take_num_accelerators, visible_devices
+from dschat_ppo.common import stop_requests
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime import stop_requests
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 

@@ -6,10 +6,9 @@ import shutil
 import pytest
 
 from dschat_ppo.commands.training import _ranks_of, run_training
-from dschat_ppo.common import ranks
+from dschat_ppo.common import ranks, stop_requests
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, model_files
-from dschat_ppo.runtime import stop_requests
 from dschat_ppo.supervised import supervised_run
 
 SHORT = ["--max_seq_len", "64"]

@@ -17,7 +17,7 @@ from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
-from dschat_ppo.session.output_folder import remove_earlier_outputs
+from dschat_ppo.run.output_folder import remove_earlier_outputs
 
 
 @pytest.fixture

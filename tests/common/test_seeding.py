@@ -9,7 +9,7 @@ from dschat_ppo.common.seeding import set_deterministic
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
-from dschat_ppo.session import session
+from dschat_ppo.run import session
 from dschat_ppo.supervised import sft, train_preference
 
 TRAIN = {

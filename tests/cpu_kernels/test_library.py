@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
+from dschat_ppo.common import stop_requests
 from dschat_ppo.cpu_kernels import library
-from dschat_ppo.runtime import stop_requests
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from datasets import Dataset
 from filelock import FileLock
 from tiny_tokenizers import tokenizer_of
 
+from dschat_ppo.common import file_lock, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data import cache
 from dschat_ppo.data.cache import cached_dataset
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.runtime import file_lock, stop_requests
 from dschat_ppo.tools import toy
 
 

@@ -15,7 +15,7 @@ from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.start_and_end import row_sample
+from dschat_ppo.run.start_and_end import row_sample
 
 INPUTS = Path(__file__).parent / "inputs"
 LAMP, COLOUR = "user: Where is the lamp?", "user: And its colour?"

@@ -7,13 +7,13 @@ import pytest
 from datasets import Dataset
 
 from dschat_ppo.checkpoint.identity import rows_fingerprint
+from dschat_ppo.common import stop_requests
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data import forms, tokenise
 from dschat_ppo.data import prepare as prepare_module
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.runtime import stop_requests
 from dschat_ppo.tools.evaluate_models import prepare_whole
 from dschat_ppo.tools.toy import make_tokenizer
 

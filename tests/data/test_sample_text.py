@@ -8,7 +8,7 @@ from tiny_tokenizers import KINDS
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
-from dschat_ppo.session.start_and_end import MOST_CHARACTERS, log_samples, row_sample
+from dschat_ppo.run.start_and_end import MOST_CHARACTERS, log_samples, row_sample
 
 TALK = [
     {"role": "user", "content": "Where is it?"},

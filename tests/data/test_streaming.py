@@ -20,6 +20,7 @@ import torch
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 from test_encode import chat_tokenizer
 
+from dschat_ppo.common import stop_requests
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
@@ -37,8 +38,7 @@ from dschat_ppo.data.streaming import (
     start_of,
 )
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.runtime import stop_requests
-from dschat_ppo.session.start_and_end import log_samples
+from dschat_ppo.run.start_and_end import log_samples
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from other_trainers import OPENRLHF, TRL
 from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands.training import run_training
+from dschat_ppo.common import stop_requests
 from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.config.other_names import flags_for
 from dschat_ppo.errors import UserError
-from dschat_ppo.runtime import stop_requests
 
 CHAT = ROOT / "docs" / "from-deepspeed-chat.md"
 FROM_TRL = ROOT / "docs" / "from-trl.md"

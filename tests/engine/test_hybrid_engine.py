@@ -14,6 +14,7 @@ from torch import nn
 
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
+from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
 from dschat_ppo.engine.ds_config import eval_config, train_config
@@ -27,7 +28,6 @@ from dschat_ppo.engine.hybrid_engine import (
 )
 from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.models.loading import DTYPES
-from dschat_ppo.runtime.memory_advice import ran_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -8,7 +8,7 @@ from conftest import tiny_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, lm_head_names
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, load_sequence_classifier
-from dschat_ppo.session.session import naming
+from dschat_ppo.run.session import naming
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

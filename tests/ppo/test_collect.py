@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from test_group_pool import clipped, rows
 
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
@@ -20,7 +20,6 @@ from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceE
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.runtime import stop_requests
 from dschat_ppo.types import Rollout
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from launch import ROOT, deepspeed_command, environment, forked, succeed
 
-from dschat_ppo.runtime.exit_codes import HOW_TO_RESUME
+from dschat_ppo.common.exit_codes import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -237,7 +237,7 @@ def test_a_program_that_gives_up_its_parent_ends(how, ended, tmp_path, monkeypat
 
 def test_the_memory_of_the_trainer_is_closed():
     """A process that is not dumpable belongs to root in /proc; asked in one that ends."""
-    script = "import ctypes; from dschat_ppo.runtime.processes import deny_access_to_memory as deny; "
+    script = "import ctypes; from dschat_ppo.common.processes import deny_access_to_memory as deny; "
     script += "before = ctypes.CDLL(None).prctl(3); deny(); print(before, ctypes.CDLL(None).prctl(3))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100).stdout
     assert printed.split() == ["1", "0"]

@@ -14,11 +14,11 @@ from launch import ROOT, environment
 from published_configs import PUBLISHED, write_published
 
 from dschat_ppo.commands.training import run_training
+from dschat_ppo.common import stop_requests
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
-from dschat_ppo.runtime import stop_requests
 
 SCRIPTS = ROOT / "training_scripts"
 STEPS = ("sft", "reward", "dpo", "ppo", "grpo")

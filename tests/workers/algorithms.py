@@ -17,8 +17,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick

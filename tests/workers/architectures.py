@@ -29,7 +29,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state, save_model
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import train_ppo
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised import sft, train_preference, trainer
 from workers.quick import be_quick
 

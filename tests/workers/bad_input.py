@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
-from dschat_ppo.runtime.launch import run_step
+from dschat_ppo.run.launch import run_step
 from dschat_ppo.supervised import sft, train_preference
 
 TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}

@@ -29,8 +29,8 @@ from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from workers.quick import be_quick
 
 BEFORE, AFTER = 4, 3

@@ -16,12 +16,12 @@ import deepspeed.accelerator  # noqa: F401  slow: a run imports it before its fi
 import torch
 import torch.distributed as torch_dist
 
-from dschat_ppo.common import dist, heartbeat
+from dschat_ppo.common import dist, heartbeat, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
-from dschat_ppo.runtime import rank_log, stop_requests, watchdog
-from dschat_ppo.runtime.launch import leave, run_step
+from dschat_ppo.run import rank_log, watchdog
+from dschat_ppo.run.launch import leave, run_step
 
 LIMIT = 3.0
 READY, FAULT, LAST = 3, 5, 2000  # steps

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO
 
-from dschat_ppo.runtime.processes import signal_when_parent_ends
+from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer",

@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
 from dschat_ppo.common import dist
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 
 
 def hours(group) -> float:

@@ -15,8 +15,8 @@ import signal
 import tempfile
 from pathlib import Path
 
-from dschat_ppo.runtime import first_failure
-from dschat_ppo.runtime.processes import signal_when_parent_ends
+from dschat_ppo.common.processes import signal_when_parent_ends
+from dschat_ppo.run import first_failure
 from workers.fork_ranks import end_with, fork_for_each_line, import_libraries, redirect, run_script
 
 NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000

@@ -21,7 +21,7 @@ from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on, update_once
 from workers.quick import be_quick

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 
 
 def main() -> None:

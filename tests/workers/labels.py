@@ -20,8 +20,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
 from workers.quick import be_quick

@@ -11,7 +11,7 @@ from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StorageError
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised.sft import train_sft
 from workers.quick import be_quick
 

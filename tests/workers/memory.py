@@ -17,7 +17,7 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from workers.ppo_setup import experience_of, make_ppo, train_on
 from workers.quick import be_quick
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from dschat_ppo.common import dist
 from dschat_ppo.engine.averages import MovingAverage
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 
 if __name__ == "__main__":
     init_process_group()

@@ -33,8 +33,8 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.state import ResumablePPO
 from dschat_ppo.ppo.train_ppo import save_models
 from dschat_ppo.rewards.reward_source import Scores
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import ppo_of, run_all, scored_of, update_once
 from workers.quick import be_quick

@@ -10,7 +10,7 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.ppo.train_ppo import save_models
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from workers.ppo_setup import experience_of, make_ppo, train_on
 
 

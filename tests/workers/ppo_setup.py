@@ -28,7 +28,7 @@ from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Experience, Rollout, ScoredRollout
 
 

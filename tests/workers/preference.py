@@ -17,8 +17,8 @@ from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.train_preference import load_trained_model

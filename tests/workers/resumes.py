@@ -15,13 +15,12 @@ from pathlib import Path
 
 from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.checkpoint.store import checkpoint_name
-from dschat_ppo.common import dist
+from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.ppo import train_ppo
-from dschat_ppo.runtime import stop_requests
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.session import session
+from dschat_ppo.run import session
+from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised import sft, train_preference
 from workers.quick import be_quick
 

@@ -16,8 +16,8 @@ from dschat_ppo.rewards.reward_source import (
     RewardServiceError,
     raise_on_any_rank,
 )
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Rollout
 
 

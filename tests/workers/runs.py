@@ -13,7 +13,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo import train_ppo
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised import sft, train_preference
 from workers.quick import be_quick
 

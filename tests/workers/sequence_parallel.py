@@ -40,8 +40,8 @@ from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective

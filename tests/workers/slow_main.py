@@ -16,9 +16,8 @@ from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common import phases, ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
-from dschat_ppo.runtime import launch
-from dschat_ppo.runtime.launch import leave, run_step
-from dschat_ppo.session import output_folder
+from dschat_ppo.run import launch, output_folder
+from dschat_ppo.run.launch import leave, run_step
 from dschat_ppo.supervised import sft
 from workers.quick import be_quick
 
@@ -50,7 +49,7 @@ class Hold:
 def train(config) -> None:
     be_quick()
     output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = 3.0  # for a file, or a message, of another machine
-    from dschat_ppo.session import session
+    from dschat_ppo.run import session
 
     if ":" not in PAUSE:
         session.CheckpointManager = SlowManager

@@ -12,8 +12,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 

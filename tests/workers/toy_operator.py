@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from dschat_ppo.runtime.op_builds import guard_builds
+from dschat_ppo.run.op_builds import guard_builds
 
 SOURCE = """
 #include <Python.h>

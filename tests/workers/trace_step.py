@@ -17,7 +17,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.ppo import advantages, collect, loop, score, state, update
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 from dschat_ppo.types import tensors_of
 from workers.quick import be_quick
 

@@ -20,8 +20,8 @@ from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.runtime.launch import leave
-from dschat_ppo.runtime.process_group import init_process_group
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config

@@ -6,7 +6,7 @@ python training/step3_ppo/main.py --help
 import sys
 
 from dschat_ppo.commands.training import run_training
-from dschat_ppo.runtime.launch import leave
+from dschat_ppo.run.launch import leave
 
 if __name__ == "__main__":
     leave(run_training("ppo", sys.argv[1:]))

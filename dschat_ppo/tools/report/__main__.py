@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dschat_ppo.common.exit_codes import DONE, USER_ERROR
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.page import REPORT, write_report
-from dschat_ppo.runtime.exit_codes import DONE, USER_ERROR
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,166 @@
+"""Stop requests: signals, and the end of the launcher. They are noted here; trainers poll them where they can stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
+from dschat_ppo.common.processes import ancestor, command_line, find_process, signal_when_parent_ends
+from dschat_ppo.errors import StopRequested
+
+_LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
+_ENDED = -1  # no process has this number
+
+
+@dataclass
+class _Requests:
+    """`signal`: the first one received; `flag`: set by the watchdog; `interrupted`: a SIGINT was received; `launcher`,
+    and `runner` above it: process numbers where they are DeepSpeed's, else None; `handlers`: those before `install`."""
+
+    signal: int | None = None
+    flag: bool = False
+    interrupted: bool = False
+    launcher: int | None = None
+    runner: int | None = None
+    handlers: dict[int, Any] = field(default_factory=dict)
+
+
+_REQUESTS = _Requests()
+
+
+def install() -> None:
+    """Note SIGTERM, SIGINT and SIGHUP from here on; a second SIGINT raises `KeyboardInterrupt`. For the main thread.
+
+    A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes SIGTERM, however it
+    ends (the kernel sends it, on Linux). SIGTERM ends forked processes, which ignore SIGINT and SIGHUP.
+    """
+    _reset()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        handler = signal.getsignal(number)
+        if handler not in (signal.SIG_IGN, _on_signal):
+            _REQUESTS.handlers[number] = handler
+            signal.signal(number, _on_signal)
+    _find_launcher()
+
+
+def restore() -> None:
+    """Undo `install`."""
+    for number, handler in _REQUESTS.handlers.items():
+        signal.signal(number, handler)
+    _REQUESTS.handlers.clear()
+    _reset()
+
+
+def _reset() -> None:
+    _REQUESTS.signal = _REQUESTS.launcher = _REQUESTS.runner = None
+    _REQUESTS.interrupted = _REQUESTS.flag = False
+
+
+def requested() -> bool:
+    """Whether this rank is to stop: a signal came, or the launcher or the `deepspeed` command above it has ended. Ranks
+    may disagree for a while: synchronise the answer over all ranks before you act on it."""
+    return reason() is not None
+
+
+def flag_is_set() -> bool:
+    """Whether a signal came or `set_flag` was called: the cheap part of `requested`, fast enough for every token."""
+    return _REQUESTS.flag or _REQUESTS.signal is not None
+
+
+def interrupted() -> bool:
+    """Whether this process has received SIGINT since `install`."""
+    return _REQUESTS.interrupted
+
+
+def set_flag() -> None:
+    """Request a stop, from any thread: for the watchdog, which observes the launcher and the other ranks."""
+    _REQUESTS.flag = True
+
+
+def reason() -> str | None:
+    """Why this rank is to stop, such as "SIGTERM", "the launcher has ended" or "another rank is to stop", or None."""
+    if _REQUESTS.signal is not None:
+        return signal.Signals(_REQUESTS.signal).name
+    if _launcher_has_ended():
+        return "the launcher has ended"
+    return "another rank is to stop" if _REQUESTS.flag else None
+
+
+@contextmanager
+def subprocesses_may_stop(doing: str) -> Iterator[None]:
+    """For a block that starts processes: the launcher's SIGTERM reaches them too, and they end at once.
+
+    `doing` is what the block does, in the past tense, for the message. Raises `StopRequested` before the block if a
+    stop was requested, and during a stop instead of the errors that the end of these processes causes, such as an
+    `ImportError` of a module that another rank was compiling.
+    """
+    raise_if_stop_requested(doing)
+    try:
+        yield
+    except (RuntimeError, ImportError, OSError):
+        if not requested():
+            raise
+        raise _stopped(doing) from None
+
+
+def raise_if_stop_requested(doing: str) -> None:
+    """For work before training, which can be left at any place: `StopRequested` if `flag_is_set`."""
+    if flag_is_set():
+        raise _stopped(doing)
+
+
+def _stopped(doing: str) -> StopRequested:
+    return StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again")
+
+
+def _on_signal(number: int, _frame: FrameType | None) -> None:
+    _REQUESTS.signal = _REQUESTS.signal or number
+    if number == signal.SIGHUP:
+        leave_dead_terminal()
+    if number == signal.SIGINT:
+        if _REQUESTS.interrupted:
+            raise KeyboardInterrupt
+        _REQUESTS.interrupted = True
+
+
+def _after_fork_in_child() -> None:
+    if _REQUESTS.handlers:
+        _REQUESTS.handlers.clear()
+        _reset()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _find_launcher() -> None:
+    """Remember DeepSpeed's launcher and runner. Any other parent (a shell) may end without ending this run."""
+    parent = os.getppid()
+    process = find_process(parent)
+    if process is None or _LAUNCHER not in command_line(parent):
+        if process is not None and "CROSS_RANK" in os.environ and ancestor(_LAUNCHER) is None:
+            _REQUESTS.launcher = _ENDED  # it set that variable, and was killed while this rank started
+        return
+    _REQUESTS.launcher = parent
+    words = command_line(process.parent)
+    if "deepspeed.launcher.runner" in words or not _RUNNERS.isdisjoint(Path(word).name for word in words[:2]):
+        _REQUESTS.runner = process.parent
+    signal_when_parent_ends(signal.SIGTERM)
+
+
+def _launcher_has_ended() -> bool:
+    if _REQUESTS.launcher is None:
+        return False
+    if os.getppid() != _REQUESTS.launcher:
+        return True
+    process = find_process(_REQUESTS.launcher)
+    return process is None or (_REQUESTS.runner is not None and process.parent != _REQUESTS.runner)

@@ -1,0 +1,133 @@
+"""The first-failure record of a node: a small folder through which its ranks still communicate when the process group
+is broken, or does not exist yet."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dschat_ppo.common import ranks
+from dschat_ppo.common.processes import find_process
+
+FAILURE, STOP = "failure", "stop"  # files in the folder
+_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"  # machines may share TMPDIR, but not processes
+NO_FOLDER = Path(os.devnull, "none")  # in which nothing can be read or written
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """How a run ends, by the first rank that knows: its rank, the exit code (0: stopped on request), and whether it
+    hangs."""
+
+    rank: int
+    code: int
+    hung: bool
+
+
+class FirstFailureRecord:
+    """A small folder that the ranks of one machine share from start to end.
+
+    Each running rank has a file in it. The first rank that fails records its failure; the ranks that fail after it
+    print nothing. The last rank to leave removes the folder. What cannot be read or written (`NO_FOLDER`, a full disk)
+    costs only what the ranks tell each other: each then reports its own failure.
+    """
+
+    def __init__(self, folder: Path = NO_FOLDER):
+        self.folder = folder
+        self._failure: FirstFailure | None = None  # remains valid when the folder is removed
+
+    def record(self, code: int, hung: bool = False) -> FirstFailure:
+        """Record a failure of this rank, unless there is one; returns the first one."""
+        mine = FirstFailure(ranks.rank(), code, hung)
+        draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
+        with suppress(OSError):  # another rank was first
+            draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
+            os.link(draft, self.folder / FAILURE)  # fails if it exists, and is never visible half written
+        self._failure = self.read() or mine
+        return self._failure
+
+    def read(self) -> FirstFailure | None:
+        """The first failure, or None."""
+        if self._failure is None:
+            with suppress(OSError):
+                self._failure = FirstFailure(**json.loads((self.folder / FAILURE).read_text(encoding="ascii")))
+        return self._failure
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks of this machine whose process ended without `leave`. Those of other machines are not known."""
+        return sorted(rank for rank, runs in self._is_running().items() if not runs)
+
+    def request_stop(self) -> None:
+        """Tell the other ranks of this machine that this rank received a stop request."""
+        with suppress(OSError):  # they learn of it at the next checkpoint opportunity
+            (self.folder / STOP).touch()
+
+    def stop_requested(self) -> bool:
+        """Whether a rank of this machine received a stop request."""
+        return (self.folder / STOP).exists()
+
+    def mark_progress(self) -> None:
+        """Note that this rank makes progress now."""
+        with suppress(OSError):
+            os.utime(self.folder / f"rank_{ranks.rank()}")
+
+    def seconds_since_progress(self) -> float:
+        """Seconds since any rank of this machine made progress; infinity if unknown."""
+        latest = -math.inf
+        for path in self._rank_files():
+            with suppress(OSError):  # the rank leaves at this moment
+                latest = max(latest, path.stat().st_mtime)
+        return time.time() - latest
+
+    def leave(self) -> None:
+        """Remove this rank, which ends in order. The last one removes the folder."""
+        with suppress(OSError):
+            (self.folder / f"rank_{ranks.rank()}").unlink()
+        if not any(self._is_running().values()):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _is_running(self) -> dict[int, bool]:
+        """Rank -> whether its process runs, for all ranks that have not left."""
+        found = {}
+        for path in self._rank_files():
+            with suppress(OSError, ValueError):  # it leaves at this moment; or a power loss took the content
+                pid, started = map(int, path.read_text(encoding="ascii").split())
+                process = find_process(pid)
+                runs = process is not None and process.started == started and not process.ended
+                found[int(path.name.removeprefix("rank_"))] = runs
+        return found
+
+    def _rank_files(self) -> list[Path]:
+        with suppress(OSError):  # the last rank removes the folder at this moment
+            return list(self.folder.glob("rank_*"))
+        return []
+
+
+def open_failure_record() -> FirstFailureRecord:
+    """Add this rank to the record of its machine and launch. Without other ranks, /proc or a temporary folder, each
+    rank reports its own failures."""
+    launcher, own = find_process(os.getppid()), find_process(os.getpid())
+    if ranks.world_size() == 1 or launcher is None or own is None:
+        return FirstFailureRecord()
+    # the same for all ranks of one launch on this machine, and for no other launch
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
+    try:
+        folder = Path(tempfile.gettempdir(), name)  # raises where no temporary folder can be written
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():  # anyone may write to /tmp: another user may have made it first
+            return FirstFailureRecord()
+        draft = folder / f"draft_{ranks.rank()}"
+        draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")
+        draft.rename(folder / f"rank_{ranks.rank()}")
+    except OSError:
+        return FirstFailureRecord()
+    return FirstFailureRecord(folder)

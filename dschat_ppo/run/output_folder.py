@@ -1,0 +1,299 @@
+"""The output folder of a run: lock it, check what an earlier run left there, prepare it for this run, and remove the
+checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On rank 0."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dschat_ppo.checkpoint.identity import differences, format_diff, is_inside
+from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import OLD, PARTIAL, make_folder, remove_folder, sync_entries, write_file
+from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import is_pipe_or_device
+from dschat_ppo.config.cli import flatten
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
+from dschat_ppo.config.steps import StepConfig
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.html_report.page import REPORT
+from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
+from dschat_ppo.models.model_files import checkpoint_shapes
+from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
+from dschat_ppo.monitor.step_trace import FOLDER as TRACES
+from dschat_ppo.monitor.trackers import RUN_IDS
+from dschat_ppo.monitor.writers import CONFIG, METRICS, RESULT, STARTS, is_finished, write_config
+from dschat_ppo.run.kept_models import BEST, HF, clear_partials
+
+
+def refuse_model_folders(folder: Path, models: list[str]) -> None:
+    """Refuse an output folder to which the run would write over a model that it reads, or over an adapter's base."""
+    local = [os.path.expanduser(model) for model in models]
+    adapters = [model for model in local if is_adapter_folder(model)]
+    bases = [read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters]
+    written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic")]
+    replaced = [(folder / part).resolve() for part in (BEST, HF)]  # with everything in them
+    read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
+    if any(model in written or any(model.is_relative_to(place) for place in replaced) for model in read):
+        raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Refuse an output folder with a pipe or a device where a run has files: to read it waits forever."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        if is_pipe_or_device(path):
+            raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
+
+
+_LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a `flock` holds
+
+
+def lock_folder(folder: Path) -> None:
+    """On rank 0: lock `folder`, and make it if it does not exist, until this process ends, however it ends.
+
+    `UserError` if another run holds the lock. Call it before the ranks join: a second run of the same command has the
+    same port, and would report only that. Several steps may run one after another in one process, which keeps the
+    locks. Programs started by `subprocess` do not inherit them, and children forked by Python release them at once.
+    """
+    if not dist.is_main() or folder.resolve() in _LOCKS:
+        return
+    with _writing(folder):
+        make_folder(folder)
+        number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(number, 1000).decode(errors="replace").strip()
+        os.close(number)
+        raise UserError(
+            f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
+            "stop it, or name another folder"
+        ) from None
+    except OSError as problem:
+        os.close(number)
+        if problem.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
+        return
+    _LOCKS[folder.resolve()] = number
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    with suppress(OSError):  # a full disk; the text is for a second run's message alone
+        os.ftruncate(number, 0)
+        os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
+
+
+def release_locks() -> None:
+    """Release the locks of this process: in a forked child, which would keep a folder locked after the run."""
+    for number in _LOCKS.values():
+        os.close(number)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=release_locks)
+
+
+def check_shared_folder(folder: Path) -> None:
+    """Check that the machines share the output folder: rank 0 writes a file in it, and the others look for it.
+    Collective; nothing on one machine."""
+    if dist.machines() == 1:
+        return
+    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # new: no machine remembers its absence
+
+    def write() -> None:
+        with _writing(folder):
+            path.touch()
+
+    dist.on_main(write)
+    hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
+    if dist.is_main():
+        path.unlink()
+    if unaware := sorted(set(filter(None, hosts))):
+        raise UserError(
+            f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine writes there: name a "
+            "folder that all machines share"
+        )
+
+
+def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
+    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
+    `StopRequested` if the same run has finished there; nothing is left to do. Collective."""
+
+    def check() -> None:
+        with _writing(folder):
+            CheckpointFolder(folder).clear_partials()
+            clear_partials(folder)
+            _check_outputs(folder, config, run)
+
+    dist.on_main(check)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `UserError`."""
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror or problem})") from problem
+
+
+def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
+    """See `check_earlier_outputs`. Where there is a checkpoint to resume from, `find_checkpoint` decides."""
+    store = CheckpointFolder(folder)
+    checkpoints = store.names()
+    outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
+    outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
+    if run.overwrite_output_dir or not outputs:
+        return
+    resume, is_done = config.safety.resume, is_finished(folder)
+    refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
+    ways_out = "name another folder or add --overwrite_output_dir"
+    if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
+        raise UserError(f"{refusal}; to resume there give --resume auto, else {ways_out}")
+    if resume != AUTO or (checkpoints and (not is_done or config.safety.resume_force)):
+        return
+    saved = read_config(folder)
+    if saved is None:
+        raise UserError(f"{refusal} and no readable {CONFIG}; {ways_out}")
+    if not is_done:
+        if outputs != [METRICS]:
+            raise UserError(f"{refusal} and no checkpoint to resume from; {ways_out}")
+        if store.newest_intact()[1]:  # its checkpoints were removed by hand, or set aside
+            return
+        kept = keep_old_metrics(folder / METRICS)
+        logger().warning(
+            f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting over (its metrics are "
+            f"kept as {kept.name})"
+        )
+        return
+    changes = differences(saved, flatten(config))
+    if not changes:
+        raise StopRequested(_done(folder, config, saved))
+    if not checkpoints:
+        raise UserError(
+            f"{refusal} of a finished run with other settings, and no checkpoint to continue from "
+            f"(--keep_final_checkpoint); {ways_out}. What changed:\n{format_diff(changes)}"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The flags of the earlier run in an output folder, by name; None if `config.yaml` cannot be read."""
+    try:
+        saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
+        saved = None
+    return saved if isinstance(saved, dict) else None
+
+
+def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
+    """Why nothing is left to do in the folder of a finished run of these settings. Removes what a crash left of the
+    removal of its checkpoints."""
+    more = "to train longer, start another run from its model; --overwrite_output_dir starts over"
+    is_kept = config.safety.keep_final_checkpoint or saved.get("keep_final_checkpoint") is not False
+    if CheckpointFolder(folder).names() and is_kept:
+        more = (
+            "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate "
+            "depends on the length; --overwrite_output_dir starts over"
+        )
+    elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
+        more = "but a saved model cannot be read: add --resume_force to save it again from the last checkpoint"
+    return f"{folder / RESULT} is there: this run is done ({more})"
+
+
+def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None = None) -> None:
+    """Prepare the output folder and save the resolved configuration. Collective.
+
+    A run that starts from scratch removes the outputs of an earlier run. A run that resumes, from the checkpoint
+    `resumed` in this folder, checks `metrics.jsonl`, see `restore_metrics`.
+    """
+
+    def prepare() -> None:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if resumed is not None:
+                restore_metrics(folder, resumed)
+            elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
+                remove_earlier_outputs(folder, run)
+            (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
+            write_config(flatten(config), folder)
+
+    dist.on_main(prepare)
+
+
+def restore_metrics(output: Path, checkpoint: Path) -> None:
+    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved; a file with other lines is
+    kept under another name. `MetricsWriter` cuts off what follows them, since these steps are repeated."""
+    path = output / METRICS
+    saved, content = (place.read_bytes() if place.exists() else b"" for place in (checkpoint / METRICS, path))
+    if content.startswith(saved):
+        return
+    kept = keep_old_metrics(path) if content else None
+    write_file(path, saved)
+    logger().warning(
+        f"{path} is not as the run wrote it: it is restored from checkpoint {checkpoint.name}"
+        + (f", and the old file is kept as {kept.name}" if kept else "")
+    )
+
+
+def keep_old_metrics(path: Path) -> Path:
+    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl` in its folder; return that path."""
+    number = next(n for n in count(1) if not (path.parent / f"metrics.{n}.jsonl").exists())
+    kept = path.rename(path.parent / f"metrics.{number}.jsonl")
+    sync_entries(path.parent)
+    return kept
+
+
+def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
+    """Remove the outputs of an earlier run that this run would not write over: answers of evaluations, samples,
+    health events, the record of its starts, the ids of its runs in trackers, its report, models that only some runs
+    write, checkpoints, repro bundles, traces and TensorBoard files."""
+    if saved := CheckpointFolder(folder).names():
+        logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
+    for answers in (folder / "eval").glob("step_*.jsonl"):
+        answers.unlink()
+    for file in (STARTS, REPORT, HEALTH, SAMPLES, RUN_IDS):
+        (folder / file).unlink(missing_ok=True)
+    parts = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite", TRACES]
+    for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
+        if (folder / part).is_dir():
+            remove_folder(folder / part)
+    board = run.tensorboard_folder
+    if board.resolve().is_relative_to(folder.resolve()):  # a TensorBoard folder elsewhere may hold other runs
+        for events in board.glob("events.out.tfevents.*"):
+            events.unlink()
+
+
+def remove_checkpoints(output: Path) -> bool:
+    """Remove the checkpoints of a run whose `result.json` is written, on rank 0. If the run ends in between, the same
+    command removes the rest (`check_earlier_outputs`). They stay, and False is returned, if a saved model cannot be
+    read: only they can give that model again."""
+    models = [output]
+    if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
+        models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
+    for model in models:
+        try:
+            problem: object = None if checkpoint_shapes(str(model)) else f"{model} holds no weights"
+        except UserError as failure:  # an incomplete file
+            problem = failure
+        if problem is not None:
+            logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
+            return False
+    try:
+        with watchdog_paused():
+            CheckpointFolder(output).remove_all()
+    except OSError as problem:
+        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
+    else:
+        logger().info("checkpoints: removed (--keep_final_checkpoint keeps them, to train longer)")
+    return True

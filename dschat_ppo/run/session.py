@@ -1,0 +1,244 @@
+"""One run from its start to the end of its training: locked folder, ranks, checkpoint to resume from, metrics."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dschat_ppo.checkpoint.identity import (
+    FLAGS,
+    RunIdentity,
+    RunInputs,
+    find_checkpoint,
+    identify_run,
+    is_inside,
+    require_same_on_machines,
+)
+from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, package_versions, restore
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
+from dschat_ppo.common import dist, stop_requests
+from dschat_ppo.common.logging import logger, quiet_libraries
+from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.phases import announce
+from dschat_ppo.common.seeding import seed_everything, set_deterministic
+from dschat_ppo.config.cli import notes
+from dschat_ppo.config.memory_flags import check_sequence_parallel_size
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
+from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.cpu_kernels.library import kernels
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, counted, nearest_path
+from dschat_ppo.html_report.page import report_run
+from dschat_ppo.monitor.step_trace import StepTrace
+from dschat_ppo.monitor.trackers import Tracking, check_trackers
+from dschat_ppo.monitor.writers import METRICS, MetricsWriter, record_start
+from dschat_ppo.run import watchdog
+from dschat_ppo.run.op_builds import load_operator
+from dschat_ppo.run.output_folder import (
+    check_earlier_outputs,
+    check_shared_folder,
+    lock_folder,
+    prepare_output_folder,
+    refuse_model_folders,
+    refuse_pipes,
+)
+from dschat_ppo.run.process_group import init_process_group
+from dschat_ppo.run.rank_log import open_log
+from dschat_ppo.run.start_and_end import VALIDATION
+
+
+def begin_run(
+    step: str, config: StepConfig, models: list[str], validate_only: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[torch.device, Path]:  # fmt: skip
+    """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
+    this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
+
+    The run reads `models`. If it trains nothing (`validate_only`), it writes to a folder inside `--output_dir`, in
+    place of an earlier validation. `check` checks flags of the step before the folder is compared with them, so that a
+    mistake in a flag is not reported as a setting that has changed. `--dry_run` joins no ranks and touches no folder.
+    """
+    run = config.run
+    folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
+    refuse_model_folders(folder, models)
+    refuse_pipes(Path(run.folder))
+    quiet_libraries()
+    check_sequence_parallel_size(config.memory, dist.world_size())
+    if run.dry_run:
+        check()
+    else:
+        _join(config, folder, validate_only, check)
+    for line in notes(step, config):
+        logger().info(f"note: {line}")
+    return dist.device(), folder
+
+
+def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable[[], None]) -> None:
+    """The part of `begin_run` that a dry run leaves out. Collective."""
+    run, memory = config.run, config.memory
+    set_deterministic(run.deterministic)  # before anything runs on a GPU
+    lock_folder(folder)
+    init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)
+    dist.share_rows(memory.sequence_parallel_size)
+    check_shared_folder(folder)
+    open_log(folder)
+    check()
+    if validate_only:
+        prepare_output_folder(folder, config, run)
+    else:
+        check_earlier_outputs(folder, config, run)
+        dist.on_main(lambda: check_trackers(run.trackers))
+    seed_everything(run.seed)
+    _check_dtype(run.dtype)
+    offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
+    if memory.offload_optimizer or offloads:
+        announce("load operators")
+        load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
+
+
+def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
+    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is trained."""
+    if steps is not None and run.profile is not None and run.profile > steps:
+        raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
+    if run.dry_run:
+        if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
+            raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
+        raise StopRequested(
+            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
+            f"read, and nothing was written to {run.folder}"
+        )
+
+
+def _check_dtype(dtype: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    has_bf16, has_fp16 = accelerator.is_bf16_supported(), accelerator.is_fp16_supported()  # None on some CPUs
+    usable = ["bf16"] * bool(has_bf16) + ["fp16"] * bool(has_fp16) + ["fp32"]
+    if dtype not in usable:
+        raise UserError(
+            f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {', '.join(usable)}"
+        )
+    if dtype == "bf16" and not dist.on_gpu():
+        kernels()  # compiled here, so that no rank waits for another in a forward pass
+    elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        logger().warning(
+            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
+            "use --dtype fp16"
+        )
+
+
+def open_session(
+    kind: Literal["sft", "reward", "ppo"], output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int],
+    steps: int,
+) -> Session:  # fmt: skip
+    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
+    `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
+    _raise_if_stop_requested()
+    identity = identify_run(kind, config, inputs, derived)
+    require_same_on_machines(identity, package_versions())
+    checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
+    if checkpoint is not None:
+        saved = Manifest.read(checkpoint)
+        if saved.step > steps or (saved.step == steps and saved.update > 0):
+            raise UserError(
+                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
+                "--max_steps, or name an earlier checkpoint by --resume"
+            )
+        if (profiled := config.run.profile) is not None and profiled <= saved.step:
+            logger().info(
+                f"note: --profile {profiled} has no effect: the run resumes from {checkpoint}, where step {saved.step} "
+                "is done"
+            )
+    resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
+    prepare_output_folder(output, config, config.run, resumed)
+    return Session(output, identity, config.run, config.safety, checkpoint)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run in its output folder. `checkpoint`: the folder of the checkpoint from which it resumes, or None."""
+
+    output: Path
+    identity: RunIdentity
+    run: RunFlags
+    safety: SafetyFlags
+    checkpoint: Path | None
+
+    @property
+    def trace(self) -> StepTrace:
+        """Records the step of `--profile`, if it is given."""
+        return StepTrace(self.output, self.run.profile)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this start of the run resumes from a checkpoint."""
+        return self.checkpoint is not None
+
+    @contextmanager
+    def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
+        """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
+
+        The end of the block saves the last checkpoint. If a stop, a health event or a number that is not finite ends
+        the block, the report of the run so far is written first, if there are metrics.
+        """
+        _raise_if_stop_requested()
+        resumed = saved = None
+        if self.checkpoint is not None:
+            manifest = restore(self.checkpoint, trainer, self.run.seed)
+            logger().info(f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done")
+            resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
+            place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
+            saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
+        if dist.is_main():
+            record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
+        command = "the same command again" if self.safety.resume == AUTO else "the command again with --resume auto"
+        with MetricsWriter(self.output, self._tracking(), resumed) as metrics:
+            checkpoints = CheckpointManager(
+                self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
+            )
+            try:
+                yield metrics, checkpoints
+            except (StopRequested, UnhealthyRun, NonFiniteError) as ended:
+                try:
+                    if dist.is_main() and (self.output / METRICS).stat().st_size > 0:
+                        report_run(self.output)
+                finally:
+                    if sys.exc_info()[1] is not ended:
+                        traceback.print_exc()  # a bug of the report does not hide why the run ended
+                    raise ended
+            checkpoints.finish()
+
+    def _tracking(self) -> Tracking | None:
+        """What the trackers receive; None without any."""
+        run, given = self.run, self.identity.config.items()
+        if not run.trackers:
+            return None
+        flags = {name: value for name, value in given if name in FLAGS}
+        return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
+
+
+def _raise_if_stop_requested() -> None:
+    """Before training there is nothing to save. Collective."""
+    flag = torch.tensor([stop_requests.flag_is_set()], dtype=torch.int32, device=dist.device())
+    if dist.all_reduce(flag, "max"):
+        raise StopRequested("stopped as asked before training began; run the same command again")
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Prefix a `UserError` of the block with the flag, unless it names another, and add a hint about score heads."""
+    try:
+        yield
+    except UserError as problem:
+        hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
+        prefix = "" if str(problem).startswith("--") else f"{flag} "
+        raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__

@@ -1,0 +1,184 @@
+"""The watchdog: a thread of each rank that ends a hanging run and logs the stacks of all ranks.
+
+It checks three things: whether this rank makes progress (`heartbeat`), whether another rank has failed
+(`FirstFailureRecord`), and whether the process of another rank of this machine has ended. It passes stop requests on to
+the other ranks of this machine. C code that holds the GIL blocks this thread. Then faulthandler's own thread, which
+needs no GIL, writes the stacks and ends the process a little later with exit code 1, the only one that it supports.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from dschat_ppo.common import heartbeat, ranks, stop_requests
+from dschat_ppo.common.dead_terminal import leave_dead_terminal
+from dschat_ppo.common.exit_codes import HOW_TO_RESUME, RANK_LOST
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import training_has_started, where
+from dschat_ppo.run.first_failure import FirstFailureRecord
+from dschat_ppo.run.rank_log import log_path, write_to_log
+
+POLL_SECONDS = 0.5
+_STOPPED_SECONDS = 2.0  # this thread has not run for so long: the process was stopped
+_STACKS_SECONDS = 5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
+_FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
+LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
+FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
+
+
+class _Watchdog:
+    """The thread. `limit`: seconds without progress that are allowed; None: any number."""
+
+    def __init__(self, record: FirstFailureRecord):
+        self.record = record
+        self.limit: float | None = None
+        self._stop_is_known = False  # all ranks of this machine know of the stop request
+        self._ended = threading.Event()
+        self._since: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def set_limit(self, seconds: float) -> None:
+        """Measure the time without progress from now on."""
+        heartbeat.heartbeat()
+        self.limit = seconds
+        self._arm_faulthandler()
+
+    def end(self) -> None:
+        """End the thread and disarm faulthandler."""
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        polled = time.monotonic()
+        while not self._ended.wait(POLL_SECONDS):
+            now = time.monotonic()
+            if now - polled > _STOPPED_SECONDS:
+                heartbeat.note_stop(now - polled)
+            polled = now
+            self._arm_faulthandler()
+            leave_dead_terminal()
+            self._pass_on_stop_request()
+            # for two polls: after a suspension the other ranks need one to report their progress
+            hangs = self._has_lasted("hangs", self._hangs(), 2 * POLL_SECONDS)
+            first = self.record.read()
+            is_stopping = first is not None and not first.code
+            if hangs and (first is None or is_stopping):
+                first = self.record.record(RANK_LOST, hung=True)
+            if first is None:
+                lost = self.record.lost_ranks()
+                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
+                    self._end_without(lost)
+            elif first.hung or (hangs and is_stopping):
+                idle, logs = f"{heartbeat.idle_seconds():.0f}", log_path()
+                text = f"rank {ranks.rank()} has made no progress for {idle} s: {where()}\n{_stacks()}"
+                hint = f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""
+                prints = is_stopping or first.rank == ranks.rank()
+                self._end(RANK_LOST, text, text + hint if prints else "", waits=True)
+            elif first.code and first.rank != ranks.rank() and self._has_lasted("failed", True, FAILED_SECONDS):
+                # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
+                self._end(first.code, f"ends because rank {first.rank} failed\n{_stacks()}")
+
+    def _arm_faulthandler(self) -> None:
+        """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the GIL."""
+        if self.limit is None:
+            return
+        if heartbeat.watchdog_is_paused():
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
+
+    def _pass_on_stop_request(self) -> None:
+        """Needed because the launcher sends its signal to one rank and waits for its end before it signals the next."""
+        if self._stop_is_known or (stop_requests.reason() is None and not self.record.stop_requested()):
+            return
+        self._stop_is_known = True
+        self.record.request_stop()
+        stop_requests.set_flag()
+        if ranks.is_main():
+            then = "the state is saved after this optimizer step"
+            if not training_has_started():
+                then = "the run ends before training begins, with nothing to save"
+            logger().info(f"stopping ({stop_requests.reason()}): {then}; a second Ctrl-C ends the run at once")
+
+    def _hangs(self) -> bool:
+        """Whether no rank of this machine makes progress. A rank may wait for another one that makes progress."""
+        if self.limit is None:
+            return False
+        if heartbeat.idle_seconds() < 2 * POLL_SECONDS:
+            self.record.mark_progress()
+        return min(heartbeat.idle_seconds(), self.record.seconds_since_progress()) > self.limit
+
+    def _has_lasted(self, name: str, is_true: bool, seconds: float) -> bool:
+        """Whether the named condition has been true for this long."""
+        if not is_true:
+            self._since.pop(name, None)
+            return False
+        return time.monotonic() - self._since.setdefault(name, time.monotonic()) >= seconds
+
+    def _end_without(self, lost: list[int]) -> NoReturn:
+        """The processes of other ranks were killed, and the main thread of this rank has not noticed."""
+        first, names = self.record.record(RANK_LOST), ", ".join(map(str, lost))
+        text = f"rank {ranks.rank()}: another rank is gone (rank {names}; {where()}): the run ends; {HOW_TO_RESUME}\n"
+        self._end(first.code, text + _stacks(), text if first.rank == ranks.rank() else "")
+
+    def _end(self, code: int, text: str, prints: str = "", waits: bool = False) -> NoReturn:
+        """Write `text` to this rank's log and `prints` to stderr, and end the process; if it `waits`, not before the
+        other ranks have had time for the same."""
+        # before anything is written: the disk that holds the log may be the one that hangs
+        timer = threading.Timer(_STACKS_SECONDS, self._leave, [code])
+        timer.daemon = True
+        timer.start()
+        with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
+            sys.stderr.flush()
+            os.write(2, prints.encode(errors="backslashreplace"))  # in one call: no line of another rank comes between
+        write_to_log(text)
+        faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
+        if waits:
+            timer.join()
+        self._leave(code)
+
+    def _leave(self, code: int) -> NoReturn:
+        self.record.leave()
+        os._exit(code)
+
+
+_WATCHDOGS: list[_Watchdog] = []  # one at most
+
+
+def watch_ranks(record: FirstFailureRecord) -> None:
+    """Start the thread: from here on this rank ends when another rank has failed or is lost."""
+    stop()
+    _WATCHDOGS.append(_Watchdog(record))
+
+
+def start(seconds: float) -> None:
+    """End the run when a rank sends no `heartbeat` for this long outside `watchdog_paused`, with exit code 5. Every
+    rank of this machine then writes its phase, its step and the stacks of all its threads to its log, the first one
+    also to stderr."""
+    if not _WATCHDOGS:
+        watch_ranks(FirstFailureRecord())
+    _WATCHDOGS[-1].set_limit(seconds)
+
+
+def stop() -> None:
+    """End the thread, if it runs."""
+    while _WATCHDOGS:
+        _WATCHDOGS.pop().end()
+
+
+def _stacks() -> str:
+    """The stacks of all threads but this one, innermost frame first, the main thread last."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").rstrip().split("\n\n")
+    return "\n\n".join(thread for thread in threads if not thread.startswith("Current thread")) + "\n"

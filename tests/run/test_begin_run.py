@@ -1,0 +1,133 @@
+"""The start of a step: checks and messages before a model is loaded."""
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.errors import UserError
+from dschat_ppo.run import session
+from dschat_ppo.run.session import naming
+
+
+@pytest.fixture
+def events(monkeypatch, tmp_path):
+    """The steps of `begin_run` in the order in which they run; the ranks do not join."""
+    done = []
+
+    def noted(name, result=None):
+        return lambda *_: done.append(name) or result
+
+    names = ("set_deterministic", "init_process_group", "open_log", "check_earlier_outputs", "seed_everything")
+    for name in names:
+        monkeypatch.setattr(session, name, noted(name))
+    monkeypatch.setattr(session.watchdog, "start", noted("watchdog"))
+    monkeypatch.setattr(session, "lock_folder", noted("lock"))
+    return done
+
+
+def config_of(folder, *more):
+    return parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(folder), *more])
+
+
+def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
+    config = config_of(tmp_path)
+    assert session.begin_run("sft", config, [])[1] == tmp_path
+    joined = ["set_deterministic", "lock", "init_process_group", "watchdog"]
+    assert events == [*joined, "open_log", "check_earlier_outputs", "seed_everything"]
+
+
+def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):
+    config, folder = config_of(tmp_path), tmp_path / "validation"
+    folder.mkdir()
+    (folder / "result.json").write_text("{}")
+    assert session.begin_run("sft", config, [str(tmp_path)], True)[1] == folder
+    assert "lock" in events and "check_earlier_outputs" not in events
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"], "the result of an earlier one is removed"
+    with pytest.raises(UserError, match="would be written over a model"):
+        session.begin_run("sft", config, [str(tmp_path)])
+
+
+def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = config_of(tmp_path, "--sequence_parallel_size", "3")
+    with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
+        session.begin_run("sft", config, [])
+    assert "init_process_group" not in events
+
+
+@pytest.mark.parametrize(("words", "loads"), [
+    ([], False), (["--zero_stage", "2", "--offload"], True), (["--zero_stage", "1", "--offload_optimizer"], True),
+])  # fmt: skip
+def test_the_operator_of_an_offloaded_optimizer_is_compiled_before_data_and_models_are_read(
+    events, tmp_path, monkeypatch, words, loads
+):
+    monkeypatch.setattr(session, "load_operator", lambda name: events.append(name))
+    session.begin_run("sft", config_of(tmp_path, *words), [])
+    assert (events[-1] == "CPUAdamBuilder") is loads
+    actor = ["--actor_zero_stage", "2", "--critic_zero_stage", "2"] if loads else []
+    flags = [word for word in words if word.startswith("--offload")]
+    named = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "m", "--data_path", "d", *actor, *flags]
+    config = parse("ppo", [*named, "--output_dir", str(tmp_path)])
+    events.clear()
+    session.begin_run("ppo", config, [])
+    assert (events[-1] == "CPUAdamBuilder") is loads
+
+
+@pytest.mark.parametrize(("dtype", "supported", "usable"), [
+    ("fp16", {"bf16"}, "bf16, fp32"), ("bf16", {"fp16"}, "fp16, fp32"), ("bf16", set(), "fp32"),
+])  # fmt: skip
+def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monkeypatch, dtype, supported, usable):
+    accelerator = get_accelerator()
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(
+            accelerator, f"is_{name}_supported", lambda name=name: name in supported or None
+        )  # as DeepSpeed says no
+    device = accelerator.device_name()
+    with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
+        session.begin_run("sft", config_of(tmp_path, "--dtype", dtype), [])
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatch, said, emulates):
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: not emulates)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
+    session.begin_run("sft", config_of(tmp_path), [])
+    assert any("--dtype bf16: Tesla T4 has no bf16 arithmetic" in line for line in said) is emulates
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trackers_that_cannot_be_used_end_the_run_on_all_ranks(events, tmp_path, monkeypatch, rank):
+    def refuse(libraries):
+        assert rank == 0 and libraries == ("wandb",), "rank 0 alone needs the library"
+        raise UserError("wandb is not installed")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(session, "check_trackers", refuse)
+    monkeypatch.setattr(
+        session.dist, "broadcast_object", lambda mine: mine if rank == 0 else (None, UserError("wandb"))
+    )
+    with pytest.raises(UserError, match="^wandb"):
+        session.begin_run("sft", config_of(tmp_path, "--report_to", "wandb"), [])
+
+
+def test_errors_of_a_block_name_its_flag():
+    with pytest.raises(UserError, match="^--rank 8: not that of m$"), naming("--model"):
+        raise UserError("--rank 8: not that of m")
+    with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
+        raise UserError("m: no such folder")
+    hint = r"\(are actor and critic swapped\?\)"
+    with pytest.raises(UserError, match=f"^--critic m: lacks score.weight {hint}$"), naming("--critic"):
+        raise UserError("m: lacks score.weight")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_flags_of_the_step_are_checked_before_the_folder_is_compared(events, tmp_path, dry_run):
+    config = config_of(tmp_path, "--dry_run", str(dry_run))
+
+    def refuse():
+        raise UserError("--reward_function: no such file")
+
+    with pytest.raises(UserError, match="no such file"):
+        session.begin_run("sft", config, [], check=refuse)
+    assert "check_earlier_outputs" not in events

@@ -1,0 +1,124 @@
+"""Every kind of file that a later start reads is on the disk before it counts, in a model of a power loss."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import datasets
+import torch
+from checkpoints import CONTENT, fill
+from conftest import tiny_config
+from datasets import Dataset
+from power_loss_model import PowerLoss
+from stub_runs import config_of, run
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+
+from dschat_ppo.checkpoint.state_files import BackgroundWriter
+from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.sources import open_set, parse_sources
+from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.monitor.writers import write_config, write_result
+from dschat_ppo.run.output_folder import keep_old_metrics, lock_folder, release_locks, restore_metrics
+from dschat_ppo.tools import toy
+from dschat_ppo.tools.toy_model import write_task
+
+
+def kept(power, folder) -> dict[str, bytes]:
+    """The content of a folder after a power loss: every file is as written, and no name came too early."""
+    left = power.left(folder)
+    assert power.too_early == []
+    assert all(content == (folder / name).read_bytes() for name, content in left.items())
+    return left
+
+
+def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    (tmp_path / "draft").write_text("x")
+    os.rename(tmp_path / "draft", tmp_path / "named")
+    assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
+
+
+def test_a_new_folder_its_configuration_and_its_result_are_durable(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    lock_folder(tmp_path / "a/b")
+    release_locks()
+    write_config(flatten(config_of(tmp_path)), tmp_path / "a/b")
+    write_result(tmp_path / "a/b", {"steps": 3})
+    assert {"a/b/config.yaml", "a/b/result.json"} <= set(power.left(tmp_path)) and power.too_early == []
+
+
+def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    writer = BackgroundWriter()
+    writer.save({"weight": torch.ones(3)}, tmp_path / "states.pt")
+    assert writer.wait()
+    assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
+    folder = CheckpointFolder(tmp_path)
+    fill(folder.partial("step_000012"), step=12, update=0)
+    folder.commit("step_000012")
+    assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(power.left(tmp_path))
+
+
+def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    run(tmp_path, 2)
+    left, saved = kept(power, tmp_path), tmp_path / "checkpoints/step_000002"
+    files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
+    assert set(left) == {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints/latest", *files}
+    assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
+
+
+def test_set_aside_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path, monkeypatch):
+    run(tmp_path, 2, "--save_steps", "1")
+    power = PowerLoss(monkeypatch)
+    CheckpointFolder(tmp_path).set_aside_after(tmp_path / "checkpoints/step_000001")
+    root = tmp_path / "checkpoints"
+    assert CheckpointFolder(tmp_path).names() == ["step_000001"]
+    assert "step_000002" not in power.names[root.stat().st_ino]
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    keep_old_metrics(tmp_path / "metrics.jsonl")
+    names = power.names[tmp_path.stat().st_ino]
+    assert "metrics.1.jsonl" in names and "metrics.jsonl" not in names
+    restore_metrics(tmp_path, tmp_path / "checkpoints/step_000001")
+    assert written.startswith(power.left(tmp_path)["metrics.jsonl"])
+
+
+def test_prepared_rows_are_durable(tmp_path, monkeypatch):
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    path.write_text("".join(json.dumps({"prompt": f"{n}:", "response": "b"}) + "\n" for n in range(5)))
+    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
+    power = PowerLoss(monkeypatch)
+    prepare("sft", toy.make_tokenizer(["words"]), parse("sft", words.split()).data, 64)
+    entries = sorted(folder.name for folder in (cache / "dschat_ppo").iterdir() if folder.is_dir())
+    wanted = {f"dschat_ppo/{entry}/{name}" for entry in entries for name in ("rows_00000.arrow",)}
+    assert len(entries) == 2, "the file as a table, and its rows as tokens"
+    assert wanted <= set(kept(power, cache))
+
+
+def test_rows_of_the_hub_are_durable(tmp_path, monkeypatch):
+    def load(*_, **__):
+        rows = Dataset.from_dict({"a": [1]}).map(lambda row: row, cache_file_name=str(tmp_path / "rows.arrow"))
+        return datasets.DatasetDict(train=rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    power = PowerLoss(monkeypatch)
+    open_set(parse_sources(["name"], "--data_path")[0], None)
+    assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
+
+
+def test_an_exported_model_is_durable(assets, tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    model = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
+    save_model(SimpleNamespace(module=model), tokenizer, tmp_path)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept(power, tmp_path))
+
+
+def test_the_task_of_the_quickstart_is_durable(tmp_path, monkeypatch):
+    power = PowerLoss(monkeypatch)
+    tokenizer = toy.make_tokenizer(["words"])
+    write_task(tmp_path, {"sft": [{"a": 1}]}, tokenizer, LlamaForCausalLM(tiny_config()))
+    assert {"data/sft.jsonl", "model/model.safetensors", "model/tokenizer.json"} <= set(kept(power, tmp_path))

@@ -1,0 +1,162 @@
+"""Running a step: exit codes, the one message of a run that fails, and the variables of the launcher."""
+
+import pytest
+
+from dschat_ppo.common import stop_requests
+from dschat_ppo.common.exit_codes import HOW_TO_RESUME
+from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
+from dschat_ppo.run import launch
+from dschat_ppo.run.first_failure import FirstFailureRecord
+from dschat_ppo.run.launch import complete_environment, run_step
+from dschat_ppo.run.rank_log import close_log, open_log
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    yield
+    stop_requests.restore()
+    reset_phases()
+
+
+def raising(problem: BaseException | None):
+    def train(_config):
+        if problem is not None:
+            raise problem
+
+    return train
+
+
+AGAIN = "saved; run the same command again to resume"
+INTERRUPTED = f"rank 0 was interrupted a second time (phase 'start'): the run ends at once; {HOW_TO_RESUME}\n"
+ENDS = [  # how training ends, exit code, stdout, stderr
+    (None, 0, "", ""),
+    (StopRequested(AGAIN), 0, f"{AGAIN}\n", ""),
+    (UserError("--data_path nowhere: no such file"), 2, "", "error: --data_path nowhere: no such file\n"),
+    (UserError("other settings:\n- --seed 1\n+ --seed 2"), 2, "", "error: other settings:\n- --seed 1\n+ --seed 2\n"),
+    (NonFiniteError("step 3: the loss is not finite"), 3, "", "error: step 3: the loss is not finite\n"),
+    (UnhealthyRun("--stop_on_health error: step 3"), 6, "", "error: --stop_on_health error: step 3\n"),
+    (KeyboardInterrupt(), 1, "", INTERRUPTED),
+]
+
+
+@pytest.mark.parametrize(("problem", "code", "out", "err"), ENDS)
+def test_the_end_of_a_run_is_one_message_and_an_exit_code(capsys, problem, code, out, err):
+    assert run_step(list, raising(problem), []) == code
+    assert capsys.readouterr() == (out, err)
+
+
+def test_the_error_of_a_library_is_only_in_the_log(capsys, tmp_path):
+    def train(_config):
+        open_log(tmp_path)
+        with reading("--data_path x: cannot be read"):
+            int("no number")
+
+    assert run_step(lambda argv: argv, train, []) == 2
+    close_log()
+    log = (tmp_path / "logs/rank_0.log").read_text()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert "error: --data_path x: cannot be read: invalid literal" in log
+    assert "Traceback" in log and "ValueError: invalid literal for int()" in log
+
+
+def test_other_exceptions_are_one_message_with_rank_phase_and_step(capsys):
+    clock = PhaseClock()
+
+    def train(_config):
+        announce("load models")
+        announce_step(7)
+        with clock.phase("score"):
+            raise ZeroDivisionError("boom")
+
+    assert run_step(lambda argv: argv, train, []) == 1
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "rank 0 failed in phase 'score' at step 7:"
+    assert second == "Traceback (most recent call last):"
+    assert last == "ZeroDivisionError: boom"
+
+
+def test_messages_show_no_credentials(capsys, tmp_path):
+    open_log(tmp_path)
+    try:
+        for kind in (UserError, RuntimeError, NonFiniteError):
+
+            def fails(_, kind=kind):
+                raise kind("http://me:s3cret@host/")
+
+            run_step(list, fails, [])
+    finally:
+        close_log()
+    for text in (capsys.readouterr().err, (tmp_path / "logs" / "rank_0.log").read_text()):
+        assert text.count("http://***@host/") >= 3 and "s3cret" not in text
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, UserError])
+@pytest.mark.parametrize(("first_code", "is_reported"), [(0, True), (3, False)])
+def test_a_failure_after_another_rank_is_reported_only_if_that_rank_stopped_in_order(
+    capsys, tmp_path, monkeypatch, kind, first_code, is_reported
+):
+    record = FirstFailureRecord(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        FirstFailureRecord(tmp_path).record(first_code)
+    monkeypatch.setattr(launch, "open_failure_record", lambda: record)
+
+    own_code = 2 if kind is UserError else 1
+    assert run_step(list, raising(kind("boom")), []) == (own_code if is_reported else first_code)
+    assert ("boom" in capsys.readouterr().err) is is_reported
+
+
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_JOB_ID": "12345", "SLURM_NTASKS": "6", "MASTER_ADDR": "gpu07",
+}  # fmt: skip
+DEEPSPEED = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_SIZE": "2", "CROSS_RANK": "2",
+    "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def completed(environment: dict[str, str]) -> dict[str, str]:
+    environment = dict(environment)
+    complete_environment(environment)
+    return environment
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def test_srun_sets_the_numbers_of_a_rank():
+    found = completed(SLURM)
+    assert {name: value for name, value in found.items() if not name.startswith("SLURM")} == {
+        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": str(15_000 + 12345 % 10_000),
+    }  # fmt: skip
+    assert completed(SLURM | {"MASTER_PORT": "7"})["MASTER_PORT"] == "7"
+    one_machine = without(SLURM, "MASTER_ADDR") | {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_LOCALID": "5"}
+    assert completed(one_machine)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_batch_script_is_one_process_although_the_job_has_tasks():
+    batch = without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    assert completed(batch) == batch
+
+
+@pytest.mark.parametrize("environment", [{}, DEEPSPEED, without(DEEPSPEED, "LOCAL_SIZE") | {"LOCAL_WORLD_SIZE": "2"}])
+def test_other_environments_stay_as_they_are(environment):
+    assert completed(environment) == environment
+
+
+@pytest.mark.parametrize(("environment", "words"), [
+    (without(DEEPSPEED, "MASTER_ADDR", "LOCAL_RANK"), "but not LOCAL_RANK, MASTER_ADDR"),
+    (without(DEEPSPEED, "LOCAL_SIZE"), "LOCAL_WORLD_SIZE"), (DEEPSPEED | {"RANK": "five"}, "RANK=five"),
+    (DEEPSPEED | {"WORLD_SIZE": "7"}, "the same number of ranks"),
+    (without(SLURM, "MASTER_ADDR"), "export MASTER"),
+    (without(SLURM, "SLURM_LOCALID"), "but not LOCAL_RANK"), (SLURM | {"SLURM_PROCID": "2"}, "--distribution bl"),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "--ntasks-per-node"),
+])  # fmt: skip
+def test_a_wrong_environment_is_named(environment, words):
+    with pytest.raises(UserError) as refused:
+        completed(environment)
+    assert words in str(refused.value)

@@ -1,0 +1,331 @@
+"""An output folder with the outputs of an earlier run: accepted, refused, kept or removed."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import config_of, save_checkpoint
+
+from dschat_ppo.checkpoint import store
+from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.config.cli import flatten
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UserError
+from dschat_ppo.monitor.writers import write_config
+from dschat_ppo.run.kept_models import KeptModels, clear_partials
+from dschat_ppo.run.output_folder import (
+    check_earlier_outputs,
+    prepare_output_folder,
+    refuse_model_folders,
+    refuse_pipes,
+    remove_checkpoints,
+)
+
+
+def earlier(output: Path, *more: str) -> str:
+    """What becomes of a run in this folder: "" (it goes on), "done: ..." or "refused: ..."."""
+    config = config_of(output, *more)
+    try:
+        check_earlier_outputs(output, config, config.run)
+    except UserError as problem:
+        return f"refused: {problem}"
+    except StopRequested as done:
+        return f"done: {done}"
+    return ""
+
+
+def leave(output: Path, what: str, *flags: str) -> None:
+    """Leave these outputs of an earlier run with these flags; `config`, `checkpoint` and `aside` (a checkpoint that was
+    set aside) are not written as texts."""
+    for name in what.split():
+        if name == "config":
+            write_config(flatten(config_of(output, *flags)), output)
+        elif name == "checkpoint":
+            save_checkpoint(output, 4)
+        elif name == "aside":
+            save_checkpoint(output, 4).rename(output / "checkpoints" / "step_000004.set_aside")
+        else:
+            (output / name).write_text("{}")
+
+
+FINISHED, UNFINISHED = "config metrics.jsonl result.json", "config metrics.jsonl"
+OVERWRITE, FORCE = ["--overwrite_output_dir", "True"], ["--resume_force", "True"]
+CONSTANT, LONGER = ["--lr_scheduler_type", "constant"], ["--max_steps", "9"]
+HERE = ["--resume", "checkpoints/step_000004"]
+EARLIER = [
+    ("", [], ""),
+    (f"{UNFINISHED} checkpoint", ["--seed", "5"], ""),  # `find_checkpoint` decides
+    (f"{UNFINISHED} checkpoint", ["--resume", "never"], "refused: .*resume there give --resume auto"),
+    (f"{UNFINISHED} checkpoint", ["--resume", "/elsewhere"], "refused: .*holds earlier outputs .metrics.jsonl"),
+    (f"{UNFINISHED} aside", [], ""),
+    (f"{UNFINISHED} aside", ["--resume", "checkpoints/step_000004.set_aside"], ""),
+    (f"{FINISHED} aside", ["--resume", "checkpoints/step_000004.set_aside", *LONGER], ""),
+    ("config checkpoint", ["--resume", "never"], r"refused: .*holds earlier outputs \(step_000004\)"),
+    ("config checkpoint", OVERWRITE, ""),
+    (f"{UNFINISHED} config.json", [], "refused: .*no checkpoint to resume from; name another folder"),
+    ("adapter_config.json", [], r"refused: .*\(adapter_config.json\) and no readable config.yaml; name"),
+    ("model-00001-of-00002.safetensors", [], "refused: .*no readable config.yaml"),
+    ("result.json checkpoint", [], "refused: .*no readable config.yaml"),
+    (FINISHED, [], "done: .*this run is done .to train longer, start another run from its model"),
+    (FINISHED, ["--zero_stage", "3"], "done: "),
+    (FINISHED, LONGER, "refused: .*no checkpoint to continue from .--keep_final_checkpoint.*\n  --max_steps"),
+    (FINISHED, ["--seed", "5", *FORCE], "refused: .*\n  --seed: 1234 -> 5"),
+    (FINISHED, OVERWRITE, ""),
+    (f"{FINISHED} checkpoint", ["--keep_final_checkpoint", "True"], "done: .*raise --num_train_epochs or --max_steps"),
+    (f"{FINISHED} checkpoint", LONGER, ""),
+    (f"{FINISHED} checkpoint", FORCE, ""),
+    (f"{FINISHED} checkpoint", HERE, ""),
+    (f"{FINISHED} checkpoint", ["--resume", "link/checkpoints/step_000004"], ""),
+    (f"{FINISHED} checkpoint", ["--resume", "never"], r"refused: .*\(result.json\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "flags", "outcome"), EARLIER)
+def test_earlier_outputs_decide_what_becomes_of_a_run(tmp_path, monkeypatch, what, flags, outcome):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    leave(tmp_path, what)
+    kept = sorted(tmp_path.rglob("*"))
+    found = earlier(tmp_path, *flags)
+    assert re.match(outcome, found, re.DOTALL) if outcome else found == ""
+    assert sorted(tmp_path.rglob("*")) == kept
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"a: [", b"[1]", b"a: 2026-13-45", bytes(30)])
+def test_a_configuration_that_cannot_be_read_is_that_of_another_run(tmp_path, content):
+    leave(tmp_path, "result.json")
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert "(result.json) and no readable config.yaml; name" in earlier(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--seed", "5"]])
+def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_path, said, flags):
+    leave(tmp_path, "config")
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
+        assert earlier(tmp_path, *flags) == ""
+        assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
+    assert "ended before its first checkpoint; starting over (its metrics are kept as metrics.2.jsonl)" in said[1]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 4', b"[1]", bytes(20), b"\xff"])
+def test_a_damaged_result_does_not_mark_a_finished_run(tmp_path, content):
+    leave(tmp_path, "config")
+    (tmp_path / "result.json").write_bytes(content)
+    assert "and no checkpoint to resume from" in earlier(tmp_path)
+    save_checkpoint(tmp_path, 4)
+    assert earlier(tmp_path) == ""
+
+
+@pytest.mark.parametrize(("before", "now"), [("True", "False"), ("False", "False"), ("False", "True"), (None, "False")])
+def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
+    leave(tmp_path, f"{FINISHED} checkpoint", "--keep_final_checkpoint", before or "False")
+    if before is None:  # of a version without the flag
+        flags = yaml.safe_load((tmp_path / "config.yaml").read_text())
+        del flags["keep_final_checkpoint"]
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(flags))
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(assets / "lm" / name, tmp_path)
+    assert "this run is done" in earlier(tmp_path, "--keep_final_checkpoint", now)
+    assert (tmp_path / "checkpoints").exists() == (before != "False" or now == "True")
+    assert (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("place", [".", "actor"])
+def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
+    leave(tmp_path, f"{FINISHED} checkpoint")
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "model.safetensors").write_bytes(b"damaged")
+    assert "a saved model cannot be read: add --resume_force" in earlier(tmp_path)
+    assert (tmp_path / "checkpoints/step_000004").exists()
+
+
+OF_A_RUN = [
+    "eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/bundle.pt", "trackers.json",
+    "best.old/model.safetensors", "best.partial/model.safetensors", "health.jsonl", "samples.jsonl", "starts.jsonl",
+    "report.html", "tensorboard/events.out.tfevents.1",
+]  # fmt: skip
+OF_SOME_RUNS = ["actor_ema/model.safetensors", "critic/model.safetensors"]
+OF_OTHERS = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tmp_path, overwrite):
+    config = config_of(tmp_path)
+    for mark in [*OF_A_RUN, *OF_SOME_RUNS, *OF_OTHERS]:
+        (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / mark).write_text("x")
+    prepare_output_folder(tmp_path, config, config.run)
+    assert all((tmp_path / mark).exists() for mark in OF_A_RUN), "no run of this project made them"
+    saved = save_checkpoint(tmp_path, 1)
+    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=overwrite)
+    prepare_output_folder(tmp_path, config, run, resumed=saved)
+    assert saved.exists() and all((tmp_path / mark).exists() for mark in OF_A_RUN)
+    prepare_output_folder(tmp_path, config, run)
+    assert not saved.exists() and not any((tmp_path / mark).exists() for mark in OF_A_RUN)
+    assert [(tmp_path / mark).exists() for mark in OF_SOME_RUNS] == [not overwrite] * 2
+    assert all((tmp_path / other).exists() for other in [*OF_OTHERS, "config.yaml"])
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_the_result_is_removed_after_the_other_earlier_outputs(tmp_path, monkeypatch, resumed):
+    config, removed = config_of(tmp_path), []
+    leave(tmp_path, "config result.json")
+    saved = save_checkpoint(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: removed.append((path.name, (tmp_path / "result.json").exists())))
+    prepare_output_folder(tmp_path, config, config.run, saved if resumed else None)
+    assert removed == ([] if resumed else [("checkpoints", True)])
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_tensorboard_files_outside_of_the_output_folder_stay(tmp_path):
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board/events.out.tfevents.1").write_text("of another run")
+    config = config_of(tmp_path / "out", "--tensorboard_path", str(tmp_path / "board"))
+    for _ in range(2):
+        prepare_output_folder(tmp_path / "out", config, config.run)
+    assert (tmp_path / "board/events.out.tfevents.1").exists()
+
+
+@pytest.mark.parametrize(("given", "folder"), [
+    ("board", "out/board"), ("./out", "out"), ("out/board", "out/board"), ("outer", "out/outer"),
+    ("{here}/shared", "shared"),
+])  # fmt: skip
+@pytest.mark.parametrize("output", ["./out/", "{here}/out"])
+def test_relative_tensorboard_paths_are_inside_the_output_folder(tmp_path, monkeypatch, given, folder, output):
+    monkeypatch.chdir(tmp_path)
+    words = ["--tensorboard_path", given.format(here=tmp_path)]
+    board = config_of(output.format(here=tmp_path), *words).run.tensorboard_folder
+    assert board.resolve() == tmp_path / folder
+
+
+def test_the_output_is_not_written_over_a_model_or_the_base_of_an_adapter(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    refuse_model_folders(tmp_path / "out", [str(adapter)])
+    places = [(base, adapter), (adapter, adapter), *((tmp_path, tmp_path / part) for part in ("critic", "hf/step_1"))]
+    for output, model in places:
+        with pytest.raises(UserError, match="would be written over a model that is read"):
+            refuse_model_folders(output, [str(model)])
+
+
+def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    refuse_pipes(tmp_path)
+    os.mkfifo(tmp_path / "logs" / "rank_0.log")
+    with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
+        refuse_pipes(tmp_path)
+
+
+def left(output) -> list[str]:
+    return sorted(path.name for path in output.glob("checkpoints/*"))
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A folder with two checkpoints, and one that is set aside."""
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints/step_000001").rename(tmp_path / "checkpoints/step_000001.set_aside")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("models", "is_whole"), [
+    ({"actor": "lm"}, True), ({"actor": "lm", "critic": "reward"}, True), ({"critic": "reward"}, False), ({}, False),
+    ({"actor": "lm", "critic": "cut"}, False), ({"actor": "lm", "critic": "empty"}, False), ({".": "lm"}, True),
+    ({".": "empty", "critic": "reward"}, False),
+])  # fmt: skip
+def test_checkpoints_go_once_every_saved_model_can_be_read(finished, assets, said, models, is_whole):
+    for place, content in models.items():
+        folder = finished / place
+        folder.mkdir(exist_ok=True)
+        source = assets / ("reward" if content == "reward" else "lm")
+        shutil.copy(source / "config.json", folder)
+        if content != "empty":
+            shutil.copy(source / "model.safetensors", folder)
+        if content == "cut":
+            os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+    assert remove_checkpoints(finished) is is_whole
+    assert "step_000001.set_aside" in left(finished) and ("step_000003" in left(finished)) is not is_whole
+    assert ("(--keep_final_checkpoint keeps" if is_whole else "checkpoints are kept, because") in said[-1]
+
+
+def test_the_newest_is_removed_last_and_a_cut_removal_is_finished_by_the_next(finished, assets, monkeypatch, said):
+    (finished / "actor").symlink_to(assets / "lm")
+    remove, removed = store.remove_folder, []
+
+    def fails_at_the_second(path):
+        removed.append(path.name)
+        if len(removed) == 2:
+            raise OSError("cut")
+        remove(path)
+
+    monkeypatch.setattr(store, "remove_folder", fails_at_the_second)
+    remove_checkpoints(finished)
+    assert removed == ["step_000002.partial", "step_000003.partial"]
+    assert any("cannot be removed (cut)" in line for line in said)
+    monkeypatch.undo()
+    CheckpointFolder(finished).clear_partials()  # as every start does
+    remove_checkpoints(finished)
+    assert left(finished) == ["step_000001.set_aside"]
+
+
+def writer_of(*names):
+    """Saves files of these names."""
+
+    def save(folder):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(name)
+
+    return save
+
+
+def files(folder) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_models_of_steps_are_kept_side_by_side_and_the_best_replaces_the_one_before(tmp_path):
+    KeptModels(tmp_path, 1, True, writer_of("actor/a", "critic/b")).save_step(1)
+    kept = KeptModels(tmp_path, 10, True, writer_of("actor/a"))
+    assert [step for step in range(1, 21) if kept.is_due(step)] == [10, 20]
+    kept.save_step(20)
+    assert files(tmp_path) == ["hf/step_000001/actor/a", "hf/step_000001/critic/b", "hf/step_000020/actor/a"]
+    kept.save_step(1)  # again, after a resume from an earlier checkpoint
+    KeptModels(tmp_path, 0, True, writer_of("old")).save_best()
+    kept.save_best()
+    assert files(tmp_path) == ["best/actor/a", "hf/step_000001/actor/a", "hf/step_000020/actor/a"]
+
+
+@pytest.mark.parametrize("problem", [NonFiniteError("a weight"), StorageError("the disk")])
+def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(tmp_path, problem):
+    KeptModels(tmp_path, 1, True, writer_of("a")).save_best()
+
+    def fail(folder):
+        writer_of("b")(folder)
+        raise problem
+
+    kept = KeptModels(tmp_path, 1, True, fail)
+    for save in (kept.save_best, lambda: kept.save_step(7)):
+        with pytest.raises(type(problem)):
+            save()
+    assert files(tmp_path) == ["best.partial/b", "best/a", "hf/step_000007.partial/b"]
+    writer_of("c")(tmp_path / "hf/step_000001.old")  # a folder that was being replaced gets its name back
+    writer_of("d")(tmp_path / "hf/step_000002.old")
+    writer_of("e")(tmp_path / "hf/step_000002")
+    (tmp_path / "hf/mine.partial").write_text("")  # not of a run
+    clear_partials(tmp_path)
+    assert files(tmp_path) == ["best/a", "hf/mine.partial", "hf/step_000001/c", "hf/step_000002/e"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "hf").write_text("a file")
+    with pytest.raises(StorageError, match=r"hf/step_000003: cannot be written \(Not a directory\)"):
+        KeptModels(tmp_path, 3, True, writer_of()).save_step(3)

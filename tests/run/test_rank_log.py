@@ -1,0 +1,135 @@
+"""The log file of each rank."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from dschat_ppo.common import phases
+from dschat_ppo.common.logging import logger
+from dschat_ppo.errors import UserError
+from dschat_ppo.run.rank_log import close_log, log_path, open_log, write_to_log
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    phases.reset_phases()
+    yield
+    close_log()
+    phases.reset_phases()
+
+
+def lines_of(folder):
+    return (folder / "logs" / "rank_0.log").read_text().splitlines()
+
+
+def test_the_log_holds_log_lines_warnings_and_texts(tmp_path, capsys):
+    assert log_path() is None
+    open_log(tmp_path)
+    phases.announce("load models")
+    logger().info("a note")
+    logger().debug("too much")
+    phases.announce_step(7)
+    logging.getLogger("some.library").warning("a library's warning")
+    with pytest.warns(RuntimeWarning, match="odd numbers"):  # pytest's own way of showing is in the way
+        warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
+    write_to_log("one\nTraceback")
+    logger().error("late")
+    assert log_path() == tmp_path / "logs" / "rank_0.log"
+    heading, *lines = lines_of(tmp_path)
+    assert re.fullmatch(r"-------- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}: rank 0 of 1, process \d+ on .+", heading)
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    expected = [
+        rf"{moment},\d+ INFO \[phase 'load models'\] a note",
+        rf"{moment},\d+ WARNING \[phase 'load models', step 7\] a library's warning",
+        rf"{moment} rank 0 \[phase 'load models', step 7\] one",
+        "Traceback",
+        rf"{moment},\d+ ERROR \[phase 'load models', step 7\] late",
+    ]
+    assert len(lines) == len(expected)
+    assert all(map(re.fullmatch, expected, lines)), lines
+    out = capsys.readouterr().out
+    assert "a note" in out
+    assert "late" in out
+    assert "one" not in out
+
+
+def test_warnings_are_shown_and_logged(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        open_log(tmp_path)
+        warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
+        close_log()
+    assert "RuntimeWarning: odd numbers" in capsys.readouterr().err
+    assert (
+        "WARNING [phase 'start'] " in lines_of(tmp_path)[1] and "RuntimeWarning: odd numbers" in lines_of(tmp_path)[1]
+    )
+
+
+def test_a_resumed_run_appends_to_the_same_file(tmp_path):
+    open_log(tmp_path)
+    logger().info("first run")
+    close_log()
+    logger().info("between")
+    write_to_log("between")
+    open_log(tmp_path)
+    logger().info("second run")
+    kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
+    assert kinds == ["heading", "first run", "heading", "second run"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"):
+        open_log(tmp_path / "out")
+    assert log_path() is None
+
+
+def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
+    open_log(tmp_path)
+    (handler,) = [handler for handler in logger().handlers if type(handler).__name__ == "_RankLog"]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, handler.descriptor)
+    os.close(full)
+    logger().info("a note")
+    write_to_log("another")
+    logger().info("a third")
+    errors = capsys.readouterr().err
+    assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
+    assert "Traceback" not in errors
+
+
+def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [logging.StreamHandler()])
+    open_log(tmp_path)
+    logging.getLogger("datasets.part").warning("retrying")
+    logging.getLogger("another_library").warning("odd")
+    logging.getLogger("another_library").info("chatter")
+    assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
+    assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]
+
+
+SEGFAULT = """
+import ctypes, sys
+from pathlib import Path
+from dschat_ppo.run.rank_log import open_log
+def crash():
+    ctypes.string_at(0)
+open_log(Path(sys.argv[1]))
+crash()
+"""
+
+
+def test_a_crash_writes_its_stack_to_the_log(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SEGFAULT, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == -11
+    log = Path(tmp_path, "logs", "rank_0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert "in crash" in log

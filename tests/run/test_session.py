@@ -1,0 +1,253 @@
+"""Sessions: what a run resumes from and what it leaves, with a trainer that trains nothing."""
+
+import json
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from checkpoints import manifest_of
+from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
+
+from dschat_ppo.checkpoint.identity import FLAGS, rows_fingerprint
+from dschat_ppo.checkpoint.manager import capture_rng_state
+from dschat_ppo.checkpoint.state_files import save_state
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
+from dschat_ppo.common import stop_requests
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report import page as report_page
+from dschat_ppo.monitor import writers
+from dschat_ppo.monitor.trackers import Start
+
+
+def names(output) -> list[str]:
+    return CheckpointFolder(output).names()
+
+
+def stop_from(monkeypatch, number):
+    """Request a stop from the call of this number on."""
+    calls = count(1)
+    monkeypatch.setattr(stop_requests, "requested", lambda: next(calls) >= number)
+
+
+def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
+    assert run(tmp_path, 2).position == (2, 0)
+    assert names(tmp_path) == ["step_000002"] and steps_of(tmp_path) == [1, 2]
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "of": "a crash"}\n')
+    longer = open_run(tmp_path)
+    assert longer.checkpoint == tmp_path / "checkpoints/step_000002"
+    trainer = Trainer()
+    train(longer, trainer, trainer.to(4))
+    assert names(tmp_path) == ["step_000002", "step_000004"] and steps_of(tmp_path) == [1, 2, 3, 4]
+    assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_manifest_holds_flags_derived_batch_sizes_and_the_fingerprint_of_the_rows(tmp_path):
+    run(tmp_path, 1)
+    manifest = Manifest.read(tmp_path / "checkpoints/step_000001")
+    assert manifest.kind == "sft" and manifest.data == rows_fingerprint(ROWS)
+    assert manifest.config["rows_per_update"] == 8 and manifest.config["seed"] == 1234
+    assert (tmp_path / "config.yaml").exists()
+
+
+def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
+    run(tmp_path, 2)
+    (tmp_path / "result.json").write_text("{}")
+    trainer = Trainer()
+    with monkeypatch.context() as patch:
+        stop_from(patch, 1)
+        with pytest.raises(StopRequested):
+            train(open_run(tmp_path, "--overwrite_output_dir", "True", "--seed", "5"), trainer, trainer.to(3))
+    assert steps_of(tmp_path) == [1] and names(tmp_path) == ["step_000001"]
+    assert run(tmp_path, 3, "--overwrite_output_dir", "True", "--seed", "5").position == (3, 0)
+    assert steps_of(tmp_path) == [1, 2, 3], "the interrupted run resumes"
+    (tmp_path / "result.json").write_text("{}")
+    longer = open_run(tmp_path, "--resume_force", "True")
+    assert longer.checkpoint == tmp_path / "checkpoints/step_000003", "--resume_force extends a finished run"
+
+
+def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_page, "page", lambda *arguments: 1 / 0)
+    trainer = Trainer()
+    with monkeypatch.context() as patch:
+        stop_from(patch, 2)
+        with pytest.raises(StopRequested, match="step_000002; run the same command again"):
+            train(open_run(tmp_path), trainer, trainer.to(9))
+    assert "ZeroDivisionError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
+    trainer = Trainer()
+    with monkeypatch.context() as patch:
+        stop_from(patch, 3)
+        with pytest.raises(StopRequested, match="step_000003; run the same command again"):
+            train(open_run(tmp_path), trainer, trainer.to(9))
+    assert steps_of(tmp_path) == [1, 2, 3]
+    assert (tmp_path / "report.html").exists()
+    (tmp_path / "best").mkdir()
+    restarted = open_run(tmp_path, "--resume", "never")
+    assert restarted.checkpoint is None and names(tmp_path) == [] and not (tmp_path / "best").exists()
+    trainer = Trainer()
+    train(restarted, trainer, trainer.to(1))
+    assert steps_of(tmp_path) == [1]
+
+
+def test_a_checkpoint_of_another_folder_restores_the_state_but_no_metrics(tmp_path, monkeypatch):
+    run(tmp_path / "one", 2)
+    place = tmp_path / "one/checkpoints/step_000002"
+    other = tmp_path / "other"
+    other.mkdir()
+    trainer = Trainer()
+    with monkeypatch.context() as patch:
+        patch.setattr(stop_requests, "requested", lambda: True)
+        with pytest.raises(
+            StopRequested, match="other/checkpoints/step_000002; run the command again with --resume auto"
+        ):
+            session_of = open_run(other, "--resume", str(place))
+            train(session_of, trainer, lambda writer, checkpointer: checkpointer.save_if_due())
+    assert trainer.position == (2, 0)
+    assert names(other) == ["step_000002"], "the message names it"
+    (other / "metrics.jsonl").write_text('{"step": 1, "of": "something else"}\n')
+    assert run(other, 3, "--resume", str(place)).position == (3, 0)
+    assert steps_of(other) == [3] and names(other) == ["step_000003"], "the old lines were of another run"
+    assert steps_of(tmp_path / "one") == [1, 2] and names(tmp_path / "one") == ["step_000002"]
+
+
+def test_a_set_aside_checkpoint_is_saved_again_under_its_name(tmp_path):
+    run(tmp_path, 2)
+    place = tmp_path / "checkpoints/step_000002"
+    set_aside = place.rename(place.with_name("step_000002.set_aside"))
+    assert run(tmp_path, 2, "--resume", str(set_aside)).position == (2, 0)
+    assert names(tmp_path) == ["step_000002"], "else there would be nothing to resume from"
+    assert run(tmp_path, 3).position == (3, 0) and steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(writers, "open_trackers", lambda tracking, start: opened.append((tracking, start)) or [])
+    words = ["--enable_tensorboard", "--tensorboard_path", "board", "--report_to", "trackio", "--run_name", "mine"]
+    run(tmp_path, 2, *words)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3}\n{"step": 4}\n{"step"')  # steps after the checkpoint, before a crash
+    run(tmp_path, 5, *words, "--project", "ours")
+    (first, begin), (second, resume) = opened
+    assert (first.libraries, first.folder, first.tensorboard) == (
+        ("trackio", "tensorboard"),
+        tmp_path,
+        tmp_path / "board",
+    )
+    assert (first.project, first.run_name, second.project) == (None, "mine", "ours")
+    assert first.flags["seed"] == 1234 and set(first.flags) <= FLAGS and "rows_per_update" not in first.flags
+    assert (begin, resume) == (Start(None, -1), Start(3, 4))
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_on_another_number_of_ranks_streams_are_seeded_by_seed_and_step(tmp_path, monkeypatch):
+    """A checkpoint of two ranks: the streams of this rank are seeded from `--seed` and the step."""
+    run(tmp_path, 2)
+    folder = tmp_path / "checkpoints/step_000002"
+    saved = Manifest.read(folder)
+    save_state(folder / "rank_1.pt", {"random": capture_rng_state()})
+    two = manifest_of(folder, kind="sft", step=2, update=0, config=saved.config, data=saved.data, world_size=2)
+    replace(two, files={name: entry for name, entry in two.files.items() if name != "manifest.json"}).write(folder)
+    seeds = []
+    monkeypatch.setattr("dschat_ppo.checkpoint.manager.seed_this_rank", seeds.append)
+    torch.manual_seed(0)
+    assert run(tmp_path, 3, "--resume_force", "True", "--seed", "50").position == (3, 0)
+    assert seeds == [52]
+
+
+@pytest.mark.parametrize("opened_first", [False, True])
+def test_a_stop_before_training_changes_nothing(tmp_path, monkeypatch, opened_first):
+    run(tmp_path, 2)
+    (tmp_path / "result.json").write_text("{}")
+    opened, trainer = open_run(tmp_path), Trainer()
+    kept = sorted(path.name for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
+    with pytest.raises(StopRequested, match="before training began; run the same command again"):
+        if opened_first:
+            train(opened, trainer, trainer.to(9))
+        else:
+            open_run(tmp_path, "--resume", "never", "--overwrite_output_dir")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == kept and trainer.position == (0, 0)
+
+
+@pytest.mark.parametrize(("steps", "update", "refused"), [(3, 0, True), (4, 0, False), (4, 1, True), (5, 1, False)])
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_before_anything_is_changed(tmp_path, steps, update, refused):
+    run(tmp_path, 4)
+    folder = tmp_path / "checkpoints/step_000004"
+    replace(Manifest.read(folder), update=update).write(folder)
+    (tmp_path / "result.json").write_text("{}")
+    if refused:
+        with pytest.raises(UserError, match=f"step_000004 is beyond the end of this run, which has {steps} steps: rai"):
+            open_run(tmp_path, "--resume_force", "True", steps=steps)
+    else:
+        assert open_run(tmp_path, "--resume_force", "True", steps=steps).checkpoint == folder
+    assert (tmp_path / "result.json").exists() is refused
+
+
+@pytest.mark.parametrize("problem", [UnhealthyRun, NonFiniteError, StopRequested])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_that_ends_early_leaves_a_report_of_its_steps(tmp_path, capsys, problem, steps):
+    trainer = Trainer()
+
+    def until_end(writer, checkpointer):
+        trainer.to(steps)(writer, checkpointer)
+        if problem is UnhealthyRun:
+            checkpointer.stop_if("entropy_collapse")
+        raise problem("the loss is NaN")
+
+    with pytest.raises(problem) as ended:
+        train(open_run(tmp_path), trainer, until_end)
+    if problem is UnhealthyRun:
+        assert f"entropy_collapse (saved as {tmp_path}/checkpoints/step_00000{steps}; run the" in str(ended.value)
+    assert (tmp_path / "report.html").exists() is (steps > 0)
+    assert (f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out) is (steps > 0)
+
+
+DAMAGE = {
+    "a line twice": lambda lines: [lines[0], *lines],
+    "CRLF": lambda lines: [line.replace(b"\n", b"\r\n") for line in lines],
+    "zeros": lambda lines: [bytes(len(b"".join(lines)))],
+    "cut": lambda lines: [lines[0], lines[1][:5]],
+    "empty": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_changed_metrics_are_kept_under_another_name_and_restored_from_the_checkpoint(tmp_path, said, damage):
+    run(tmp_path, 3)
+    place = tmp_path / "metrics.jsonl"
+    written = place.read_bytes()
+    changed = b"".join(damage(written.splitlines(keepends=True)))
+    place.write_bytes(changed)
+    said.clear()
+    assert run(tmp_path, 5).position == (5, 0)
+    assert place.read_bytes().startswith(written) and steps_of(tmp_path) == [1, 2, 3, 4, 5]
+    [warning] = [line for line in said if f"{place} is not as the run wrote it" in line]
+    assert "step_000003" in warning and ("kept as metrics.1.jsonl" in warning) is (changed != b"")
+    if changed:
+        assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed
+
+
+@pytest.mark.parametrize("later", [b"", b'{"step": 4}\n{"step": 5}\n', b'{"step": 4}\n{"st', bytes(40)])
+def test_later_lines_of_the_run_itself_are_no_damage(tmp_path, said, later):
+    run(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(later)
+    run(tmp_path, 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4] and not any("as the run wrote it" in line for line in said)
+    assert not (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_every_checkpoint_has_the_metrics_up_to_it(tmp_path):
+    run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3")
+    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
+    for name in names(tmp_path):
+        lines = (tmp_path / "checkpoints" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, int(name[5:]) + 1))
+    (tmp_path / "metrics.jsonl").unlink()
+    trainer = Trainer()
+    train(open_run(tmp_path, "--resume", str(tmp_path / "checkpoints/step_000006")), trainer, trainer.to(7))
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]

@@ -1,0 +1,182 @@
+"""The watchdog ends a run that hangs; each case is a separate process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dschat_ppo.common import heartbeat, phases, stop_requests
+from dschat_ppo.common.exit_codes import HOW_TO_RESUME
+from dschat_ppo.run import watchdog
+from dschat_ppo.run.first_failure import FirstFailureRecord
+
+SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+from dschat_ppo.run import first_failure, rank_log, watchdog
+from dschat_ppo.common import heartbeat
+from dschat_ppo.run.launch import leave, run_step
+from dschat_ppo.common.phases import announce_step
+
+case, out = sys.argv[1], Path(sys.argv[2])
+
+def sleeps_long():
+    threading.Event().wait(1000)
+
+def train(_):
+    rank_log.open_log(out)
+    announce_step(3)
+    folder = out / "record"
+    folder.mkdir()
+    record = first_failure.FirstFailureRecord(folder)
+    if case in ("failed", "gone", "other rank stops"):
+        (folder / "rank_0").write_text(f"{os.getpid()} {first_failure.find_process(os.getpid()).started}")
+        (folder / "rank_1").write_text("4194305 1")
+        watchdog.FAILED_SECONDS = watchdog.LOST_SECONDS = 1.0
+        watchdog.watch_ranks(record)
+        if case == "failed":
+            (folder / "failure").write_text('{"rank": 1, "code": 3, "hung": false}')
+        if case == "other rank stops":
+            (folder / "failure").write_text('{"rank": 1, "code": 0, "hung": false}')
+            return time.sleep(4.0)
+        sleeps_long()
+    watchdog.start(5.0 if case == "suspended" else 2.0)
+    if case == "stopped":  # and then it hangs while it leaves
+        watchdog._WATCHDOGS[-1].record.record(0)
+    if case == "suspended":
+        for _ in range(5):
+            heartbeat.heartbeat()
+            end = time.process_time() + 0.6  # it works on after it was stopped
+            while time.process_time() < end:
+                pass
+            print(flush=True)
+    else:
+        sleeps_long()
+
+leave(run_step(list, train, []))
+"""
+CASES = ["hangs", "stopped", "failed", "gone", "other rank stops"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """case -> (exit code, stderr, log)"""
+    folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
+    running = {
+        case: subprocess.Popen([sys.executable, "-c", SCRIPT, case, folder], text=True, stderr=subprocess.PIPE)
+        for case, folder in folders.items()
+    }
+    found = {}
+    try:
+        for case, process in running.items():
+            errors = process.communicate(timeout=200)[1]
+            found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
+    finally:
+        for process in running.values():
+            process.kill()
+    return found
+
+
+@pytest.mark.parametrize("case", ["hangs", "stopped"])
+def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
+    code, errors, log = ended[case]
+    assert code == 5
+    assert re.search(r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
+    assert errors.count("in sleeps_long") == 1
+    assert "watchdog.py" not in errors
+    assert "in sleeps_long" in log
+
+
+def test_a_run_that_was_stopped_and_continues_does_not_end(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "suspended", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout.readline() == "\n"
+    time.sleep(0.1)
+    run.send_signal(signal.SIGSTOP)
+    time.sleep(8.0)  # more than the limit of 5 s
+    run.send_signal(signal.SIGCONT)
+    assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
+
+
+def test_a_rank_ends_when_another_rank_has_failed(ended):
+    code, errors, log = ended["failed"]
+    assert (code, errors) == (3, "")
+    assert "ends because rank 1 failed" in log
+    assert "in sleeps_long" in log
+
+
+def test_a_rank_continues_when_another_rank_stops_in_order(ended):
+    code, errors, log = ended["other rank stops"]
+    assert (code, errors) == (0, "") and "ends because" not in log
+
+
+def test_a_rank_ends_when_another_rank_is_lost(ended):
+    code, errors, log = ended["gone"]
+    assert code == 5
+    assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
+    assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors
+    assert "in sleeps_long" in log
+
+
+@pytest.fixture
+def watched(tmp_path):
+    stop_requests.install()
+    watchdog.watch_ranks(FirstFailureRecord(tmp_path))
+    yield FirstFailureRecord(tmp_path)
+    watchdog.stop()
+    stop_requests.restore()
+
+
+def soon(what) -> bool:
+    deadline = time.monotonic() + 20
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what()
+
+
+def test_a_stop_request_reaches_the_other_ranks(watched, capsys):
+    phases.announce_step(1)
+    time.sleep(3 * watchdog.POLL_SECONDS)
+    assert not stop_requests.flag_is_set() and not watched.stop_requested()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert soon(watched.stop_requested)
+    assert stop_requests.reason() == "SIGTERM"
+    time.sleep(3 * watchdog.POLL_SECONDS)
+    assert capsys.readouterr().out.count("stopping (SIGTERM): the state is saved after this optimizer step") == 1
+
+
+def test_a_stop_request_of_another_rank_sets_the_flag(watched):
+    watched.request_stop()
+    assert soon(stop_requests.flag_is_set)
+    assert stop_requests.reason() == "another rank is to stop" and stop_requests.requested()
+    stop_requests.install()
+    assert not stop_requests.flag_is_set(), "of the run before"
+
+
+def test_the_end_of_the_launcher_sets_the_flag(watched, monkeypatch):
+    monkeypatch.setattr(stop_requests, "_launcher_has_ended", lambda: True)
+    assert soon(stop_requests.flag_is_set)
+    assert stop_requests.reason() == "the launcher has ended" and soon(watched.stop_requested)
+
+
+def test_faulthandler_is_armed_unless_the_watchdog_is_paused(monkeypatch):
+    armed, taken = [], []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1))
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
+    watchdog.start(100.0)
+    try:
+        assert soon(lambda: armed) and set(armed) == {110.0} and not taken
+        with heartbeat.watchdog_paused():
+            assert soon(lambda: taken)
+            count = len(armed)
+            time.sleep(0.1)
+            assert len(armed) == count
+    finally:
+        watchdog.stop()
+    assert len(taken) >= 2
