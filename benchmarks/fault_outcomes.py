@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +15,34 @@ import torch
 from measure import markdown
 from safetensors.torch import load_file
 
-MARKS = ("<!-- faults -->", "<!-- /faults -->")
 MEASURED = ("time", "time/", "memory/")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended, and how its second start did."""
+    """How the first start of a run ended, and how its second start did.
+
+    `met`: the fault came before the end; `code`: of the first start; `left`: processes and segments of shared memory;
+    `steps_lost`: saved, and computed again; `equal`: metrics and weights are those of the run without a fault.
+    """
 
     name: str
+    met: bool
     code: int
-    met: bool  # the fault ended the first start, or did not have to
-    orphans: int
+    left: int
     steps_lost: int
     equal: bool
-    seconds: float
 
     @property
     def survived(self) -> bool:
-        return self.met and self.orphans == 0 and self.steps_lost == 0 and self.equal
+        return self.left == 0 and self.steps_lost == 0 and self.equal
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def left_over(word: str, timeout: float = 40.0) -> int:
@@ -47,23 +58,16 @@ def left_over(word: str, timeout: float = 40.0) -> int:
     return len(found)
 
 
-def finished(output: Path) -> bool:
+def is_finished(output: Path) -> bool:
     """Whether the run in this output folder is finished."""
     return (output / "result.json").exists()
 
 
-def saved_steps(log: str) -> int:
-    """The last PPO step whose checkpoint was saved, from the log; 0: none."""
-    steps = [
-        line.split("step_")[1][:6] for line in log.splitlines() if "checkpoint step_" in line and ": saved" in line
-    ]
-    return max(map(int, steps), default=0)
-
-
-def resumed_at(log: str) -> int:
-    """The PPO step after which the second start resumed, from the log; 0: it started from scratch."""
-    steps = [line.split("step_")[1][:6] for line in log.splitlines() if "resuming from" in line]
-    return int(steps[-1]) if steps else 0
+def lost_steps(first: str, both: str) -> int:
+    """Steps that the first start saved and the second computed again, from the log of the first and that of both."""
+    saved = re.findall(r"checkpoint step_(\d+)\S*: saved", first)
+    resumed = re.findall(r"resuming from .*step_(\d+)", both)
+    return max(0, max(map(int, saved), default=0) - (int(resumed[-1]) if resumed else 0))
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
@@ -89,7 +93,8 @@ def same_outputs(one: Path, other: Path) -> bool:
 def table(outcomes: list[Outcome]) -> str:
     """Markdown: a row for each fault."""
     rows = [
-        [o.name, str(o.code), str(o.orphans), str(o.steps_lost), "yes" if o.equal else "no"] for o in outcomes
+        [o.name, str(o.code) if o.met else "0 (it had ended)", str(o.left), str(o.steps_lost),
+         "yes" if o.equal else "no"]
+        for o in outcomes
     ]  # fmt: skip
-    header = ["fault", "exit code", "processes left", "saved steps lost", "metrics and weights equal after resuming"]
-    return markdown(header, rows)
+    return markdown(["fault", "exit code", "processes left", "saved steps lost", "equal after resuming"], rows)

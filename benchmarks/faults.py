@@ -1,16 +1,15 @@
-"""Fault injection: a run meets faults of every kind, is started again, and must lose nothing.
+"""Fault injection: runs meet faults of every kind, are started again, and must lose nothing.
 
-    python benchmarks/faults.py [--power] [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE] [--docs FILE.md]
+    python benchmarks/faults.py [--power] [--kills N] [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE]
+        [--docs FILE.md]
 
-A small run of step 3 (two ranks, ZeRO-3, a learned reward and a reward service, a checkpoint after every PPO step)
-runs once without a fault. Then, for each fault, the same run meets it, is started again by the same command, and
-must end with the same metrics and weights, bit for bit. Processes that are left over, and PPO steps that were saved but
-had to be repeated, are counted too. Twenty of the faults are SIGKILL at places drawn from `--seed`.
+Small runs on two ranks, with a checkpoint after every step, are interrupted, started again by the same command, and
+compared with a run that nothing interrupted: metrics and weights must be equal, bit for bit. Processes and shared
+memory that are left over, and steps that were saved but had to be repeated, are counted too.
 
-`--power` cuts the power of runs of steps 1 and 3 twenty times instead, see `power_loss.py`. It needs root.
-
-`--docs` writes the table between the marks of that file. The exit code is 1 if a run did not survive a fault. Full and
-read-only disks are small file systems, which only root can mount; without root they are skipped with a message.
+SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data) of one of `RUNS`, at
+moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts the power of runs instead
+(`power_loss.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not survive.
 """
 
 from __future__ import annotations
@@ -18,50 +17,109 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from http.server import ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import power_loss
-from fault_kinds import STEPS, Fault, Service, kills, mount, others, unmount
-from fault_outcomes import MARKS, Outcome, finished, left_over, resumed_at, same_outputs, saved_steps, table
+import psutil
+from fault_outcomes import Outcome, free_port, is_finished, left_over, lost_steps, same_outputs, table
 from measure import publish
 from models import save_tiny_models
 
+from dschat_ppo.run.op_builds import TORCH_LOCK, folder_of_environment
+
 ROOT = Path(__file__).parent.parent
-FLAGS = (
-    "--dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3 --data_split 0,0,1 --max_prompt_seq_len 32 "
-    "--max_answer_seq_len 6 --per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2 "
-    f"--per_device_training_batch_size 4 --num_warmup_steps 0 --enable_test_mode --test_stop_step {STEPS} "
-    "--actor_learning_rate 0.003 --critic_learning_rate 0.003 --actor_dropout 0.1 --kl_target 0.05 "
-    "--normalize_rewards running --save_steps 1 --save_minutes 0 --collective_timeout 30 --remote_reward_weight 0.01 "
-    "--preprocessing_num_workers 2"
+STEPS = 4  # of every run
+AWAY_SECONDS = 30
+MARKS = ("<!-- faults -->", "<!-- /faults -->")
+COMMON = "--dtype fp32 --num_warmup_steps 0 --save_steps 1 --save_minutes 0 --collective_timeout 60"
+SFT = (
+    f"{COMMON} --zero_stage 3 --data_split 1,0,0 --max_seq_len 64 --per_device_train_batch_size 8 --num_train_epochs 1 "
+    f"--learning_rate 0.003 --dropout 0.1 --max_steps {STEPS}"
 )
-SFT_FLAGS = (
-    "--dtype fp32 --zero_stage 3 --data_split 1,0,0 --max_seq_len 64 --per_device_train_batch_size 8 "
-    "--num_train_epochs 1 --num_warmup_steps 0 --learning_rate 0.003 --dropout 0.1 --save_steps 1 --save_minutes 0 "
-    "--collective_timeout 30"
+STEP_3 = (
+    f"{COMMON} --actor_zero_stage 3 --data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 "
+    "--per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2 --per_device_training_batch_size 4 "
+    f"--actor_learning_rate 0.003 --preprocessing_num_workers 2 --max_steps {STEPS}"
 )
-Found = tuple[str, dict[str, Any], tuple[str, str]]  # the table, its sums, the marks between which it stands
+PPO = (
+    f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running "
+    "--remote_reward_weight 0.01"
+)
+FUNCTION = "--advantage_estimator grpo --use_reward_model False --reward_workers 1"
+RUNS = {  # name -> (script, flags)
+    "PPO": ("training/step3_ppo/main.py", f"{PPO} --actor_dropout 0.1"),
+    "GRPO": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_dropout 0.1"),
+    "LoRA": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_lora_dim 4 --only_optimize_lora"),
+    "SFT, packed": ("training/step1_sft/main.py", f"{SFT} --packing"),
+    "SFT, streamed": ("training/step1_sft/main.py", f"{SFT} --streaming --streaming_rows 16"),
+}
+MOMENTS = {  # files that appear in the output folder, in this order; a fault follows one of them after some time
+    "the start": "config.yaml",
+    "metrics": "metrics.jsonl",
+    "checkpoint 1": "checkpoints/step_000001",
+    "checkpoint 3": "checkpoints/step_000003",
+    "the export": "**/*.safetensors",
+}
+Act = Callable[[subprocess.Popen[str], Path], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`act` causes it, given the process of the command and the output folder, once `moment` has come.
+
+    `mend` repairs the output folder before the second start; `disk` is the size of a file system for the outputs.
+    """
+
+    name: str
+    act: Act
+    run: str = "PPO"
+    moment: str = "checkpoint 1"
+    delay: float = 0.0
+    mend: Callable[[Path], None] | None = None
+    disk: str | None = None
+
+
+class Service(BaseHTTPRequestHandler):
+    """A reward service: the length of each text; nothing but 503 while it is away."""
+
+    away_until = 0.0
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps({"rewards": [float(len(text)) for text in body["query"]]}).encode()
+        self.send_response(503 if time.monotonic() < Service.away_until else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silence."""
 
 
 def make_models(folder: Path) -> None:
-    """A small actor, a small reward model, forty prompts and 64 answers."""
+    """A small actor, a small reward model, forty prompts, 64 answers and a reward function."""
     save_tiny_models(
         folder, ("actor", "reward"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
     )  # fmt: skip
     prompts = [{"prompt": f"word {number} of {number * 7 % 40}"} for number in range(40)]
-    answers = [{"prompt": f"{number} or", "response": f" {number * 7} of {number}"} for number in range(64)]
+    answers = [{"prompt": f"{number} or", "response": f" {number * 7} of {number}"} for number in range(640)]
     for name, rows in (("prompts", prompts), ("answers", answers)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "scores.py").write_text("def length(response):\n    return float(len(response) % 7)\n")
 
 
 class Bench:
@@ -69,151 +127,228 @@ class Bench:
 
     def __init__(self, work: Path):
         """Makes the models and starts the reward service."""
-        self.work = work
-        make_models(work / "models")
+        self.work, self.models = work, work / "models"
+        make_models(self.models)
         server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{server.server_port}"
-        self.whole = work / "whole"
 
-    def run_whole(self) -> None:
-        """Run without a fault; the other runs are compared with this one.
+    def whole(self, run: str) -> Path:
+        """The outputs of this run without a fault. It runs at the first call.
 
         Raises:
             SystemExit: it failed.
         """
-        code = self.start({}, self.whole).wait()
-        if code:
-            sys.exit(f"the run without a fault failed with exit code {code}; see {self.log_of(self.whole)}")
+        output = self.work / f"whole_{list(RUNS).index(run)}"
+        if not is_finished(output) and (code := self.start(run, output, {}).wait()):
+            sys.exit(f"{run} without a fault failed with exit code {code}; see {self.log_of(output)}")
+        return output
 
     def log_of(self, output: Path) -> Path:
-        """The output of all runs of this output folder."""
+        """The output of all starts with this output folder."""
         return self.work / f"{output.name}.log"
 
-    def start(self, inject: dict[str, Any], output: Path, *more: str) -> subprocess.Popen[str]:
-        """Start a run, with additional flags `more`, in a new process group."""
-        data = ["--data_output_path", str(self.work / f"{output.name}_data")]
-        words = [*self._step_3(output), *data, *more]
-        return self._launch(words, {"FAULT": json.dumps(inject)}, self.log_of(output))
-
-    def start_step(self, step: int, output: Path, env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """See `power_loss.Starter`."""
-        return self._launch(self._step_3(output) if step == 3 else self._step_1(output), env, log)
-
-    def _step_1(self, output: Path) -> list[str]:
-        models = self.work / "models"
-        words = [str(ROOT / "training/step1_sft/main.py"), *SFT_FLAGS.split(), "--output_dir", str(output)]
-        return [*words, "--model_name_or_path", str(models / "actor"), "--data_path", str(models / "answers.jsonl")]
-
-    def _step_3(self, output: Path) -> list[str]:
-        models = self.work / "models"
-        words = [str(ROOT / "benchmarks/faulty_main.py"), *FLAGS.split(), "--remote_reward_url", self.url]
-        words += ["--actor_model_name_or_path", str(models / "actor"), "--output_dir", str(output)]
-        words += ["--critic_model_name_or_path", str(models / "reward"), "--data_path", str(models / "prompts.jsonl")]
-        return words
-
-    def _launch(self, words: list[str], settings: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
-        launcher += ["--num_accelerators", "2", "--master_port", str(port)]
+    def start(self, run: str, output: Path, settings: dict[str, str], log: Path | None = None) -> subprocess.Popen[str]:
+        """Start a run in a new process group, with additional environment variables; `log` receives its output."""
+        script, flags = RUNS[run]
+        words = [str(ROOT / script), *flags.split(), "--output_dir", str(output)]
+        words += ["--data_output_path", f"{output}_data"] if log is None else []
+        if script == "training/step3_ppo/main.py":
+            words += ["--actor_model_name_or_path", str(self.models / "actor")]
+            words += ["--data_path", str(self.models / "prompts.jsonl")]
+            words += (
+                ["--critic_model_name_or_path", str(self.models / "reward"), "--remote_reward_url", self.url]
+                if run == "PPO" else ["--reward_function", f"{self.models / 'scores.py'}:length"]
+            )  # fmt: skip
+        else:
+            words += ["--model_name_or_path", str(self.models / "actor")]
+            words += ["--data_path", str(self.models / "answers.jsonl")]
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
-        with log.open("a", encoding="utf-8") as file:
+        with (log or self.log_of(output)).open("a", encoding="utf-8") as file:
             return subprocess.Popen(
-                [*launcher, *words], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
+                [*launcher, "--master_port", str(free_port()), *words], cwd=ROOT, env=env, stdout=file,
+                stderr=subprocess.STDOUT, text=True, start_new_session=True,
             )  # fmt: skip
 
-    def meet(self, fault: Fault) -> Outcome:
+    def meet(self, fault: Fault, number: int) -> Outcome:
         """Run with the fault, start again, and compare."""
-        started = time.perf_counter()
-        output = self.work / fault.name.replace(" ", "_").replace(",", "")
+        whole, output = self.whole(fault.run), self.work / f"fault_{number:02d}"
         if fault.disk:
             output.mkdir()
             mount("-t", "tmpfs", "-o", f"size={fault.disk}", "tmpfs", str(output))
+        segments = set(os.listdir("/dev/shm"))
         try:
-            process = self.start(fault.inject, output)
-            if fault.outside is not None:
-                fault.outside(process, output)
+            process = self.start(fault.run, output, {})
+            while process.poll() is None and not any(output.glob(MOMENTS[fault.moment])):
+                time.sleep(0.02)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(fault.delay)
+            met = process.poll() is None
+            if met:
+                fault.act(process, output)
             code = process.wait()
-            orphans = left_over(str(output))
-            done = finished(output)
-            saved = saved_steps(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
+            left = left_over(str(output)) + len(set(os.listdir("/dev/shm")) - segments)
+            done, first = is_finished(output), self._log(output)
             if fault.mend is not None:
                 fault.mend(output)
-            again = self.start({}, output).wait() if code or not fault.may_survive else 0
-            resumed = resumed_at(self.log_of(output).read_text(encoding="utf-8", errors="replace"))
-            equal = again == 0 and same_outputs(self.whole, output)
-            lost = 0 if done else max(0, saved - resumed)
-            met = code != 0 or fault.may_survive or (fault.silent and not done)
-            return Outcome(fault.name, code, met, orphans, lost, equal, time.perf_counter() - started)
+            again = 0 if done else self.start(fault.run, output, {}).wait()
+            lost = 0 if done else lost_steps(first, self._log(output))
+            return Outcome(fault.name, met, code, left, lost, again == 0 and same_outputs(whole, output))
         finally:
             if fault.disk:
                 unmount(output)
 
+    def _log(self, output: Path) -> str:
+        return self.log_of(output).read_text(encoding="utf-8", errors="replace")
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="eight of the faults, in under eight minutes")
-    parser.add_argument("--power", action="store_true", help="power losses instead: twenty, or four with --quick")
-    parser.add_argument("--seed", type=int, default=0, help="of the places of SIGKILL, or of the moments without power")
-    parser.add_argument("--only", help="only faults whose name holds this")
-    parser.add_argument("--work", type=Path, help="keep models, outputs and logs there")
-    parser.add_argument("--json", type=Path, help="write {injected, survived, steps_lost, trajectories_equal} there")
-    parser.add_argument("--docs", type=Path, help="write the table into this file")
-    return parser.parse_args()
+
+def mount(*words: str) -> None:
+    """`mount` with these arguments; `subprocess.CalledProcessError` if it is not permitted."""
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def unmount(place: Path) -> None:
+    """Unmount a file system, even if it is in use."""
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def victim_of(process: subprocess.Popen[str], kind: str) -> psutil.Process | None:
+    """The launcher, a rank, or a child of rank 0; None if there is none at the moment."""
+    with suppress(psutil.Error, IndexError):
+        launcher = psutil.Process(process.pid).children()[0]
+        if kind == "the launcher":
+            return launcher
+        ranks = sorted(launcher.children(), key=lambda rank: int(rank.environ().get("RANK", 0)))
+        return ranks[int(kind[-1])] if kind.startswith("rank") else ranks[0].children()[0]
+    return None
+
+
+def signals(kind: str, number: signal.Signals) -> Act:
+    """Sends a signal to a victim; to rank 0 if it has no child."""
+
+    def act(process: subprocess.Popen[str], output: Path) -> None:
+        victim = victim_of(process, kind) or victim_of(process, "rank 0")
+        if victim is not None:
+            with suppress(psutil.NoSuchProcess):
+                victim.send_signal(number)
+
+    return act
+
+
+def kills(seed: int, count: int) -> list[Fault]:
+    """SIGKILL of a rank, the launcher or a child of a rank, over all kinds of runs."""
+    draw = random.Random(seed)
+    victims = ("rank 0", "rank 1", "the launcher", "a child of rank 0")
+    found = []
+    for number in range(count):
+        run, moment = list(RUNS)[number % len(RUNS)], list(MOMENTS)[number // len(RUNS) % len(MOMENTS)]
+        victim, delay = draw.choice(victims), draw.uniform(0, 1.5)
+        name = f"{run}: SIGKILL of {victim}, {delay:.1f} s after {moment}"
+        found.append(Fault(name, signals(victim, signal.SIGKILL), run, moment, delay))
+    return found
+
+
+def take_service_away(process: subprocess.Popen[str], output: Path) -> None:
+    Service.away_until = time.monotonic() + AWAY_SECONDS
+
+
+def wait_for_service(output: Path) -> None:
+    time.sleep(max(0.0, Service.away_until - time.monotonic()))
+
+
+def leave_lock(process: subprocess.Popen[str], output: Path) -> None:
+    """Leave torch's lock as a killed compilation does, and end the run."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or folder_of_environment(), "deepspeed_shm_comm")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TORCH_LOCK).touch()
+    process.terminate()
+
+
+def start_rival(process: subprocess.Popen[str], output: Path) -> None:
+    """Run the same command for the same output folder: it is refused, and the run goes on; then end the run."""
+    one = psutil.Process(process.pid)
+    words, env = one.cmdline(), one.environ()
+    words[words.index("--master_port") + 1] = str(free_port())
+    log = Path(f"{output}_rival.log")
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(words, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code == 0 and process.poll() is None:
+        raise RuntimeError(f"two runs wrote to one folder; see {log}")
+    process.terminate()
+
+
+def others() -> list[Fault]:
+    """All other kinds of faults. A stopped rank stands for one that hangs."""
+    away, rank = wait_for_service, "rank 1"
+    faults = [
+        Fault("rank 1 hangs", signals(rank, signal.SIGSTOP)),
+        Fault("SIGTERM to the launcher", signals("the launcher", signal.SIGTERM)),
+        Fault("SIGTERM to the command", lambda process, _: process.terminate()),
+        Fault("SIGTERM to rank 1", signals(rank, signal.SIGTERM)),
+        Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=away),
+        Fault("a lock of a killed compilation", leave_lock),
+        Fault("the same command for the same folder", start_rival),
+    ]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", folder)
+            unmount(Path(folder))
+    except (OSError, subprocess.CalledProcessError):
+        print("full and read-only disks are left out: file systems cannot be mounted without root", flush=True)
+        return faults
+    return [
+        *faults,
+        Fault(
+            "disk full", lambda *_: None, moment="the start", disk="2m",
+            mend=lambda out: mount("-o", "remount,size=64m", str(out)),
+        ),
+        Fault(
+            "disk read-only", lambda _, out: mount("-t", "tmpfs", "-o", "ro", "tmpfs", f"{out}/checkpoints"),
+            mend=lambda out: unmount(out / "checkpoints"),
+        ),
+    ]  # fmt: skip
 
 
 def main() -> int:
-    """Inject every fault, or every power loss; 1 if a run did not survive one."""
-    chosen = arguments()
+    """Inject the faults, or the power losses; 1 if a run did not survive one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs (default: 40)")
+    parser.add_argument("--power", action="store_true", help="twenty power losses instead")
+    parser.add_argument("--quick", action="store_true", help="five SIGKILLs and three others, or four power losses")
+    parser.add_argument("--seed", type=int, default=0, help="of the victims and moments")
+    parser.add_argument("--only", default="", help="only faults whose name holds this")
+    parser.add_argument("--work", type=Path, help="keep models, outputs and logs there")
+    parser.add_argument("--json", type=Path, help="write {injected, survived, steps_lost, trajectories_equal} there")
+    parser.add_argument("--docs", type=Path, help="write the table into this file")
+    chosen = parser.parse_args()
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults_"))
     work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(work.resolve())
-    text, found, marks = meet_cuts(bench, chosen) if chosen.power else meet_faults(bench, chosen)
-    publish(found, text, marks, chosen.json, chosen.docs)
-    return 0 if found["survived"] == found["injected"] else 1
-
-
-def meet_faults(bench: Bench, chosen: argparse.Namespace) -> Found:
-    """Inject faults of every kind."""
-    faults = [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, 20), *others()]
-    faults = [fault for fault in faults if chosen.only is None or chosen.only in fault.name]
-    outcomes = []
-    bench.run_whole()
-    for fault in faults:
-        outcomes.append(bench.meet(fault))
-        print(outcomes[-1], flush=True)
+    bench, outcomes = Bench(work.resolve()), []
+    if chosen.power:
+        if not power_loss.may_cut():
+            sys.exit("power losses need root and loop devices: a file system cannot be mounted and shut down here")
+        cuts = power_loss.draw(chosen.seed, 4 if chosen.quick else 20)
+        meetings = [(str(cut), lambda n, cut=cut: power_loss.meet(bench, cut, n)) for cut in cuts]
+    else:
+        faults = (
+            [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, chosen.kills), *others()]
+        )
+        meetings = [(fault.name, lambda n, fault=fault: bench.meet(fault, n)) for fault in faults]
+    for number, (name, meet) in enumerate(meetings):
+        if chosen.only in name:
+            outcomes.append(meet(number))
+            print(outcomes[-1], flush=True)
     found = {
-        "injected": len(outcomes),
-        "survived": sum(outcome.survived for outcome in outcomes),
+        "injected": len(outcomes), "survived": sum(outcome.survived for outcome in outcomes),
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "trajectories_equal": all(outcome.equal for outcome in outcomes),
-    }
-    return table(outcomes), found, MARKS
-
-
-def meet_cuts(bench: Bench, chosen: argparse.Namespace) -> Found:
-    """Twenty losses of power; four with `--quick`."""
-    if not power_loss.may_cut():
-        sys.exit("power losses need root and loop devices: a file system cannot be mounted and shut down here")
-    drawn = power_loss.draw(chosen.seed, 4 if chosen.quick else 20)
-    drawn = [cuts for cuts in drawn if chosen.only is None or chosen.only in str(cuts)]
-    whole, losses = {}, []
-    for step in sorted({cuts.step for cuts in drawn}):
-        whole[step] = bench.work / f"whole_{step}"
-        log = bench.log_of(whole[step])
-        env = {"HF_HOME": str(bench.work / f"hf_{step}")}
-        if code := bench.start_step(step, whole[step], env, log).wait():
-            sys.exit(f"the run of step {step} without a cut failed with exit code {code}; see {log}")
-    for number, cuts in enumerate(drawn):
-        losses.append(power_loss.meet(bench, cuts, whole[cuts.step], number))
-        print(losses[-1], flush=True)
-    return power_loss.table(losses), power_loss.summary(losses), power_loss.MARKS
+    }  # fmt: skip
+    publish(found, table(outcomes), power_loss.MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
+    return int(found["survived"] < found["injected"])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {
@@ -19,7 +17,6 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 96,
 }  # fmt: skip
 _ROWS = 12
-BUNDLE = "bundle of step 1"
 
 
 def make_material(folder: Path) -> None:
@@ -27,24 +24,15 @@ def make_material(folder: Path) -> None:
     _make_models(folder)
     _make_data(folder / "data")
     (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": 100}))
-    (folder / "settings.yaml").write_text("learning_rate: 1e-3\nmax_seq_len: 64\ndata_split: '1,0,0'\n")
-    (folder / "template.jinja").write_text(
-        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
-    )
 
 
 def step_words(material: Path, step: str, output: Path) -> list[str]:
     """The flags of a step that has two optimizer steps."""
     words = ["--output_dir", str(output), "--dtype", "fp32", "--data_output_path", f"{output}_data"]
     if step == "ppo":
-        words += ["--actor_model_name_or_path", str(material / "model"), "--critic_model_name_or_path"]
-        words += [
-            str(material / "reward"),
-            "--data_path",
-            str(material / "data/prompts.jsonl"),
-            "--data_split",
-            "0,0,1",
-        ]
+        words += ["--actor_model_name_or_path", str(material / "model")]
+        words += ["--critic_model_name_or_path", str(material / "reward")]
+        words += ["--data_path", str(material / "data/prompts.jsonl"), "--data_split", "0,0,1"]
         return [*words, "--max_prompt_seq_len", "32", "--max_answer_seq_len", "4", "--max_steps", "2"]
     data = "answers" if step == "sft" else "pairs"
     words += ["--model_name_or_path", str(material / "model"), "--data_path", str(material / f"data/{data}.jsonl")]
@@ -87,39 +75,6 @@ def _make_data(folder: Path) -> None:
     table = "".join(f'"{row["prompt"]}","{row["response"]}"\n' for row in rows["answers"])
     (folder / "answers.csv").write_text(f"prompt,response\n{table}")
     (folder / "texts.txt").write_text("\n".join(words) + "\n")
-
-
-def make_bundle(folder: Path) -> None:
-    """A repro bundle of step 1 with weights that are not finite."""
-    import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    from dschat_ppo.config.cli import parse
-    from dschat_ppo.data.batches import SFTBatch
-    from dschat_ppo.engine.optimizer_step import Fault
-    from dschat_ppo.models.policy_model import PolicyModel
-    from dschat_ppo.nonfinite.repro_bundle import ReproBundles
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = PolicyModel(LlamaForCausalLM.from_pretrained(folder / "model"))
-    with torch.no_grad():
-        model.backbone.embed_tokens.weight[40, 3] = float("nan")
-    ids, mask = torch.tensor([[11, 12, 13], [14, 40, 15]]), torch.tensor([[False, True, True], [False, False, True]])
-    batch, step = SFTBatch(ids, mask), "sft"
-    config = parse(step, step_words(folder, step, folder / "bundles" / step))
-    bundles = ReproBundles(step, config, tokenizer)
-    written = bundles.write("model", 7, Fault("loss", 0, 1, [], []), _Engine(model), [batch, batch], {"total": 7.0})
-    written.rename(folder / BUNDLE)
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """Stands for a DeepSpeed engine."""
-
-    module: Any
-
-    def fp16_enabled(self) -> bool:
-        return False
 
 
 def note(text: str) -> None:

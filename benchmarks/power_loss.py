@@ -15,20 +15,19 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
-from fault_outcomes import finished, left_over, resumed_at, same_outputs, saved_steps
-from measure import markdown
+from fault_outcomes import Outcome, is_finished, left_over, lost_steps, same_outputs
 
 MARKS = ("<!-- power -->", "<!-- /power -->")
 FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
 IMAGE_BYTES = 2**29
 MODES = ("data=ordered", "data=writeback", "data=ordered,nodelalloc", "data=writeback,nodelalloc")
+RUNS = ("PPO", "SFT, packed")
 EVENTS = {  # files that appear on the disk, in this order; a cut follows one of them after some time
     "the prepared data": "**/*.arrow",
     "config.yaml": "output/config.yaml",
@@ -42,51 +41,29 @@ LONGEST_DELAY = 2.5
 
 
 class Starter(Protocol):
-    """Starts the runs: `Bench`."""
+    """Starts the runs: `Bench` of `faults.py`."""
 
     work: Path
 
-    def start_step(self, step: int, output: Path, env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """Start a run of a step with these environment variables; `log` receives its output."""
+    def whole(self, run: str) -> Path:
+        """Outputs of the same run without a cut."""
+
+    def start(self, run: str, output: Path, settings: dict[str, str], log: Path) -> subprocess.Popen[str]:
+        """Start a run with these environment variables; `log` receives its output."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """`delay` seconds after the files of `event` exist."""
+class Cut:
+    """A run loses power `delay` seconds after the files of `event` exist."""
 
+    run: str
     event: str
     delay: float
-
-    def __str__(self) -> str:
-        return f"{self.delay:.1f} s after {self.event}"
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """A run of a step that loses power at each of these moments, one start after another."""
-
-    step: int
-    moments: tuple[Moment, ...]
     mode: str
     commit: int  # seconds after which ext4 commits names to its journal
 
     def __str__(self) -> str:
-        return f"step {self.step}, {', then '.join(map(str, self.moments))}"
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The result of the cuts of a run. `files`: number of files that lost bytes; `code`: of the last start."""
-
-    cuts: Cuts
-    files: int
-    steps_lost: int
-    code: int
-    equal: bool
-
-    @property
-    def survived(self) -> bool:
-        return self.code == 0 and self.steps_lost == 0 and self.equal
+        return f"{self.run}, {self.delay:.1f} s after {self.event} ({self.mode}, commit={self.commit})"
 
 
 class Disk:
@@ -126,12 +103,6 @@ class Disk:
         finally:
             os.close(number)
 
-    def has_new(self, pattern: str, begun: float) -> bool:
-        """Whether a file that matches the pattern was written since then."""
-        with suppress(OSError):  # it is renamed just now
-            return any(path.stat().st_mtime >= begun for path in self.place.glob(pattern))
-        return False
-
     def content(self) -> dict[str, bytes]:
         """Path -> content of each file; they are small."""
         found = {}
@@ -159,17 +130,14 @@ def may_cut() -> bool:
     return True
 
 
-def draw(seed: int, count: int) -> list[Cuts]:
-    """Runs of step 3 and step 1 by turns, with `count` cuts in all; every fifth run loses power twice."""
-    drawn, runs, left = random.Random(seed), list[Cuts](), count
-    while left:
-        number = len(runs)
-        events = drawn.sample(list(EVENTS), min(left, 2 if number % 5 == 4 else 1))
-        events = [list(EVENTS)[number % len(EVENTS)]] if len(events) == 1 else sorted(events, key=list(EVENTS).index)
-        moments = tuple(Moment(event, drawn.uniform(0, LONGEST_DELAY)) for event in events)
-        runs.append(Cuts(1 if number % 2 else 3, moments, drawn.choice(MODES), drawn.choice((1, 5))))
-        left -= len(moments)
-    return runs
+def draw(seed: int, count: int) -> list[Cut]:
+    """Cuts after each event by turns, of each run by turns."""
+    drawn, events = random.Random(seed), list(EVENTS)
+    return [
+        Cut(RUNS[number % len(RUNS)], events[number % len(events)], drawn.uniform(0, LONGEST_DELAY),
+            drawn.choice(MODES), drawn.choice((1, 5)))
+        for number in range(count)
+    ]  # fmt: skip
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -180,78 +148,33 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def run_until(process: subprocess.Popen[str], moment: Moment, disk: Disk) -> None:
-    """Wait for the moment, or for the end of the run, then cut."""
-    begun = time.time()
-    while process.poll() is None and not disk.has_new(EVENTS[moment.event], begun):
-        time.sleep(0.02)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(moment.delay)
-
-
-def meet(bench: Starter, cuts: Cuts, whole: Path, number: int) -> Loss:
-    """Cut the power of the run at each moment, run the same command to its end, and compare.
-
-    Args:
-        bench: starts the runs.
-        cuts: the moments.
-        whole: outputs of the same step without a cut.
-        number: of the run, for its files.
-    """
-    log = bench.work / f"power_{number:02d}.log"
+def meet(bench: Starter, cut: Cut, number: int) -> Outcome:
+    """Cut the power of the run, run the same command to its end, and compare; `number` names its files."""
+    whole, log = bench.whole(cut.run), bench.work / f"power_{number:02d}.log"
     # A new image for each run: a loop device that still holds the last image would be mounted instead.
-    disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cuts.mode},commit={cuts.commit}")
+    disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cut.mode},commit={cut.commit}")
     output, env = disk.place / "output", {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")}
-    files = lost = 0
     try:
         (disk.place / "tmp").mkdir()
         os.sync()
-        for moment in cuts.moments:
-            process = bench.start_step(cuts.step, output, env, log)
-            run_until(process, moment, disk)
-            done, before = finished(output), disk.content()
-            disk.cut()
-            end(process)
-            left_over(str(disk.place), timeout=0)
-            disk.unmount()
-            disk.mount()
-            after = disk.content()
-            files += sum(not after.get(path, b"").startswith(was or b"?") for path, was in before.items())
-            saved = saved_steps(_read(log)) if not done else 0
-            with log.open("a", encoding="utf-8") as said:
-                said.write(f"--- power cut {moment} ---\n")
-            (disk.place / "tmp").mkdir(exist_ok=True)
-        code = bench.start_step(cuts.step, output, env, log).wait()
-        lost = 0 if done else max(0, saved - resumed_at(_read(log)))
-        return Loss(cuts, files, lost, code, code == 0 and same_outputs(whole, output))
+        process = bench.start(cut.run, output, env, log)
+        while process.poll() is None and not any(disk.place.glob(EVENTS[cut.event])):
+            time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(cut.delay)
+        met, done, before = process.poll() is None, is_finished(output), disk.content()
+        disk.cut()
+        end(process)
+        left_over(str(disk.place), timeout=0)
+        disk.unmount()
+        disk.mount()
+        after, first = disk.content(), log.read_text(encoding="utf-8", errors="replace")
+        files = sum(not after.get(path, b"").startswith(was or b"?") for path, was in before.items())
+        (disk.place / "tmp").mkdir(exist_ok=True)
+        code = bench.start(cut.run, output, env, log).wait()
+        lost = 0 if done else lost_steps(first, log.read_text(encoding="utf-8", errors="replace"))
+        name = f"{cut}: {files} files lost bytes"
+        return Outcome(name, met, process.returncode, 0, lost, code == 0 and same_outputs(whole, output))
     finally:
         disk.unmount()
         disk.image.unlink()
-
-
-def _read(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")
-
-
-def table(losses: Sequence[Loss]) -> str:
-    """Markdown: a row for each run."""
-    rows = [
-        [str(loss.cuts), f"{loss.cuts.mode}, commit={loss.cuts.commit}", str(loss.files), str(loss.code),
-         str(loss.steps_lost), "yes" if loss.equal else "no"]
-        for loss in losses
-    ]  # fmt: skip
-    header = [
-        "power cut", "ext4", "files that lost bytes", "exit code of the next start", "saved steps lost",
-        "metrics and weights equal",
-    ]  # fmt: skip
-    return markdown(header, rows)
-
-
-def summary(losses: Sequence[Loss]) -> dict[str, Any]:
-    """The content of `--json`."""
-    return {
-        "injected": sum(len(loss.cuts.moments) for loss in losses),
-        "survived": sum(len(loss.cuts.moments) for loss in losses if loss.survived),
-        "steps_lost": sum(loss.steps_lost for loss in losses),
-        "trajectories_equal": all(loss.equal for loss in losses),
-    }
