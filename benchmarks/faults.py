@@ -247,7 +247,7 @@ def kills(seed: int, count: int) -> list[Fault]:
     for number in range(count):
         run, moment = list(RUNS)[number % len(RUNS)], list(MOMENTS)[number // len(RUNS) % len(MOMENTS)]
         victim, delay = draw.choice(victims), draw.uniform(0, 1.5)
-        name = f"{run}: SIGKILL of {victim}, {delay:.2f} s after {moment}"
+        name = f"{run}: SIGKILL of {victim}, {delay:.1f} s after {moment}"
         found.append(Fault(name, signals(victim, signal.SIGKILL), run, moment, delay))
     return found
 
