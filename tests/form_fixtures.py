@@ -39,7 +39,6 @@ HH = "\n\nHuman: Where is the lamp?\n\nAssistant: Which one?\n\nHuman: The red o
 GSM = "48 / 2 = 24 clips.\n#### 24"
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"thing": "lamp"}}}
-NO_PROMPT = Example("", [])
 
 
 class Fixture:

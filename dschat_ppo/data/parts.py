@@ -30,7 +30,6 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(KINDS)} (also with {' or '.join(COMPRESSED)})"
 BATCH_ROWS = 1000
 _AROUND = 40  # characters before and after a place in a file that a message quotes
-_DEEPEST = 200  # levels of lists and objects in a row: Python ends near 1,000, wherever it parses the row again
 
 Row = dict[str, Any]
 
@@ -196,25 +195,14 @@ def _attempt(make: Callable[..., Row], content: Any) -> Row | BadRow:
 
 
 def _checked(row: Any) -> Row:
-    """A row of JSON. Refuses one without named fields, and one that would not be parsed again or that no file can
-    hold."""
+    """A row of JSON. Refuses one without named fields, and one that no file can hold."""
     if not isinstance(row, dict) or not row:
         raise UserError("is not an object with named fields")
-    if _is_deep(row):
-        raise UserError("is nested too deeply")
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise UserError("holds half of a surrogate pair, which is not text") from None
     return row
-
-
-def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
-    """Whether lists and objects are nested over more than so many levels."""
-    if not isinstance(value, list | dict):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
 
 
 # Parquet and Arrow

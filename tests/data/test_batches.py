@@ -1,46 +1,41 @@
-"""Token rows to padded batches, by hand."""
+"""Token rows to padded batches, by hand; which rows each rank sees at each step; which samples share a packed row."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged import properties
 
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data import batches
 from dschat_ppo.data.batches import (
     PADDING_ROW,
+    IndexStream,
+    PackingPlan,
+    chunked_order,
     collate_labelled,
     collate_pairs,
     collate_prompts,
     collate_sft,
     collate_steps,
-    right_padded,
+    epoch_order,
+    optimizer_steps,
+    pack,
+    plan_packing,
+    sample_tokens,
+    samples_of,
 )
 from dschat_ppo.supervised.policy_objectives import mismatched_rows
 
-PAD = 99
-
-
-def sft_rows() -> Dataset:
-    return Dataset.from_list(
-        [
-            {"prompt_ids": [1, 2, 3], "answers": [[4, 0]], "margin": 0.0},
-            {"prompt_ids": [5], "answers": [[6, 7, 8, 0]], "margin": 0.0},
-            {"prompt_ids": [9], "answers": [[0]], "margin": 0.0},
-        ]
-    )
-
-
-def pair_rows() -> Dataset:
-    return Dataset.from_list(
-        [
-            {"prompt_ids": [1, 2], "answers": [[3, 0], [4, 5, 6, 0]], "margin": 0.5},
-            {"prompt_ids": [7], "answers": [[8, 0], [0]], "margin": 2.0},
-        ]
-    )
-
-
-def test_right_padded():
-    ids, lengths = right_padded([[1], [2, 3, 4], [5, 6]], 9)
-    assert ids.tolist() == [[1, 9, 9], [2, 3, 4], [5, 6, 9]]
-    assert lengths.tolist() == [1, 3, 2]
+SFT = Dataset.from_list([
+    {"prompt_ids": [1, 2, 3], "answers": [[4, 0]], "source": 0},
+    {"prompt_ids": [5], "answers": [[6, 7, 8, 0]], "source": 2},
+    {"prompt_ids": [9], "answers": [[0]], "source": 1},
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,175 +45,90 @@ def test_right_padded():
         (True, [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
     ],
 )
-@pytest.mark.parametrize("pad", [PAD, 0])  # 0 ends the answers too
+@pytest.mark.parametrize("pad", [99, 0])  # 0 ends the answers too
 def test_sft_rows_are_padded_and_their_loss_covers_answers_or_all_but_the_first_token(whole, mask, pad):
-    batch = collate_sft(sft_rows(), [0, 1, 2, PADDING_ROW], pad, train_on_prompt=whole)
-    expected = [[1, 2, 3, 4, 0], [5, 6, 7, 8, 0], [9, 0, pad, pad, pad], [1, 2, 3, 4, 0]]
-    assert (batch.input_ids.tolist(), batch.loss_mask.tolist()) == (expected, torch.tensor(mask).bool().tolist())
-
-
-def test_pairs_put_all_chosen_answers_first():
-    batch = collate_pairs(pair_rows(), [0, 1], PAD)
-    assert batch.input_ids.tolist() == [
-        [1, 2, 3, 0, PAD, PAD],
-        [7, 8, 0, PAD, PAD, PAD],
-        [1, 2, 4, 5, 6, 0],
-        [7, 0, PAD, PAD, PAD, PAD],
-    ]
-    assert batch.lengths.tolist() == [4, 3, 6, 2]
-    assert batch.margin.tolist() == [0.5, 2.0]
-    assert batch.pair_mask.tolist() == [True, True]
-
-
-def test_the_answer_mask_covers_whole_answers_from_the_prompt_length_on():
-    batch = collate_pairs(pair_rows(), [0, 1], PAD)
-    assert batch.answer_mask.long().tolist() == [
-        [0, 0, 1, 1, 0, 0],
-        [0, 1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 1, 1],
-        [0, 1, 0, 0, 0, 0],
-    ]
-    rows = Dataset.from_list([{"prompt_ids": [1], "answers": [[5, 6, 0], [5, 7, 0]], "margin": 0.0}])
-    assert collate_pairs(rows, [0], PAD).answer_mask.long().tolist() == [[0, 1, 1, 1], [0, 1, 1, 1]]
-
-
-def test_padding_pairs_are_masked_and_have_no_answer_tokens():
-    batch = collate_pairs(pair_rows(), [PADDING_ROW, 1], 0)
-    assert batch.pair_mask.tolist() == [False, True]
-    assert batch.answer_mask.sum(dim=1).tolist() == [0, 2, 0, 1]
-
-
-def test_reference_logprobs_are_ordered_as_the_answers():
-    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1 / 3]], dtype=torch.float64)
-    rows = pair_rows().add_column("ref_logprobs", logprobs.tolist())
-    batch = collate_pairs(rows, [1, 0, PADDING_ROW], PAD)
-    assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
-    assert batch.ref_logprobs.dtype == torch.float64
-    assert collate_pairs(pair_rows(), [1], PAD).ref_logprobs is None
-
-
-def test_prompts_are_left_padded():
-    batch = collate_prompts(sft_rows(), [1, 0], PAD)
-    assert batch.prompt_ids.tolist() == [[PAD, PAD, 5], [1, 2, 3]]
-    assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
+    batch = collate_sft(SFT, [0, 1, 2, PADDING_ROW], pad, train_on_prompt=whole)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 0], [5, 6, 7, 8, 0], [9, 0, pad, pad, pad], [1, 2, 3, 4, 0]]
+    assert batch.loss_mask.tolist() == torch.tensor(mask).bool().tolist()
+    assert (batch.lengths.tolist(), batch.data_sources.tolist()) == ([5, 5, 2, 5], [0, 2, 1, 0])
 
 
 def test_the_loss_covers_spans_of_the_prompt_too():
     rows = Dataset.from_list([
         {"prompt_ids": [1, 2, 3, 4, 5], "answers": [[6, 0]], "prompt_spans": [[0, 2], [3, 4]]},
         {"prompt_ids": [7], "answers": [[8, 9, 0]], "prompt_spans": []},
-        {"prompt_ids": [1, 2], "answers": [[3]], "prompt_spans": [[1, 2]]},
     ])  # fmt: skip
-    batch = collate_sft(rows, [0, 1, 2, PADDING_ROW], PAD, train_on_prompt=False)
-    assert batch.loss_mask.long().tolist() == [
-        [0, 1, 0, 1, 0, 1, 1],  # nothing predicts the first token
-        [0, 1, 1, 1, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0],
-    ]
-    assert torch.equal(
-        collate_sft(rows, [0], PAD, train_on_prompt=True).loss_mask,
-        collate_sft(rows.remove_columns("prompt_spans"), [0], PAD, train_on_prompt=True).loss_mask,
-    )
+    batch = collate_sft(rows, [0, 1, PADDING_ROW], 99, train_on_prompt=False)
+    # nothing predicts the first token
+    assert batch.loss_mask.long().tolist() == [[0, 1, 0, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0, 0], [0] * 7]
+    assert batch.data_sources is None
 
 
-def test_batches_have_the_lengths_and_data_sets_of_their_rows():
-    pairs = pair_rows().add_column("source", [3, 1])
-    batch = collate_pairs(pairs, [1, 0, PADDING_ROW], PAD)
-    assert batch.lengths.tolist() == [3, 4, 4, 2, 6, 6]
+def test_pairs_put_all_chosen_answers_first():
+    rows = Dataset.from_list([
+        {"prompt_ids": [1, 2], "answers": [[3, 0], [4, 5, 0]], "margin": 0.5, "source": 3, "ref_logprobs": [-1, -2.0]},
+        {"prompt_ids": [7], "answers": [[8, 0], [0]], "margin": 2.0, "source": 1, "ref_logprobs": [-3.0, -1 / 3]},
+    ])  # fmt: skip
+    batch = collate_pairs(rows, [1, 0, PADDING_ROW], 0)
+    chosen, rejected = [[7, 8, 0, 0], [1, 2, 3, 0], [1, 2, 3, 0]], [[7, 0, 0, 0, 0], [1, 2, 4, 5, 0], [1, 2, 4, 5, 0]]
+    assert batch.input_ids.tolist() == [[*row, 0] for row in chosen] + rejected
+    assert batch.answer_mask.long().tolist() == [
+        [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0] * 5, [0, 1, 0, 0, 0], [0, 0, 1, 1, 1], [0] * 5
+    ]  # fmt: skip
+    assert batch.lengths.tolist() == [3, 4, 4, 2, 5, 5]
+    assert (batch.margin.tolist(), batch.pair_mask.tolist()) == ([2.0, 0.5, 0.5], [True, True, False])
     assert batch.data_sources.tolist() == [1, 3, 3]
-    rows = collate_sft(sft_rows().add_column("source", [0, 2, 1]), [1, 2], PAD, False)
-    assert (rows.lengths.tolist(), rows.data_sources.tolist()) == ([5, 2], [2, 1])
-    assert collate_sft(sft_rows(), [1], PAD, False).data_sources is None
+    assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]  # in the order of the answers
+    assert batch.ref_logprobs.dtype == torch.float64
 
 
-# Labelled answers and steps
-
-
-def labelled_of(prompts: str) -> Dataset:
-    return Dataset.from_list([
-        {"prompt_ids": [ord(letter)] * (1 + row % 2), "answers": [[row, 1]]} for row, letter in enumerate(prompts)
-    ])  # fmt: skip
+def test_prompts_are_left_padded():
+    batch = collate_prompts(SFT, [1, 0], 99)
+    assert batch.prompt_ids.tolist() == [[99, 99, 5], [1, 2, 3]]
+    assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
 
 
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [
         ("abcd", [3, 0, 1, 2]),
-        ("a", [0]),
+        ("aaa", [2, 0, 1]),  # no other prompt is there
         ("", []),
+        ("aabbbca", [3, 4, 0, 1, 6, 2, 5]),  # in the order of prompts: 0 1 6, 2 3 4, 5; three places back
+        ("abcdda", None),
     ],
 )
-def test_a_row_borrows_the_answer_of_the_row_before(prompts, expected):
-    assert (
-        mismatched_rows(labelled_of(prompts) if prompts else Dataset.from_dict({"prompt_ids": []})).tolist() == expected
-    )
-
-
-def test_rows_of_the_same_prompt_borrow_from_other_prompts_and_every_answer_is_borrowed_once():
-    letters = "aabbbca"
-    rows = Dataset.from_list([{"prompt_ids": [ord(letter)]} for letter in letters])
-    # in the order of prompts: 0 1 6, 2 3 4, 5; three places back
-    assert mismatched_rows(rows).tolist() == [3, 4, 0, 1, 6, 2, 5]
-    for row, other in enumerate(mismatched_rows(rows)):
-        assert letters[row] != letters[other]
+def test_rows_borrow_from_other_prompts_and_every_answer_is_borrowed_once(prompts, expected):
+    rows = Dataset.from_dict({"prompt_ids": [[ord(letter)] for letter in reversed(prompts)]})
+    other = mismatched_rows(rows.select(reversed(range(len(rows))))).tolist()  # of a shuffled table
+    assert expected is None or other == expected
+    assert sorted(other) == list(range(len(prompts)))
+    assert len({*prompts}) == 1 or all(prompts[row] != prompts[borrowed] for row, borrowed in enumerate(other))
 
 
 def test_the_answers_of_pairs_are_borrowed_as_often_as_each_other():
     """Not only the rejected ones, whose log-ratios fall: the baseline of KTO would stay 0."""
     rows = Dataset.from_list([{"prompt_ids": [pair], "answers": [[side]]} for pair in range(6) for side in (1, 0)])
-    other = mismatched_rows(rows)
-    assert sorted(other) == list(range(12))
-    assert [side for [[side]] in rows.select(other)["answers"]] == [1, 0] * 6
-
-
-@pytest.mark.parametrize("letters", ["aabb", "abcabcab", "abcdda"])
-def test_no_row_borrows_from_its_own_prompt_if_there_is_another(letters):
-    other = mismatched_rows(Dataset.from_list([{"prompt_ids": [ord(letter)]} for letter in letters]))
-    assert all(letters[row] != letters[borrowed] for row, borrowed in enumerate(other))
-    assert sorted(other) == list(range(len(letters)))
-
-
-def test_equal_prompts_borrow_from_the_row_before():
-    assert mismatched_rows(Dataset.from_list([{"prompt_ids": [7]}] * 3)).tolist() == [2, 0, 1]
-
-
-def test_a_shuffled_table_counts_its_own_rows():
-    rows = Dataset.from_list([{"prompt_ids": [n]} for n in range(5)]).select([4, 2, 2, 0])
-    assert mismatched_rows(rows).tolist() == [2, 3, 0, 1]
-
-
-LABELLED = Dataset.from_list(
-    [
-        {"prompt_ids": [5, 6, 7], "answers": [[8, 1]], "label": 1.0, "other_row": 2, "source": 0},
-        {"prompt_ids": [9], "answers": [[10, 11, 1]], "label": 0.0, "other_row": 0, "source": 1},
-        {"prompt_ids": [12, 13], "answers": [[14, 15, 16, 17, 1]], "label": 0.0, "other_row": 1, "source": 0},
-    ]
-)
+    assert [side for [[side]] in rows.select(mismatched_rows(rows))["answers"]] == [1, 0] * 6
 
 
 def test_labelled_rows_by_hand():
-    batch = collate_labelled(LABELLED, [1, 0, PADDING_ROW], 99, 64)
+    rows = Dataset.from_list([
+        {"prompt_ids": [5, 6, 7], "answers": [[8, 1]], "label": 1.0, "other_row": 2, "ref_logprobs": [1.5, -1.0]},
+        {"prompt_ids": [9], "answers": [[10, 11, 1]], "label": 0.0, "other_row": 0, "ref_logprobs": [2.5, -2.0]},
+        {"prompt_ids": [2], "answers": [[14, 15, 16, 17, 1]], "label": 0.0, "other_row": 1, "ref_logprobs": [0.0, 0.0]},
+    ])  # fmt: skip
+    batch = collate_labelled(rows, [1, 0, PADDING_ROW], 99, 64)
     assert batch.input_ids.tolist() == [[9, 10, 11, 1, 99], [5, 6, 7, 8, 1], [5, 6, 7, 8, 1]]
     assert batch.answer_mask.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 0, 1, 1], [0] * 5]
-    assert batch.desirable.tolist() == [False, True, True]
-    assert batch.row_mask.tolist() == [True, True, False]
+    assert batch.desirable.tolist() == [False, True, True] and batch.row_mask.tolist() == [True, True, False]
     assert batch.other_ids.tolist() == [[9, 8, 1, *[99] * 5], *[[5, 6, 7, 14, 15, 16, 17, 1]] * 2]
     assert batch.other_mask.int().tolist() == [[0, 1, 1, *[0] * 5], [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
-    assert batch.lengths.tolist() == [4, 5, 5]
-    assert batch.data_sources.tolist() == [1, 0, 0]
-    assert batch.ref_logprobs is None and batch.baseline is None
-
-
-def test_a_mismatched_answer_is_cut_at_the_length_limit_but_never_empty():
-    assert collate_labelled(LABELLED, [0], 99, 5).other_ids.tolist() == [[5, 6, 7, 14, 15]]
-    assert collate_labelled(LABELLED, [0], 99, 2).other_ids.tolist() == [[5, 6, 7, 14]]
-
-
-def test_reference_log_probs_are_in_the_order_of_the_batch():
-    rows = LABELLED.add_column("ref_logprobs", [[1.5, -1.0], [2.5, -2.0], [3.5, -3.0]])
-    batch = collate_labelled(rows, [2, 0], 99, 64)
-    assert batch.ref_logprobs.tolist() == [[3.5, -3.0], [1.5, -1.0]] and batch.ref_logprobs.dtype == torch.float64
+    assert batch.lengths.tolist() == [4, 5, 5] and batch.data_sources is None and batch.baseline is None
+    assert batch.ref_logprobs.tolist() == [[2.5, -2.0], [1.5, -1.0], [1.5, -1.0]]
+    # a mismatched answer is cut at the length limit, but never empty
+    assert collate_labelled(rows, [0], 99, 5).other_ids.tolist() == [[5, 6, 7, 14, 15]]
+    assert collate_labelled(rows, [0], 99, 2).other_ids.tolist() == [[5, 6, 7, 14]]
 
 
 def test_step_labels_by_hand():
@@ -230,4 +140,121 @@ def test_step_labels_by_hand():
     assert batch.input_ids.tolist() == [[5, 7, 1, 99, 99, 99], [5, 6, 7, 8, 9, 1], [5, 6, 7, 8, 9, 1]]
     assert batch.label_mask.int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [0] * 6]
     assert batch.labels.tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0.25], [0] * 6]
-    assert batch.lengths.tolist() == [3, 6, 6] and batch.data_sources is None
+    assert batch.lengths.tolist() == [3, 6, 6]
+
+
+# The order of an epoch and its steps
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "world_size"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4)]
+)
+def test_a_step_holds_the_same_rows_for_every_split_of_eight(micro_batch, accumulation, world_size):
+    order = epoch_order(21, seed=1, epoch=0)
+    ranks = [list(optimizer_steps(order, micro_batch, accumulation, world_size, rank)) for rank in range(world_size)]
+    found = [Counter(row for rank in ranks for micro in rank[step] for row in micro) for step in range(3)]
+    assert [step - Counter({PADDING_ROW: 99}) for step in found] == [Counter(order[at : at + 8]) for at in (0, 8, 16)]
+    sizes = [[[len(micro) for micro in step] for step in steps] for steps in ranks]
+    assert all(rank == sizes[0] for rank in sizes) and sizes[0][:2] == [[micro_batch] * accumulation] * 2
+
+
+def test_the_last_step_is_padded_by_hand_computation():
+    steps = [list(optimizer_steps([5, 6, 7, 8, 9], 1, 2, 2, rank)) for rank in (0, 1)]
+    assert steps[0] == [[[5], [6]], [[9], [PADDING_ROW]]]
+    assert steps[1] == [[[7], [8]], [[PADDING_ROW], [PADDING_ROW]]]
+    assert list(optimizer_steps([], 2, 2, 2, 0)) == []
+    # a micro-batch larger than the data is not padded to its size
+    assert [list(optimizer_steps([3, 4, 5], 1000, 1, 2, rank)) for rank in (0, 1)] == [[[[3, 4]]], [[[5, PADDING_ROW]]]]
+
+
+@pytest.fixture
+def chunks_of_8(monkeypatch):
+    """Takes rows for those of a stream."""
+    monkeypatch.setattr(batches, "rows_at_hand", lambda rows: rows[:8])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 29])
+def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order(rows, chunks_of_8):
+    assert epoch_order(50, 3, 1) == torch.randperm(50, generator=shared_generator(3, 1)).tolist()  # of a table
+    assert len({tuple(epoch_order(50, seed, epoch)) for seed in (3, 4) for epoch in (0, 1)}) == 4
+    order = list(chunked_order(range(rows), seed=3, epoch=1))
+    assert len(order) == rows
+    for start in range(0, rows, 8):
+        drawn = torch.randperm(min(8, rows - start), generator=shared_generator(3, 1, start // 8)).tolist()
+        assert order[start : start + 8] == [start + place for place in drawn]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 5, 6, 11])
+def test_an_index_stream_continues_from_its_state_inside_and_across_chunks_and_epochs(cut, chunks_of_8):
+    whole, before, after = (IndexStream(range(29), 3) for _ in range(3))
+    expected = [whole.take(5) for _ in range(14)]
+    order = [index for epoch in range(3) for index in chunked_order(range(29), 3, epoch)]
+    assert sum(expected, []) == IndexStream(range(29), 3).take(70) == order[:70], "also over the ends of epochs"
+    first = [before.take(5) for _ in range(cut)]
+    after.take(2)
+    after.load_state_dict(before.state_dict())
+    before.take(5)  # what is saved does not change with the stream
+    assert first + [after.take(5) for _ in range(14 - cut)] == expected
+
+
+# Packed rows
+
+PAIRS = Dataset.from_list([
+    {"prompt_ids": [1, 2, 3], "answers": [[4], [5, 6]]},  # 2 x 3 + 1 + 2
+    {"prompt_ids": [1], "answers": [[4, 4, 4], [5]]},  # 2 x 1 + 3 + 1
+    {"prompt_ids": [1, 2], "answers": [[4], [5]]},  # 2 x 2 + 1 + 1
+])  # fmt: skip
+
+
+def test_the_prompt_of_a_pair_counts_once_for_each_answer(monkeypatch):
+    assert sample_tokens(PAIRS).tolist() == [9, 6, 6] and sample_tokens(SFT).tolist() == [5, 5, 2]
+    monkeypatch.setattr(batches, "_CHUNK", 2)
+    assert sample_tokens(PAIRS.select([2, 0, 1, 0, 2])).tolist() == [6, 9, 6, 9, 6]
+    plan = plan_packing(PAIRS, 6)  # a packed row of pairs has room for two whole rows
+    assert (plan.capacity, plan.rows, plan.tokens.tolist()) == (12, 2, [9, 6, 6])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "order", "packed"),
+    [
+        # 7 opens row 0 (room 3), 6 opens row 1 (room 4); 3 fills row 0 and not row 1; 3 goes into row 1 (room 1);
+        # 2 opens row 2 (room 8); 1 fills row 1.
+        ([3, 1, 7, 2, 6, 3], 10, [0, 5, 1, 2, 3, 4], [[2, 0], [4, 5, 1], [3]]),
+        ([2, 2, 2, 2], 4, [3, 1, 0, 2], [[3, 1], [0, 2]]),  # the order decides among samples of equal length
+        ([9, 2, 4], 4, [0, 1, 2], [[0], [2], [1]]),  # a sample over the capacity is a row by itself
+    ],
+)
+def test_the_longest_sample_comes_first_and_each_goes_into_the_fullest_row_with_room(tokens, capacity, order, packed):
+    assert pack(np.array(tokens), capacity, order) == packed
+
+
+@properties
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_every_sample_is_in_one_row_no_row_is_too_full_and_any_order_gives_as_many_rows(lengths, random):
+    order = list(range(len(lengths)))
+    found = pack(np.array(lengths), 16, order)
+    assert Counter(sample for row in found for sample in row) == Counter(order)
+    assert all(sum(lengths[sample] for sample in row) <= 16 for row in found)
+    emptiest = sorted(sum(lengths[sample] for sample in row) for row in found)[:2]
+    assert len(found) == 1 or sum(emptiest) > 16, "two rows fit into one"
+    random.shuffle(order)
+    assert len(pack(np.array(lengths), 16, order)) == len(found)
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation", "ranks"), [(1, 4, 1), (1, 2, 2), (2, 1, 2)])
+def test_a_step_has_the_same_samples_for_every_split_of_four_packed_rows(micro_batch, accumulation, ranks):
+    tokens = np.random.default_rng(0).integers(1, 20, 200)
+    plan = PackingPlan(tokens, 32, len(pack(tokens, 32, range(200))))
+    packed, other = plan.epoch(1, 0), plan.epoch(1, 1)
+    assert packed == plan.epoch(1, 0) and packed != plan.epoch(2, 0) and len(packed) == len(other) == plan.rows
+    assert sorted(map(sorted, packed)) != sorted(map(sorted, other)), "other samples meet"
+    longest = [max(tokens[row]) for row in packed]
+    assert longest != sorted(longest, reverse=True), "rows are not trained from the longest to the shortest"
+    steps = [list(optimizer_steps(range(len(packed)), micro_batch, accumulation, ranks, r)) for r in range(ranks)]
+    for number, start in enumerate(range(0, len(packed), 4)):
+        micro_batches = [samples_of(packed, part) for rank in steps for part in rank[number]]
+        assert len(micro_batches) == accumulation * ranks
+        found = sorted(s for part in micro_batches for s in part if s != PADDING_ROW)
+        assert found == sorted(sum(packed[start : start + 4], []))
+    assert samples_of([[5, 6], [7]], [1, PADDING_ROW, 0]) == [7, 5, 6]
+    assert samples_of([[5, 6], [7]], [PADDING_ROW, PADDING_ROW]) == [PADDING_ROW]

@@ -1,20 +1,23 @@
 """Cached data sets: complete entries are reused; the keys notice what rows depend on."""
 
 import errno
+import os
+from pathlib import Path
 
 import datasets
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
 from filelock import FileLock
+from prepared import ROWS, column, load, write_jsonl
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.common import file_lock, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data import cache
 from dschat_ppo.data.cache import cached_dataset
+from dschat_ppo.data.parts import FilePart
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.tools import toy
 
 
 class Rows:
@@ -41,56 +44,51 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path):
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
     assert rows.calls == 1
     assert sorted(path.name for path in rows.folder.glob("*.arrow")) == ["rows_00000.arrow", "rows_00001.arrow"]
-
-
-def test_rows_made_from_an_entry_are_no_part_of_it(tmp_path):
-    """`Dataset.map` writes them into its folder."""
-    rows = Rows(tmp_path)
-    rows.read()
+    # `Dataset.map` writes the rows that are made from an entry into its folder; they are no part of it
     cached_dataset(str(tmp_path), "key", rows.make).map(lambda row: {"a": row["a"] + 10})
     assert len(list(rows.folder.iterdir())) > 2 and rows.read() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("damage", ["zeros", "gone"])
-def test_an_entry_that_cannot_be_read_is_named(tmp_path, damage):
-    rows = Rows(tmp_path)
-    rows.read()
-    for file in rows.folder.glob("*.arrow"):
-        file.write_bytes(bytes(file.stat().st_size))
-        if damage == "gone":
-            file.unlink()
-    with pytest.raises(UserError, match=f"^{rows.folder}: prepared data cannot be read; remove this folder: "):
-        rows.read()
-
-
-def test_other_code_misses_the_cache(monkeypatch):
-    rows, tokenizer = "rows", toy.make_tokenizer(["words"])
-    key = cache.token_key(rows, tokenizer, "x")
-    assert cache.token_key(rows, tokenizer, "x") == key != cache.token_key(rows, tokenizer, "y")
-    monkeypatch.setattr(cache, "_code", lambda: "other")
-    assert cache.token_key(rows, tokenizer, "x") != key
-
-
-def test_another_vocabulary_misses_the_cache():
-    rows, tokenizer = "rows", tokenizer_of("letters")
-    key = cache.token_key(rows, tokenizer)
-    assert cache.token_key(rows, tokenizer_of("letters")) == key
-    first, second = list(tokenizer.letters)[:2]
-    tokenizer.letters[first], tokenizer.letters[second] = tokenizer.letters[second], tokenizer.letters[first]
-    assert cache.token_key(rows, tokenizer) != key
-
-
-def test_an_unfinished_entry_is_made_again(tmp_path):
+def test_an_unfinished_entry_is_made_again_and_one_that_cannot_be_read_is_named(tmp_path):
     rows = Rows(tmp_path)
     (tmp_path / "dschat_ppo/key.partial").mkdir(parents=True)
     (tmp_path / "dschat_ppo/key.partial/rows_00000.arrow").write_text("half")
     assert rows.read() == [1, 2, 3] and not (tmp_path / "dschat_ppo/key.partial").exists()
+    for file in rows.folder.glob("*.arrow"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(UserError, match=f"^{rows.folder}: prepared data cannot be read; remove this folder: "):
+        rows.read()
 
 
-def test_an_unwritable_cache_is_named_in_the_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^--data_output_path .*file: prepared data cannot be written there \(Not a"):
-        cached_dataset(str(tmp_path / "file"), "key", Rows(tmp_path).make)
+def test_other_settings_code_or_another_vocabulary_miss_the_cache(monkeypatch):
+    tokenizer = tokenizer_of("letters")
+    key = cache.token_key("rows", tokenizer, "x")
+    assert cache.token_key("rows", tokenizer_of("letters"), "x") == key != cache.token_key("rows", tokenizer, "y")
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_code", lambda: "other")
+        assert cache.token_key("rows", tokenizer, "x") != key
+    first, second = list(tokenizer.letters)[:2]
+    tokenizer.letters[first], tokenizer.letters[second] = tokenizer.letters[second], tokenizer.letters[first]
+    assert cache.token_key("rows", tokenizer, "x") != key
+
+
+def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
+    one, two = (FilePart(Path(write_jsonl(tmp_path / name / "a.jsonl", ROWS)), "--data_path") for name in "ab")
+    content, place = one.content, one.key
+    assert content == two.content and place != two.key
+    os.utime(one.path, (1, 1))
+    assert one.content == content and one.key != place
+    write_jsonl(two.path, [{"prompt": "prompt 9"}, *ROWS[1:]])
+    assert two.content != content
+
+
+def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
+    path = Path(write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, "x"]))
+    before = path.stat()
+    assert column(load(tmp_path, path).train, "a") == [1]
+    write_jsonl(path, [{"a": 2}, "x"])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert column(load(tmp_path, path).train, "a") == [2]
 
 
 def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
@@ -101,18 +99,6 @@ def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
     with pytest.raises(UserError, match=r"^--data_output_path .*No space left on device"):
         cached_dataset(str(tmp_path), "key", make)
     assert [path.name for path in (tmp_path / "dschat_ppo").iterdir()] == ["key.lock"]
-
-
-def test_an_entry_that_another_process_made_meanwhile_is_used(tmp_path, monkeypatch):
-    """Between the first look and the lock."""
-    rows, locked = Rows(tmp_path), cache.locked
-
-    def after_another(*how):
-        cache._write_entry(rows.folder, rows.make)
-        return locked(*how)
-
-    monkeypatch.setattr(cache, "locked", after_another)
-    assert rows.read() == [1, 2, 3] and rows.calls == 1
 
 
 def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monkeypatch):

@@ -133,18 +133,14 @@ def test_other_columns_than_those_of_the_hub_are_refused():
     assert form_of([{"messages": [user("a")]}], name="Dahoas/rm-static", data_format="messages").name == "messages"
 
 
-def test_columns_that_flags_name_come_before_the_name():
+def test_the_name_decides_unless_flags_do():
     row = {"q": "Hi:", "chosen": "a", "rejected": "b"}
     assert read([row], "prompt", name="local/jsonfile", prompt_column="q") == [Example("Hi:", [])]
-
-
-def test_other_columns_change_nothing():
-    assert read([PAIR | {"system": "Be kind."}], "prompt", name="Dahoas/rm-static") == [Example(HH, [])]
-
-
-def test_the_chat_template_does_not_apply():
+    name = "Dahoas/rm-static"
+    for more in ({"system": "Be kind."}, {"tools": "a hammer"}):  # other columns change nothing
+        assert read([PAIR | more], "prompt", name=name) == [Example(HH, [])]
     with pytest.raises(UserError, match="the form Dahoas/rm-static is text, so --apply_chat_template True"):
-        form_of([PAIR], name="Dahoas/rm-static", apply_chat_template=True)
-    assert (
-        "--input_template does not apply" in form_of([PAIR], name="Dahoas/rm-static", input_template="{}").description
-    )
+        form_of([PAIR], name=name, apply_chat_template=True)
+    with pytest.raises(UserError, match="^Dahoas/rm-static: 'persona' holds content, 'Be kind.'"):
+        form_of([PAIR | {"persona": "Be kind."}], name=name, system_column="persona")
+    assert "--input_template does not apply" in form_of([PAIR], name=name, input_template="{}").description

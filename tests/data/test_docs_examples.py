@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from real_shapes import write_lines
-from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DATA_FORMATS, DataFlags
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.form_kinds import SETS
-from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
 USES = {"1": {"sft"}, "2": {"preference", "unpaired"}, "3": {"prompt"}}
 STEP_FORMS = {"stepwise", "prm800k", "math_shepherd"}  # of which step 2 reads labelled steps, and nothing else
-SHARES = {"sft": "1,0,0", "preference": "0,1,0", "unpaired": "0,1,0", "steps": "0,1,0", "prompt": "0,0,1"}
 # First cell of a line of a table -> (whether the tokenizer has a chat template, flags).
 CASES = {
     "by default": (True, {}),
@@ -109,33 +105,9 @@ def test_an_example_is_read_as_the_page_shows(section):
             assert shown(found.prompt) == prompt, case
             assert list(found.answers) == shown_answers(use, answers), (case, use)
             assert form.rendering == ("text" if isinstance(found.prompt, str) else "chat")
-        for use in SHARES.keys() - set(form.uses):
+        for use in {"sft", "preference", "unpaired", "steps", "prompt"} - set(form.uses):
             with pytest.raises(UserError, match="this step needs"):
                 form.read(rows[0], use, "data.jsonl, row 1")
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_both_lines_of_an_example_can_be_used(section):
-    form, rows = section.read(section.rows, "by default")
-    for number, row in enumerate(rows, start=1):
-        for use in form.uses:
-            is_bad = use == "sft" and row.get("label") is False  # an answer that step 1 leaves out
-            assert bool(form.read(row, use, f"data.jsonl, row {number}")) != is_bad
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_an_example_becomes_token_rows(section, assets, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    path = write_lines(tmp_path / "rows.jsonl", section.rows)
-    _, _, answers = section.table[0]
-    for use in section.uses:
-        flags = DataFlags([str(path)], data_split=SHARES[use], data_output_path=str(tmp_path / "cache"))
-        rows = prepare(use, tokenizer, flags, 400, all_turns=use == "sft").train
-        texts = [[tokenizer.decode(ids) for ids in row["answers"]] for row in rows]
-        wanted = ["\n".join(answers)] if use == "steps" else shown_answers(use, answers)
-        if section.name == "text":  # some token must come first
-            texts = [[tokenizer.decode([*row["prompt_ids"], *row["answers"][0]])] for row in rows]
-        assert [f"{answer}{tokenizer.eos_token}" for answer in wanted] in texts
 
 
 def test_the_page_lists_the_data_sets_of_deepspeed_chat():

@@ -1,18 +1,26 @@
-"""Batched encoding equals encoding one by one, and both equal the rendered conversation, on many tokenizers."""
+"""Texts to ids on many tokenizers: equal to the rendered conversation; the tokens at which labelled steps end."""
 
+import math
 import random
-from functools import lru_cache
 
 import pytest
+from chat_tokenizers import CASES, chat_tokenizer
 from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.data import encode
-from dschat_ppo.data.encode import encode_example, encode_finished, encode_prompt
+from dschat_ppo.data.encode import (
+    encode_example,
+    encode_finished,
+    encode_prompt,
+    joined_steps,
+    labelled_ends,
+    step_ends,
+)
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import NAMED, named_template, render, turn_end
+from dschat_ppo.data.templates import NAMED, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import addition
 
@@ -20,25 +28,6 @@ WORDS = [
     "Where", " lamp", "hall.", "\n", "\n\n", "  ", " ", "😀", "é", "☕", "Human:", " Assistant:", "<|im_end|>",
     "<|eot_id|>", "</s>", "<|im_start|>", "<|user|>", "user", ":",
 ]  # fmt: skip
-EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TEMPLATES = {
-    **dict.fromkeys(NAMED),
-    "BOS by the template": "<s>" + EACH + OPENED,
-    "space before answers": (
-        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role != 'assistant' else ' ' + m.content + "
-        "'</s>' }}{% endfor %}"
-    ),
-    "opening ends with a token": EACH + "{% if add_generation_prompt %}<|im_start|>{% endif %}",
-    "no marker": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
-}
-CASES = [(kind, name) for kind in KINDS for name in TEMPLATES]
-
-
-def chat_tokenizer(kind: str, name: str):
-    tokenizer = tokenizer_of(kind)
-    tokenizer.chat_template = TEMPLATES[name] or named_template(name, tokenizer)
-    return tokenizer
 
 
 def random_text(rng: random.Random) -> str:
@@ -87,18 +76,6 @@ def test_bos_and_the_final_token_occur_once(kind, name):
             assert tokenizer.bos_token_id not in found
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_the_reward_server_reads_the_same_ids_as_training(kind, name):
-    tokenizer = chat_tokenizer(kind, name)
-    for prompt in ("Where is it?", [{"role": "user", "content": "Where is it?"}]):
-        answer = encode_answer(tokenizer, prompt, "lamp")
-        text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, open_answer=True)
-        whole = encode_finished(tokenizer, f"{text}{tokenizer.decode(answer[:-1]).removeprefix(' ')}")
-        if name in ("chatml", "zephyr") and kind.startswith("bytes"):
-            assert whole == encode_prompt(tokenizer, prompt) + answer
-        assert whole.count(tokenizer.bos_token_id) <= 1
-
-
 def test_an_answer_whose_first_token_would_span_the_end_of_the_prompt_is_encoded_alone():
     backend = Tokenizer(models.BPE({"a": 0, "\n": 1, "\n\n": 2, ":": 3}, [("\n", "\n")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
@@ -118,45 +95,6 @@ def test_what_a_tokenizer_adds_to_every_text_is_no_part_of_answers(single):
     assert encode_finished(tokenizer, "Where?</s>") == [*encode_prompt(tokenizer, "Where?"), 2]
 
 
-# Work
-
-
-class Counting:
-    """Counts the renderings of a tokenizer, and the characters that it encodes."""
-
-    def __init__(self, tokenizer, monkeypatch):
-        self.characters = self.renderings = 0
-        encode_text, render = encode._encode.__wrapped__, type(tokenizer).apply_chat_template
-
-        def count(tokenizer, text, *others):
-            self.characters += len(text)
-            return encode_text(tokenizer, text, *others)
-
-        def rendering(tokenizer, *others, **settings):
-            self.renderings += 1
-            return render(tokenizer, *others, **settings)
-
-        monkeypatch.setattr(encode, "_encode", lru_cache(8)(count))
-        monkeypatch.setattr(type(tokenizer), "apply_chat_template", rendering)
-
-
-def test_prompts_are_encoded_and_rendered_once(monkeypatch):
-    tokenizer = chat_tokenizer("bytes", "chatml")
-    turn_end(tokenizer)
-    encode_prompt(tokenizer, "a prompt")
-    counting = Counting(tokenizer, monkeypatch)
-    chats = [[{"role": "user", "content": f"{number} " * 500}] for number in range(8)]
-    for chat in chats:
-        encode_example(tokenizer, Example(chat, ["lamp", "hall"]))
-    assert counting.renderings == 3 * 8
-    assert counting.characters < 8 * (1000 + 300)  # for each answer the end of the prompt too
-    counting.characters = 0
-    pairs = [(" one", " two"), (" one", " three"), (" two", " three")]  # of one ranked list
-    for pair in pairs:
-        encode_example(tokenizer, Example("lamp " * 99, pair))
-    assert counting.characters == len("lamp " * 99 + " one two three")
-
-
 def test_a_fast_tokenizer_that_encodes_in_its_own_way_is_called():
     class Lower(PreTrainedTokenizerFast):
         def _encode_plus(self, text, **more):
@@ -165,14 +103,6 @@ def test_a_fast_tokenizer_that_encodes_in_its_own_way_is_called():
     backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer = Lower(tokenizer_object=backend, eos_token="</s>")
     assert encode_prompt(tokenizer, "aB") == [0, 1]
-
-
-def test_a_row_of_200_000_characters_is_encoded():
-    tokenizer = chat_tokenizer("bytes", "chatml")
-    ask = [{"role": "user", "content": "one lamp " * 22_222}]
-    found = encode_example(tokenizer, Example(ask, ["yes " * 50_000]))
-    assert found.prompt == encode_prompt(tokenizer, ask) and len(found.prompt) > 50_000
-    assert tokenizer.decode(found.answers[0]) == "yes " * 50_000 + "<|im_end|>"
 
 
 def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
@@ -185,32 +115,6 @@ def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
     assert encode_answer(tokenizer, "93+21=", "411") == example.answers[0]
 
 
-# What cannot be encoded
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        Example("half a pair: \ud83d", ["lamp"]),
-        Example("Where?", ["\ud83d"]),
-        Example([{"role": "user", "content": "\ud83d"}], ["lamp"]),
-    ],
-)
-def test_a_text_that_the_tokenizer_rejects(example):
-    with pytest.raises(UserError, match="^the tokenizer rejects this text"):
-        encode_example(chat_tokenizer("bytes", "chatml"), example)
-
-
-def test_messages_without_a_template():
-    with pytest.raises(UserError, match="no chat template"):
-        encode_prompt(tokenizer_of("bytes"), [{"role": "user", "content": "Where?"}])
-
-
-def test_a_role_that_the_template_rejects():
-    with pytest.raises(UserError, match="no form for the role 'tool'"):
-        encode_example(chat_tokenizer("bytes", "chatml"), Example([{"role": "tool", "content": "4"}], []))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("answer", [" In the hall.", "lamp", "  two", "\nA line.", "\n\nHuman"])
 def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer):
@@ -221,12 +125,110 @@ def test_a_text_answer_continues_its_prompt_character_for_character(kind, answer
         assert text == tokenizer.decode(tokenizer.encode(prompt + answer), skip_special_tokens=True)
 
 
-def test_a_text_of_more_than_16_mib_is_refused(monkeypatch):
-    tokenizer = tokenizer_of("bytes")
-    for text in ("a" * (2**24 + 1), "é" * 2**23 + "a"):
-        with pytest.raises(UserError, match=f"^a text of {len(text):,} characters is too long for the tokenizer"):
-            encode_prompt(tokenizer, text)
+def test_a_text_that_takes_too_many_bytes_is_refused(monkeypatch):
     monkeypatch.setattr(encode, "MOST_BYTES", 10)
-    assert encode_prompt(tokenizer, "é" * 5)
-    with pytest.raises(UserError, match="too long for the tokenizer"):
-        encode_prompt(tokenizer, "é" * 5 + "a")
+    assert encode_prompt(tokenizer_of("bytes"), "é" * 5)
+    with pytest.raises(UserError, match="^a text of 6 characters is too long for the tokenizer"):
+        encode_prompt(tokenizer_of("bytes"), "é" * 5 + "a")
+
+
+@pytest.mark.parametrize("prompt", ["half a pair: \ud83d", [{"role": "user", "content": "\ud83d"}]])
+def test_a_text_that_the_tokenizer_rejects(prompt):
+    with pytest.raises(UserError, match="^the tokenizer rejects this text"):
+        encode_prompt(chat_tokenizer("bytes", "chatml"), prompt)
+
+
+VOCABULARY = ["<unk>", "</s>", "a", "b", "c", ".", "\n", ".\n", "\n\n", " ", "."]
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """A tokenizer whose tokens are those of VOCABULARY; ids are given by hand."""
+    backend = Tokenizer(models.WordLevel({token: at for at, token in enumerate(VOCABULARY[:-1])}, "<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+def ids(*tokens: str) -> list[int]:
+    return [VOCABULARY.index(token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "separator", "ends"),
+    [
+        (["a", "\n", "b", "</s>"], "\n", [1, 3]),
+        (["a", ".\n", "b", ".", "</s>"], "\n", [1, 4]),  # the token has more than the separator
+        (["a", "\n", "\n", "b", "</s>"], "\n", [1, 4]),  # no step between the line breaks
+        (["a", "\n\n", "b", "</s>"], "\n", [1, 3]),
+        (["a", "\n", "\n", "b", "</s>"], "\n\n", [2, 4]),  # completed by the second token
+        (["\n", "a", "\n", "b"], "\n", [2, 3]),  # cut off: no final token
+        (["a", "\n", "b", "\n", "</s>"], "\n", [1, 4]),  # the final token alone is no step
+        (["a", "\n", "b", "\n"], "\n", [1, 3]),
+        (["a", "\n", "b", "\n", " ", "</s>"], "\n", [1, 5]),
+        (["a", "b", "</s>"], "\n", [2]),
+        (["</s>"], "\n", [0]),
+        ([], "\n", []),
+    ],
+)
+def test_ends_by_hand(merging, tokens, separator, ends):
+    assert step_ends(merging, ids(*tokens), separator) == ends
+
+
+def test_a_character_of_several_byte_tokens_before_the_separator():
+    """Half of it decodes to several characters, as in the SentencePiece tokenizers of Llama 2 and Mistral."""
+    pieces = ["<unk>", "</s>", "a", "\n", *(f"<0x{byte:02X}>" for byte in "😀".encode())]
+    backend = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, "<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    answer = [2, 4, 5, 6, 7, 3, 2, 1]  # a 😀 line break a </s>
+    assert tokenizer.decode(answer) == "a😀\na</s>" and len(tokenizer.decode(answer[:4])) == 4
+    assert step_ends(tokenizer, answer, "\n") == [5, 7]
+    assert step_ends(tokenizer, answer, "😀") == [4, 7], "the token that completes it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("separator", ["\n", "\n\n", " and "])
+def test_every_step_of_an_encoded_answer_ends_where_its_text_ends(kind, separator):
+    if "\n" in separator and kind.startswith("pieces") and "\n" not in tokenizer_of(kind).get_vocab():
+        pytest.skip("the vocabulary has no line break")
+    tokenizer = tokenizer_of(kind)
+    steps = ["Where is the lamp.", " In the hall Café 😀" if kind.startswith("bytes") else " In the hall", "Human"]
+    example = joined_steps(Example("Q:", steps, labels=(1.0, 0.0, 1.0)), separator)
+    encoded = encode_example(tokenizer, example)
+    answer = encoded.answers[0]
+    ends = step_ends(tokenizer, answer, separator)
+    assert len(ends) == 3 and ends[-1] == len(answer) - 1
+    text = separator.join(steps)
+    for number, end in enumerate(ends[:-1], start=1):
+        length = len((separator.join(steps[:number]) + separator).rstrip(" "))
+        shorter, longer = (tokenizer.decode(answer[:count]).lstrip() for count in (end, end + 1))
+        assert len(shorter) < length <= len(longer), "the token that completes the separator"
+        assert text.startswith(longer) or longer.startswith(text[:length])
+
+
+def test_labels_belong_to_the_ends_of_steps(merging):
+    answer = ids("a", "\n", "b", "\n", "c", "</s>")
+    assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == ([1, 5], [1.0, 0.25])  # NaN: no label
+    with pytest.raises(UserError, match=r"have 1 steps and not 2: the tokenizer does not keep .*--step_separator"):
+        labelled_ends(merging, ids("a", "b", "</s>"), (1.0, 0.0), "\n")
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels", "problem"),
+    [
+        (
+            ["a", "b" + "\n" * 10**5 + "c"],
+            (1.0, 0.0),
+            "step 2 contains the separator .* choose another --step_separator",
+        ),
+        (["a", "\n \n"], (1.0, 0.0), "step 2 is empty"),
+        (["a", "b"], (math.nan, math.nan), "no step has a label"),
+        ([], (), "no step has a label"),
+    ],
+)
+def test_separators_at_the_ends_of_steps_are_removed_and_other_steps_cannot_be_joined(steps, labels, problem):
+    joined = joined_steps(Example("Q:", ["\na\n\n", "b\n", " c"], labels=(1.0, 0.0, 1.0)), "\n")
+    assert (joined.answers, joined.labels) == (["a\nb\n c"], (1.0, 0.0, 1.0))
+    assert joined_steps(Example("Q:", ["\n\na\n\n\n"], labels=(1.0,)), "\n\n").answers == ["a\n"]
+    with pytest.raises(UserError, match=problem):
+        joined_steps(Example("Q:", steps, labels=labels), "\n")

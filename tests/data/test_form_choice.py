@@ -14,7 +14,6 @@ TALK = [user("Why?"), assistant("So.")]
     [
         ({"prompt": "Q:", "question": "Why?", "answer": "So."}, "prompt", "question_answer", "prompt_response"),
         ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "prompt_response"),
-        ({"messages": [ASK, HALL], "conversations": [ASK, ROOF]}, "messages", "sharegpt", "messages"),
         ({"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]}, "response", "ranked",
          "prompt_response"),
         # prompts alone, beside a question and its answer
@@ -23,8 +22,6 @@ TALK = [user("Why?"), assistant("So.")]
          "messages"),
         ({"user": "Ann", "model": "m-1", "conversations": [ASK, {"role": "agent", "content": "So."}]}, "conversations",
          "user_assistant", "sharegpt"),
-        ({"question": "Why?", "answer": "So.", "chosen": "For."}, "chosen", "question_answer", "text"),
-        ({"prompt": "Why?", "chosen": "So."}, "chosen", "prompt_response", "text"),
         ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
     ],
 )  # fmt: skip
@@ -39,39 +36,28 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, 
         assert form_of([row], data_format=name).name == name
 
 
-def test_a_flag_that_names_the_column_chooses_too():
-    row = {"prompt": "Q:", "response": "r", "messages": [user("Why?"), assistant("So.")]}
-    assert form_of([row], messages_column="messages").name == "messages"
-    assert form_of([row], response_column="response").name == "prompt_response"
-
-
 @pytest.mark.parametrize(
-    ("row", "words", "flags", "settled"),
+    ("row", "column", "flags", "answer"),
     [
-        (
-            {"prompt": "Q:", "response": "r", "completion": "c"},
-            "'completion' holds content, 'c', that the form prompt_response does not use; --ignore_columns completion",
-            {"response_column": "completion"}, Example("Q:", ["c"]),
-        ),
-        (
-            {"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]},
-            "'question' holds content, 'Q:', that the form ranked does not use; --ignore_columns question",
-            {"prompt_column": "question"}, Example("Q:", ["b"]),
-        ),
+        ({"prompt": "Q:", "response": "r", "completion": "c"}, "completion", {"response_column": "completion"}, "c"),
+        ({"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]}, "question",
+         {"prompt_column": "question"}, "b"),
+        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", {"messages_column": "messages"}, "So."),
+        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", {"response_column": "response"}, "r"),
+        ({"prompt": "Tell of lamps:", "text": " They shine."}, "text", {"response_column": "text"}, " They shine."),
     ],
 )  # fmt: skip
-def test_two_columns_for_one_role_need_a_choice(row, words, flags, settled):
-    with pytest.raises(UserError, match=rf"^d\.jsonl: {words}"):
+def test_two_columns_for_one_role_need_a_choice(row, column, flags, answer):
+    with pytest.raises(
+        UserError, match=rf"^d\.jsonl: '{column}' holds content, .* does not use; --ignore_columns {column}"
+    ):
         form_of([{**row, "response": None, "question": None} | row, row])
-    assert read([row], "sft", **flags) == [settled]
-
-
-def test_two_columns_with_the_same_values_need_none():
-    row = {"prompt": "Q:", "response": "r", "completion": "r"}
-    assert read([row, row | {"completion": None}], "sft") == [Example("Q:", ["r"])] * 2
+    assert [example.answers for example in read([row], "sft", **flags)] == [[answer]]
 
 
 def test_a_difference_in_any_of_the_first_rows_counts():
+    transcripts = [{"text": f"{HH} a"}, {"text": "no transcript"}, {"text": "none"}]  # a form must read half of them
+    assert [form_of(transcripts[:count]).name for count in (2, 3)] == ["hh", "text"]
     same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
     assert form_of([same] * 20).name == "messages"
     with pytest.raises(UserError, match="'prompt' holds content, 'Who.'"):
@@ -82,16 +68,18 @@ def test_a_difference_in_any_of_the_first_rows_counts():
 @pytest.mark.parametrize(
     ("row", "form"),
     [
+        ({"conversation": TALK, "model": "m-1", "user": "u7"}, "sharegpt"),  # WildChat: who asked and answered
+        (
+            {"id": "1", "system_prompt": "Be brief.", "question": "Why?", "response": "So."},
+            "question_answer",
+        ),  # OpenOrca
         # UltraChat: the prompt is the first message of the user
         ({"prompt": "Why?", "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")]}, "messages"),
-        ({"question": "Why?", "answer": "So.", "messages": [user("Why?"), assistant("So.")]}, "messages"),
-        ({"messages": [ASK, HALL], "conversations": [ASK, HALL]}, "sharegpt"),
+        ({"prompt": "Q:", "response": "r", "completion": "r"}, "prompt_response"),
         ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
         ({"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]}, "implicit_preference"),
         ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
         ({"question": "1+2=", "steps": ["1+2=3"], "labels": [1], "answer": "42"}, "stepwise"),  # for rewards
-        ({"user": "Why?", "assistant": "So.", "messages": None}, "user_assistant"),
-        ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
         ({"prompt": "Q:", "output": "A reference.", "reasoning": "Hm."}, "prompt_response"),  # for rewards
     ],
 )
@@ -99,40 +87,19 @@ def test_columns_that_repeat_each_other_are_no_second_reading(row, form):
     assert form_of([row]).name == form
 
 
-def test_a_form_must_read_half_of_the_rows():
-    row = {"text": f"{HH} a"}
-    assert form_of([row, {"text": "no transcript"}]).name == "hh"
-    assert form_of([row, {"text": "no transcript"}, {"text": "none"}]).name == "text"
-
-
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [({"text": ["So"]}, "'answers' is an object"), (["So", "As"], "the answers of 'answers' have no score")],
-)
-def test_columns_that_only_look_like_a_form_are_warned_of(answers, words):
-    """As in SQuAD."""
-    row = {"question": "Why?", "answers": answers}
-    form = form_of([row])
-    assert form.warning.startswith("most of the first rows do not fit the form ranked; --prompt_column")
-    with pytest.raises(UserError, match=f"^row 1: {words}"):
-        form.read(row, "sft", "row 1")
-    assert read([row], "prompt", prompt_column="question") == [Example("Why?", [])]
-
-
-STRANGERS = [{"from": "customer", "value": "Why?"}, {"from": "agent", "value": "So."}]
-
-
 @pytest.mark.parametrize(
     ("rows", "name", "words"),
     [
-        ([{"conversation": STRANGERS}], "sharegpt", "role 'customer'.*--role_names"),
+        ([{"question": "Why?", "answers": {"text": ["So"]}}], "ranked", "'answers' is an object"),  # as in SQuAD
+        ([{"conversation": [{"from": "customer", "value": "Why?"}]}], "sharegpt", "role 'customer'.*--role_names"),
         ([{"messages": None, "id": 1}] * 9 + [{"messages": TALK, "id": 2}], "messages", "'messages' is null"),
     ],
 )
-def test_rows_that_no_form_can_read_say_what_is_wrong_with_their_messages(rows, name, words):
+def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, name, words):
     form = form_of(rows)
-    assert form.name == name and form.warning.startswith("most of the first rows do not fit")
-    with pytest.raises(UserError, match=words):
+    assert form.name == name
+    assert form.warning.startswith(f"most of the first rows do not fit the form {name}; --prompt_column")
+    with pytest.raises(UserError, match=f"^row 1: .*{words}"):
         form.read(rows[0], form.uses[0], "row 1")
 
 
@@ -144,10 +111,7 @@ def test_rows_that_no_form_can_read_say_what_is_wrong_with_their_messages(rows, 
     [
         ("What is 2+2?", "4"),
         ("Say it", "Yes"),
-        ("2", "3"),
-        ("谁?", "他"),
         ("你好。", "好"),
-        ("何ですか！", "A"),
         ('"Why?"', "So"),
     ],
 )
@@ -165,11 +129,8 @@ def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(promp
     [
         ("What is 2+2?", " 4"),
         ("2+2=", "4"),
-        ("A:", "b"),
-        ("Why? ", "So"),
         ("Why?\n", "So"),
         ("Why", ", so"),
-        ("Q\n\nA:", "b"),
     ],
 )
 def test_text_with_something_between_stays_text_unasked(prompt, answer):
@@ -180,18 +141,12 @@ def test_text_with_something_between_stays_text_unasked(prompt, answer):
 def test_glued_rows_count_from_more_than_half():
     glued, apart = {"prompt": "Why?", "response": "So"}, {"prompt": "Why?", "response": " So"}
     assert form_of([glued, apart]).rendering == "text"
-    with pytest.raises(UserError, match="nothing separates"):
-        form_of([glued, apart, glued])
-
-
-@pytest.mark.parametrize(
-    "row",
-    [{"prompt": "Why?", "chosen": "a", "rejected": "b"}, {"prompt": "Why?", "completion": "a", "label": True},
-     {"prompt": "Why?", "responses": ["a", "b"], "scores": [1, 2]}],
-)  # fmt: skip
-def test_pairs_are_asked_as_well(row):
-    with pytest.raises(UserError, match="nothing separates"):
-        form_of([row])
+    pair, ranked = {"prompt": "Why?", "chosen": "a", "rejected": "b"}, {"responses": ["a", "b"], "scores": [1, 2]}
+    warning = form_of([glued], has_template=False).warning
+    assert warning.startswith("nothing separates prompt and answer: '...Why?So...'; --input_template ")
+    for rows in ([glued, apart, glued], [pair], [{**glued, "label": True}], [{"prompt": "Why?", **ranked}]):
+        with pytest.raises(UserError, match="nothing separates"):
+            form_of(rows)
 
 
 @pytest.mark.parametrize(
@@ -208,32 +163,3 @@ def test_a_flag_chooses_the_rendering_for_all_uses(flags, prompt):
     assert read([row], "sft", **flags) == [Example(prompt, ["a"])]
     assert read([row], "preference", **flags) == [Example(prompt, ["a", "b"])]
     assert read([row], "prompt", **flags) == [Example(prompt, [])]
-
-
-def test_without_a_chat_template_the_form_warns():
-    form = form_of([{"prompt": "Why?", "response": "So"}], has_template=False)
-    assert form.rendering == "text"
-    assert form.warning.startswith("nothing separates prompt and answer: '...Why?So...'; --input_template ")
-    assert "nothing" not in form.description
-
-
-def test_prompts_that_both_answers_repeat_are_read_once():
-    row = {"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}
-    for use, answers in (("sft", [" yes"]), ("preference", [" yes", " no"]), ("prompt", [])):
-        assert read([row], use) == [Example("Q: a\nA:", answers)]
-    apart = row | {"chosen": "yes"}
-    assert form_of([row]).read(apart, "preference", "row 2") == [Example("Q: a\nA:", ["yes", row["rejected"]])]
-    for empty in ("", None):
-        assert read([row | {"prompt": empty}], "preference") == read([row], "preference")
-
-
-def test_pairs_of_transcripts_beside_a_text_are_read_alike_in_all_steps():
-    row = {"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}
-    same = row | {"text": row["chosen"]}
-    assert read([same], "preference") == [Example(HH, [" In the hall.", " No."])]
-    assert read([same], "sft") == [Example(HH, [" In the hall."])]
-    other = row | {"text": "\n\nHuman: Who?\n\nAssistant: Me."}
-    with pytest.raises(UserError, match="'text' holds content, .* that the form hh does not use"):
-        form_of([other])
-    assert read([other], "preference", data_format="hh") == read([same], "preference")
-    assert read([other], "sft", messages_column="text") == [Example("\n\nHuman: Who?\n\nAssistant:", [" Me."])]

@@ -3,31 +3,15 @@
 import math
 
 import pytest
-from form_fixtures import (  # fmt: skip
-    ASK,
-    FIXTURES,
-    HALL,
-    KTO,
-    PRM800K,
-    SHEPHERD,
-    STEPS,
-    form_of,
-    read,
-)
+from form_fixtures import ASK, HALL, KTO, PRM800K, SHEPHERD, STEPS, form_of, read, user
 
 from dschat_ppo.data.examples import Example
-from dschat_ppo.errors import UserError
-
-
-def pairs_of(row: dict) -> list[list[str]]:
-    return [list(example.answers) for example in read([row], "preference")]
 
 
 @pytest.mark.parametrize(
     ("row", "pairs"),
     [
         ({"answers": ["a", "b"], "ranks": [2, 1]}, [["b", "a"]]),
-        ({"completions": ["a", "b"], "rankings": ["1", "2"]}, [["a", "b"]]),
         ({"responses": ["a", "b", "c"], "scores": [0, 0, 1]}, [["c", "a"], ["c", "b"]]),
         ({"responses": ["a", "b"], "scores": [1, 1]}, []),
         ({"responses": [{"text": "a", "score": -1}, {"text": "b", "score": 0.5}]}, [["b", "a"]]),
@@ -39,36 +23,24 @@ def pairs_of(row: dict) -> list[list[str]]:
 def test_every_pair_of_different_rank(row, pairs):
     row = {"prompt": "Q:", **row}
     assert form_of([row]).name == "ranked"
-    assert pairs_of(row) == pairs
+    assert [list(example.answers) for example in read([row], "preference")] == pairs
     if pairs:
         assert read([row], "sft") == [Example("Q:", [pairs[0][0]])]
 
 
-def test_answers_without_a_rank_are_no_ranked_list():
-    row = {"prompt": "Q:", "responses": ["a", "b"]}
-    assert form_of([row]).name == "prompt_response"
-    with pytest.raises(UserError, match="have no score or rank"):
-        read([row], "sft", data_format="ranked")
-
-
-def test_kto_rows_give_their_good_answers_all_prompts_and_no_pairs():
+def test_kto_rows_give_their_good_answers_all_prompts_and_all_single_answers():
     assert read(KTO, "sft") == [Example(f"Q{n}:", [f" {a}"]) for n, a in ((1, "good"), (2, "fine"), (2, "best"))]
     assert read(KTO, "prompt") == [Example(f"Q{n}:", []) for n in (1, 2, 1, 1, 2)]
-    with pytest.raises(UserError, match="needs a prompt and two answers; answers with labels are for --objective kto$"):
-        read(KTO, "preference")
-
-
-def test_the_prompt_of_a_kto_row_is_the_same_for_all_uses_and_needs_no_answer():
-    row = {"prompt": "Where?", "completion": [HALL], "label": True}
-    form = form_of([row])
-    [[one], [other]] = [form.read(row, use, "row") for use in ("sft", "prompt")]
-    assert one.prompt == other.prompt == [{"role": "user", "content": "Where?"}]
-    assert form_of(KTO).read({"prompt": "Where?"}, "prompt", "row") == [Example("Where?", [])]
+    assert [(one.prompt, *one.answers, *one.labels) for one in read(KTO[:3], "unpaired")] == [
+        ("Q1:", " good", 1.0), ("Q2:", " fine", 1.0), ("Q1:", " bad", 0.0)
+    ]  # fmt: skip
 
 
 def test_kto_rows_as_messages():
-    row = {"prompt": [ASK], "completion": [HALL], "label": True}
+    row = {"prompt": "Where is the lamp?", "completion": [HALL], "label": True}
     assert read([row], "unpaired") == [Example([ASK], ["In the hall."], labels=(1.0,))]
+    assert read([row], "prompt") == [Example([ASK], [])], "for all uses, and it needs no answer"
+    assert form_of(KTO).read({"prompt": "Where?"}, "prompt", "row") == [Example("Where?", [])]
     conversation = {"messages": [ASK, HALL], "label": True, "prompt": ASK["content"], "completion": HALL["content"]}
     assert read([conversation], "unpaired") == read([row], "unpaired")
 
@@ -81,36 +53,7 @@ def test_kto_rows_as_messages():
 def test_labels_may_be_numbers_or_text(label, is_good):
     assert form_of([{"prompt": "Q:", "completion": "a", "label": label}]).name == "kto"
     assert len(read([{"prompt": "Q:", "completion": "a", "label": label}], "sft")) == is_good
-
-
-def test_a_label_that_is_a_text_makes_no_kto_rows():
     assert form_of([{"prompt": "Q:", "completion": "a", "label": "spam"}]).name == "prompt_response"
-
-
-# Single answers
-
-
-def test_kto_rows_stay_single_and_keep_bad_answers():
-    assert read(KTO[:3], "unpaired") == [
-        Example("Q1:", [" good"], labels=(1.0,)), Example("Q2:", [" fine"], labels=(1.0,)),
-        Example("Q1:", [" bad"], labels=(0.0,)),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name, one in FIXTURES.items() if one.expected["preference"]])
-def test_pairs_are_split_into_a_desirable_and_an_undesirable_answer(name):
-    fixture = FIXTURES[name]
-    if fixture.form == "ranked":
-        return
-    pairs = fixture.expected["preference"]
-    form = form_of(fixture.rows, has_template=fixture.has_template)
-    found = [example for row in fixture.rows for example in form.read(row, "unpaired", "row")]
-    assert len(found) == 2 * len(pairs)
-    for at, pair in enumerate(pairs):
-        for side, label in ((0, 1.0), (1, 0.0)):
-            one = found[2 * at + side]
-            assert (one.prompt, list(one.answers), one.labels) == (pair.prompt, [pair.answers[side]], (label,))
-    assert found[0].suffix.endswith(", chosen") and found[1].suffix.endswith(", rejected")
 
 
 def test_of_a_ranked_list_the_best_and_the_worst_answer_are_taken():
@@ -126,51 +69,33 @@ def test_of_a_ranked_list_the_best_and_the_worst_answer_are_taken():
 # Labelled steps
 
 
-@pytest.mark.parametrize("has_template", [True, False])
-def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning(has_template):
+def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning():
     row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
-    form = form_of([row], has_template=has_template)
-    start = "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; "
-    chat = "--apply_chat_template True makes user messages of the prompts, False keeps the text; "
-    chat = chat if has_template else ""
-    assert form.rendering == "text"
-    assert form.warning == f"{start}{chat}--input_template puts text around a prompt"
-    assert form_of([STEPS], has_template=has_template).warning == ""
-
-
-def test_stepwise_rows_give_their_steps_and_labels():
-    form = form_of([STEPS])
-    assert (form.name, form.rendering, form.uses) == ("stepwise", "text", ("steps", "prompt"))
-    assert read([STEPS], "steps") == [Example("1+2+3=", ["1+2=3", "3+3=7"], labels=(1.0, 0.0))]
-    assert read([STEPS], "prompt") == [Example("1+2+3=", [])]
-
-
-def test_equal_steps_are_no_pair_and_a_chat_prompt_is_chat():
-    row = {"prompt": [ASK], "completions": ["go", "go"], "labels": [1, 0.25]}
-    assert form_of([row]).rendering == "chat"
-    assert read([row], "steps") == [Example([ASK], ["go", "go"], labels=(1.0, 0.25))]
+    form = form_of([row])
+    assert form.rendering == "text" and form_of([STEPS]).warning == ""
+    assert form.warning.startswith("nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; --apply_chat")
 
 
 @pytest.mark.parametrize(
     ("labels", "found"),
-    [([1, 0], (1.0, 0.0)), (["+", "-"], (1.0, 0.0)), (["True", "0.5"], (1.0, 0.5)), ([0.0, 1.0], (0.0, 1.0))],
-)
-def test_labels_of_steps_may_be_numbers_or_text(labels, found):
+    [([True, False], (1.0, 0.0)), ([1, 0], (1.0, 0.0)), (["+", "-"], (1.0, 0.0)), (["True", "0.5"], (1.0, 0.5)),
+     ([None, 0.25], (None, 0.25))],
+)  # fmt: skip
+def test_stepwise_rows_give_their_steps_and_labels(labels, found):
+    form = form_of([STEPS])
+    assert (form.name, form.rendering, form.uses) == ("stepwise", "text", ("steps", "prompt"))
     [example] = read([{**STEPS, "labels": labels}], "steps")
-    assert example.labels == found
-
-
-def test_null_is_a_step_without_a_label():
-    [example] = read([{**STEPS, "labels": [None, True]}], "steps")
-    assert math.isnan(example.labels[0]) and example.labels[1] == 1.0
+    assert (example.prompt, example.answers) == ("1+2+3=", ["1+2=3", "3+3=7"])
+    assert tuple(None if math.isnan(label) else label for label in example.labels) == found
+    equal = {"prompt": [ASK], "completions": ["go", "go"], "labels": [1, 0.25]}  # is no pair
+    assert read([equal], "steps") == [Example([ASK], ["go", "go"], labels=(1.0, 0.25))]
 
 
 def test_math_shepherd():
     assert form_of([SHEPHERD]).name == "math_shepherd"
     steps = ["Step 1: Take two.", "Step 2: Add two: 5"]
     assert read([SHEPHERD], "steps", has_template=False) == [Example("Two and two?\n", steps, labels=(1.0, 0.0))]
-    [chat] = read([SHEPHERD], "steps")
-    assert chat.prompt == [{"role": "user", "content": "Two and two?"}]
+    assert read([SHEPHERD], "prompt") == [Example([user("Two and two?")], [])]
 
 
 def test_prm800k_follows_the_chosen_steps_and_labels_the_others_where_they_end():

@@ -3,22 +3,12 @@
 import pickle
 
 import pytest
-from form_fixtures import ALPACA, ASK, GSM, HALL, HH, KTO, TOOL, assistant, form_of, read, system, user
+from form_fixtures import ALPACA, ASK, GSM, HALL, KTO, TOOL, form_of, read, system, user
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.form_choice import detect_form
-from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.errors import UserError
 
 QUESTION = {"question": "How many clips?", "answer": GSM}
-
-
-def test_columns_of_no_form_are_listed():
-    with pytest.raises(
-        UserError, match=r"d\.jsonl: has the columns 'a', 'b', which fit no known form; .*--prompt_column"
-    ):
-        form_of([{"a": 1, "b": 2}])
 
 
 def test_column_flags_name_prompt_and_answers():
@@ -27,13 +17,6 @@ def test_column_flags_name_prompt_and_answers():
     assert read([row], "preference", **flags) == [Example("Q:", ["c", "r"], 1.0)]
     assert read([row], "sft", **flags) == [Example("Q:", ["c"], 1.0)]
     assert read([row], "prompt", **flags) == [Example("Q:", [], 1.0)]
-
-
-def test_columns_that_flags_name_leave_no_second_reading():
-    rows = read([QUESTION], "sft", prompt_column="question", response_column="answer", apply_chat_template=False)
-    assert rows == [Example("How many clips?", [GSM])]
-    rows = read([ALPACA], "sft", prompt_column="instruction", response_column="output", input_template="Q: {}\nA: ")
-    assert rows == [Example("Q: Name the colour.\nA: ", ["Yellow."])]
 
 
 @pytest.mark.parametrize(
@@ -49,23 +32,22 @@ def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, nam
         form_of([row | {"text": "Why?"}], response_column=column)
 
 
-@pytest.mark.parametrize("row", [{"question": "Why?"}, {"instruction": "Say."}, {"user": "Why?"}])
-def test_a_flag_names_the_answer_to_the_prompt_of_a_form(row):
-    [example] = read([row | {"gold": "So."}], "sft", response_column="gold")
-    assert example == Example([user(next(iter(row.values())))], ["So."])
-    ranked = {"question": "Why? ", "gold": ["So.", "No."], "scores": [1, 0]}
-    assert form_of([ranked], response_column="gold").name == "ranked"
-
-
-def test_a_column_that_a_flag_names_has_no_second_role():
-    form = form_of([{"prompt": "a", "response": "b"}], prompt_column="response")
-    assert form.uses == ("prompt",)
-    assert form.read({"prompt": "a", "response": "b"}, "prompt", "row") == [Example("b", [])]
-
-
-def test_messages_may_lie_in_another_column():
-    rows = [{"chat": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
-    assert read(rows, "sft", messages_column="chat") == [Example([user("a")], ["b"])]
+@pytest.mark.parametrize(
+    ("row", "flags", "expected"),
+    [
+        *(({column: "Why?", "gold": "So."}, {"response_column": "gold"}, Example([user("Why?")], ["So."]))
+          for column in ("question", "instruction", "user")),
+        (QUESTION, {"prompt_column": "question", "response_column": "answer", "apply_chat_template": False},
+         Example("How many clips?", [GSM])),
+        ({"chat": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"messages_column": "chat"},
+         Example([user("a")], ["b"])),
+        ({"task": "Sing.", "result": "La."},
+         {"data_format": "alpaca", "prompt_column": "task", "response_column": "result"},
+         Example([user("Sing.")], ["La."])),
+    ],
+)  # fmt: skip
+def test_flags_name_what_the_columns_are(row, flags, expected):
+    assert read([row], "sft", **flags) == [expected]
 
 
 def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
@@ -77,42 +59,6 @@ def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
         read(rows, "prompt")
 
 
-def test_a_column_that_does_not_exist_is_named_with_those_that_do():
-    with pytest.raises(UserError, match=r"--response_column b: d\.jsonl has no such column; it has 'prompt', 'a'"):
-        form_of([{"prompt": "Q:", "a": "x"}], prompt_column="prompt", response_column="b")
-
-
-def test_in_a_mixture_a_flag_applies_to_the_data_sets_with_its_column():
-    row = {"prompt": "Q:", "response": "a"}
-    form = form_of([row], paths=2, prompt_column="ask", response_column="response")
-    assert "--prompt_column ask: it has no such column" in form.description
-    assert form.read(row, "sft", "row") == [Example("Q:", ["a"])]
-
-
-def test_flags_that_name_a_column_of_no_data_set_are_refused():
-    row = {"prompt": "Q:", "response": "a"}
-    flags = DataFlags(data_path=["a", "b"], prompt_column="ask")
-    other = form_of([row], paths=2, prompt_column="ask")
-    check_flags_used([other, form_of([{"ask": "Q:", "response": "a"}], paths=2, prompt_column="ask")], flags)
-    with pytest.raises(UserError, match="--prompt_column ask: no data set has such a column"):
-        check_flags_used([other], flags)
-    check_flags_used([other], DataFlags(data_path=["a"], system_column=""))
-
-
-def test_a_forced_form_needs_its_columns_and_roles():
-    with pytest.raises(
-        UserError, match=r"d\.jsonl: has the columns 'prompt', which do not fit the form alpaca .instruction, "
-    ):
-        form_of([{"prompt": "Q:"}], data_format="alpaca")
-    with pytest.raises(
-        UserError, match="has the columns 'messages', 'c', which do not fit the form messages .messages, "
-    ):
-        form_of([{"messages": [ASK], "c": "x"}], data_format="messages", chosen_column="c")
-    rows = [{"task": "Sing.", "result": "La."}]
-    flags = {"data_format": "alpaca", "prompt_column": "task", "response_column": "result"}
-    assert read(rows, "sft", **flags) == [Example([user("Sing.")], ["La."])]
-
-
 # Rendering
 
 
@@ -121,15 +67,8 @@ def test_a_forced_form_needs_its_columns_and_roles():
     [
         (QUESTION, {}, True, [user("How many clips?")]),
         (QUESTION, {"apply_chat_template": False}, True, "How many clips?"),
-        (QUESTION, {"input_template": "Q: {} A:"}, True, "Q: How many clips? A:"),
         (QUESTION, {"input_template": "Q: {} A:", "apply_chat_template": True}, True, [user("Q: How many clips? A:")]),
         (ALPACA, {"input_template": "<{}>"}, True, "<Name the colour.\n\na lemon>"),
-        (
-            ALPACA,
-            {"input_template": "<{}>", "apply_chat_template": True},
-            True,
-            [user("<Name the colour.\n\na lemon>")],
-        ),
         ({"prompt": "a b"}, {"apply_chat_template": True}, True, [user("a b")]),
         ({"prompt": "a {b}"}, {"input_template": "{}:"}, False, "a {b}:"),
         ({"prompt": [ASK]}, {"apply_chat_template": False}, True, [ASK]),  # the flag is about prompts that are text
@@ -140,28 +79,53 @@ def test_the_rendering_follows_template_and_flags(row, flags, has_template, prom
     assert example.prompt == prompt
 
 
-def test_chat_without_a_chat_template_is_refused():
-    for row, flags in (({"messages": [ASK]}, {}), ({"prompt": "a"}, {"apply_chat_template": True})):
-        with pytest.raises(UserError, match=r"has no chat template; --chat_template chatml"):
-            form_of([row], has_template=False, **flags)
-
-
-def test_plain_text_takes_no_chat_template():
-    with pytest.raises(UserError, match="the form text is text, so --apply_chat_template True does not apply"):
-        form_of([{"text": "Once."}], apply_chat_template=True)
-
-
-@pytest.mark.parametrize("row", [{"messages": [ASK]}, {"text": f"{HH} a"}, {"chosen": "a b", "rejected": "a c"}])
-def test_an_input_template_that_does_not_apply_is_logged(row):
-    assert "--input_template does not apply" in form_of([row], input_template="{}:").description
+@pytest.mark.parametrize(
+    ("row", "flags", "words"),
+    [
+        ({"a": 1, "b": 2}, {}, "has the columns 'a', 'b', which fit no known form; .*--prompt_column"),
+        ({"prompt": "Q:", "a": "x"}, {"response_column": "b"}, "has no such column; it has 'prompt', 'a'"),
+        (
+            {"prompt": "Q:"},
+            {"data_format": "alpaca"},
+            "has the columns 'prompt', which do not fit the form alpaca ",
+        ),
+        (
+            {"messages": [ASK], "c": "x"},
+            {"data_format": "messages", "chosen_column": "c"},
+            "do not fit the form messages",
+        ),
+        ({"messages": [ASK]}, {"has_template": False}, "has no chat template; --chat_template chatml"),
+        (
+            {"prompt": "a"},
+            {"apply_chat_template": True, "has_template": False},
+            "has no chat template; --chat_template",
+        ),
+        ({"text": "Once."}, {"apply_chat_template": True}, "form text is text, so --apply_chat_template True does not"),
+        ({"prompt": "Q: ", "response": "a"}, {"system_message": "Be."}, "--system_message.*--apply_chat_template True"),
+        ({"messages": [ASK]}, {"role_names": ["customer"]}, "--role_names 'customer='"),
+        ({"prompt": "a b", "tools": [TOOL]}, {}, "'tools' holds content, .*--apply_chat_template True uses it"),
+        ({"prompt": "a", "meta": {"s": "Be."}}, {"system_column": "meta.s"}, r"'meta\.s' holds content"),
+        (
+            {"text": "Once.", "system": "Be."},
+            {},
+            "'system' holds content, .*--ignore_columns system leaves out",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(row, flags, words):
+    with pytest.raises(UserError, match=words):
+        form_of([row], **flags)
 
 
 # System messages and tools
 
 
 def test_the_system_column_precedes_chat_messages():
+    for column in ("system", "system_prompt", "system_message"):
+        assert read([{"messages": [ASK], column: "Be kind."}], "prompt")[0].prompt == [system("Be kind."), ASK]
+        with pytest.raises(UserError, match=f"'{column}' holds content, 'Be kind.'"):
+            form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])
     row = {"messages": [ASK, HALL], "system": "Be kind.", "other": "Be brief."}
-    assert read([row], "prompt")[0].prompt == [system("Be kind."), ASK]
     assert read([row], "prompt", system_column="other")[0].prompt == [system("Be brief."), ASK]
     assert read([row], "prompt", system_column="")[0].prompt == [ASK]
     for empty in (None, ""):
@@ -179,17 +143,12 @@ def test_system_messages_of_text_prompts_need_a_choice():
         form_of([row])
     assert read([row], "prompt", system_column="") == [Example("a b", [])]
     assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]
-    nested = {"prompt": "a b", "meta": {"system": "Be kind."}}
-    with pytest.raises(UserError, match=r"'meta\.system' holds content"):
-        form_of([nested], system_column="meta.system")
     form = form_of([{"prompt": "a b", "system": ""}])
     with pytest.raises(UserError, match="^row 30: 'system' holds content"):
         form.read(row, "prompt", "row 30")
 
 
 def test_tools_need_chat_messages():
-    with pytest.raises(UserError, match="'tools' holds content, .*--apply_chat_template True uses it"):
-        read([{"prompt": "a b", "tools": [TOOL]}], "prompt")
     assert read([{"prompt": "a b", "tools": []}], "prompt") == [Example("a b", [])]
     with pytest.raises(UserError, match="row 2: 'tools' is str .'a hammer'.; .*; --ignore_columns tools"):
         form_of([{"prompt": [ASK], "tools": []}]).read({"prompt": [ASK], "tools": "a hammer"}, "prompt", "row 2")
@@ -228,31 +187,3 @@ def test_a_form_can_be_pickled_and_identified():
     assert again.read(ALPACA, "sft", "row") == form.read(ALPACA, "sft", "row")
     assert len({form.identity for form in forms}) == 4
     assert form_of([QUESTION]).identity == forms[0].identity
-
-
-def test_only_the_first_rows_are_read():
-    rows = [{"prompt": "Q:"}] * 20 + [{"prompt": 7}]
-    form = detect_form("d", ["prompt"], rows, True, DataFlags(data_path=["d"]))
-    with pytest.raises(UserError, match="^row 21: 'prompt' is int"):
-        form.read(rows[20], "prompt", "row 21")
-
-
-def test_an_assistant_message_with_more_than_text_stays_a_message():
-    answer = assistant("Here.", reasoning_content="Hm.")
-    assert read([{"prompt": [ASK], "completion": [answer]}], "sft") == [Example([ASK], [answer])]
-
-
-def test_the_prompts_of_deepspeed_chat_take_no_system_message():
-    row = {"prompt": "P", "chosen": "c", "rejected": "r", "persona": "Be kind."}
-    assert form_of([row], name="Dahoas/rm-static", system_column="").rendering == "text"
-    with pytest.raises(UserError, match="^Dahoas/rm-static: 'persona' holds content, 'Be kind.'"):
-        form_of([row], name="Dahoas/rm-static", system_column="persona")
-
-
-@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
-def test_common_names_of_the_system_message_are_not_ignored(column):
-    chat = {"messages": [ASK, assistant("In the hall.")], column: "Be kind."}
-    assert read([chat], "sft") == [Example([system("Be kind."), ASK], ["In the hall."])]
-    assert read([chat], "sft", system_column="") == [Example([ASK], ["In the hall."])]
-    with pytest.raises(UserError, match=f"'{column}' holds content, 'Be kind.'"):
-        form_of([{"prompt": "Q:", "response": " r", column: "Be kind."}])

@@ -1,215 +1,97 @@
-"""From data sets to token rows: the length limit, splits, evaluation rows, the cache, and messages about bad input."""
+"""From data sets to token rows: splits, mixtures, evaluation rows, labels, the cache, and messages about bad input."""
 
-import json
-from pathlib import Path
-
+import numpy as np
 import pytest
-from datasets import Dataset
+import torch
+from prepared import PAIRS, ROWS, TOKENIZER, flags_for, listed, prompts_of, write_jsonl
 
 from dschat_ppo.checkpoint.identity import rows_fingerprint
 from dschat_ppo.common import stop_requests
-from dschat_ppo.config.cli import parse
-from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import forms, tokenise
-from dschat_ppo.data import prepare as prepare_module
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.common.seeding import shared_generator
+from dschat_ppo.data import encode, forms, tokenise
+from dschat_ppo.data.examples import SPLIT_SEED
+from dschat_ppo.data.prepare import Part, hold_out, mix, prepare, share_of_step
+from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.ppo.mini_dataset import text_blocks
 from dschat_ppo.tools.evaluate_models import prepare_whole
 from dschat_ppo.tools.toy import make_tokenizer
 
-TOKENIZER = make_tokenizer(["a b c d"])
-WHOLE = {"sft": "1,0,0", "preference": "0,1,0", "prompt": "0,0,1"}
-PAIRS = [{"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)]
-ROWS = [{"prompt": f"prompt {i}", "response": f"answer {i}"} for i in range(8)]
+EOS = TOKENIZER.eos_token
+LONG = {"prompt": "x" * 300, "response": "long"}
+
+# Which rows a step uses
 
 
-def write_jsonl(path: Path, rows: list) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+@pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
+    parts = [list(range(*share_of_step(count, shares, part))) for part in range(3)]
+    assert sorted(sum(parts, [])) == list(range(count))
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(len(part) - count * share / sum(shares)) <= 1
 
 
-def flags_for(tmp_path: Path, *paths: str, use: str = "sft", **settings) -> DataFlags:
-    settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
-    return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **settings)
+@pytest.mark.parametrize(
+    ("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (3, 0, 0)]
+)
+def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
+    train, kept = hold_out(np.arange(count) * 10, fraction)
+    assert len(kept) == held
+    assert sorted([*train, *kept]) == list(range(0, 10 * count, 10))
 
 
-def prompts_of(rows: Dataset) -> list[str]:
-    return [TOKENIZER.decode(ids) for ids in rows["prompt_ids"]]
+def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
+    """The rows of an epoch of data sets, each: its rows, weight and number of rows."""
+    parts = [
+        Part(DataSource(name, "--data_path", name, None, None, name, weight, samples), None, np.array(rows))
+        for name, (rows, weight, samples) in zip("abc", sets, strict=False)
+    ]
+    return [list(part.order) for part in mix(parts)]
 
 
-def answers_of(rows: Dataset) -> list[list[str]]:
-    return [[TOKENIZER.decode(answer) for answer in answers] for answers in rows["answers"]]
+def test_weights_share_the_sum_of_the_sizes_of_the_weighted_sets():
+    def used_rows(*sets: tuple[int, float | None, int | None]) -> list[int]:
+        return list(map(len, mixed(*((list(range(rows)), weight, samples) for rows, weight, samples in sets))))
+
+    assert used_rows((100, 3.0, None), (60, 1.0, None)) == used_rows((100, 0.3, None), (60, 0.1, None)) == [120, 40]
+    assert used_rows((5, 1.0, None), (3, 1.0, None), (2, 1.0, None)) == [3, 4, 3]  # 10 rows in all
+    assert used_rows((5, None, None), (3, None, 7), (4, 2.0, None)) == [5, 7, 4]
 
 
-# The length limit
+def test_a_set_is_repeated_whole_and_then_a_random_remainder_in_its_order():
+    rows = [30, 10, 20, 50, 40]
+    [found] = mixed((rows, None, 13))
+    expected = sorted(torch.randperm(5, generator=shared_generator(SPLIT_SEED, 2, 0))[:3].tolist())
+    assert found == rows * 2 + [rows[place] for place in expected]
+    assert mixed((rows, None, 5)) == [rows]
+    first, second = mixed((list(range(50)), None, 5), (list(range(50)), None, 5))
+    assert first != second and len({*first}) == 5, "another set draws other rows"
 
 
-def test_an_answer_of_the_final_token_alone_is_a_bad_row(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:3], {"prompt": "p", "response": TOKENIZER.eos_token}])
-    with pytest.raises(UserError, match=r"d\.jsonl, row 4: the answer is empty"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-
-
-def test_a_split_of_all_rows_is_not_announced(tmp_path, capsys):
-    prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", ROWS[:3])), 64)
-    assert "this step uses" not in capsys.readouterr().out
-
-
-def test_dropped_rows_are_counted_and_logged(tmp_path, capsys):
-    rows = [*ROWS[:3], {"prompt": "x" * 300, "response": "long"}, {"prompt": "y" * 300, "response": "long"}]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 64).train
-    assert sorted(prompts_of(kept)) == ["prompt 0", "prompt 1", "prompt 2"]
-    printed = capsys.readouterr().out
-    assert "5 rows" in printed
-    assert "3 kept whole" in printed
-    assert "2 dropped" in printed
-
-
-def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, capsys):
-    rows = [ROWS[0], {"prompt": "x" * 100, "response": "ok"}, {"prompt": "p", "response": "x" * 100}]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="left"), 32).train
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("1 kept whole", "1 prompt cut", "1 answer cut"))
-    for prompt, answers in zip(kept["prompt_ids"], kept["answers"], strict=True):
-        assert len(prompt) + len(answers[0]) <= 32
-        was_cut = TOKENIZER.decode(answers[0]).startswith("xx")
-        assert (answers[0][-1] == TOKENIZER.eos_token_id) != was_cut
-
-
-@pytest.mark.parametrize("bad_rows", ["few", "skip"])
-def test_error_policy_names_the_limit_whatever_becomes_of_bad_rows(tmp_path, bad_rows):
-    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS, {"prompt": "x" * 300, "response": "long"}])
-    flags = flags_for(tmp_path, path, truncation="error", bad_rows=bad_rows)
-    said = r"^.*d\.jsonl, row 9: .*64 tokens.*--truncation error.*--truncation left cuts such rows"
-    with pytest.raises(UserError, match=said):
-        prepare("sft", TOKENIZER, flags, 64)
-
-
-def test_dropping_every_row_is_an_error(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "x" * 300, "response": "long"}])
-    with pytest.raises(UserError, match="no row is within --max_[a-z_]*seq_len 64"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 64)
-
-
-# Splits
-
-
-def test_the_three_steps_share_one_file_without_overlap(tmp_path, capsys):
+def test_the_three_steps_share_one_file_without_overlap(tmp_path, said):
     path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
     prompts = []
     for use, count in (("sft", 4), ("preference", 8), ("prompt", 8)):
         rows = prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, data_split="2,4,4"), 64).train
         assert len(rows) == count
-        assert f"d.jsonl: this step uses {count} of 20 rows (--data_split 2,4,4)" in capsys.readouterr().out
+        assert any(f"this step uses {count} of 20 rows (--data_split 2,4,4)" in line for line in said)
         prompts += prompts_of(rows)
     assert sorted(prompts) == sorted(row["prompt"] for row in PAIRS)
+    whole = [write_jsonl(tmp_path / "whole.jsonl", ROWS)]  # is not split over the steps
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, data_split="2,4,4"), 64, whole).train) == 4 + 8
 
 
-def test_a_split_that_leaves_a_step_no_row_is_an_error(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
-    with pytest.raises(UserError, match="--data_split 0,1,1 leaves no row"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path, data_split="0,1,1"), 64)
-
-
-def test_whole_paths_are_not_split_over_the_steps(tmp_path):
-    divided = write_jsonl(tmp_path / "d.jsonl", PAIRS)
-    whole = write_jsonl(tmp_path / "whole.jsonl", ROWS)
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, divided, data_split="2,4,4"), 64, whole_paths=[whole]).train
-    assert len(rows) == 4 + 8
-
-
-def test_held_out_rows_are_not_trained_on(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.25)
-    assert (len(rows.train), len(rows.eval)) == (6, 2)
-    assert sorted(prompts_of(rows.train) + prompts_of(rows.eval)) == [row["prompt"] for row in ROWS]
-
-
-# Uses and folders
-
-
-def test_token_rows_of_each_use(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{**PAIRS[0], "margin": 1.5}])
-    eos = TOKENIZER.eos_token
-    for use, answers in (("sft", [f"good 0{eos}"]), ("preference", [f"good 0{eos}", f"bad 0{eos}"]), ("prompt", [])):
-        rows = prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use), 64).train
-        assert (prompts_of(rows), answers_of(rows), list(rows["margin"])) == (["prompt 0"], [answers], [1.5])
-
-
-def test_plain_text_is_trained_from_its_second_token(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "Once upon a time."}])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train
-    text = TOKENIZER.decode(rows[0]["prompt_ids"] + rows[0]["answers"][0])
-    assert (text, len(rows[0]["prompt_ids"])) == (f"Once upon a time.{TOKENIZER.eos_token}", 1)
-
-
-def test_the_correct_answer_reaches_reward_functions(tmp_path):
-    whole = {"question": "How many?", "answer": "1 + 1 = 2\n#### 2", "id": 7}
-    path, expected = (
-        write_jsonl(tmp_path / "d.jsonl", [whole]),
-        whole | {"ground_truth": "2", "_truth": "2", "data_source": "d"},
-    )
-    [row] = prepare("prompt", TOKENIZER, flags_for(tmp_path, path, use="prompt"), 64).train["row"]
-    assert json.loads(row) == expected, "a column of the data set keeps its value"
-    named = flags_for(tmp_path, path, use="prompt", answer_column="answer", answer_pattern="#### (.*)")
-    [row] = prepare("prompt", TOKENIZER, named, 64).train["row"]
-    assert json.loads(row) == expected | {"answer": "2"}, "unless a flag asks for it"
-
-
-def test_the_evaluation_file_of_a_folder_replaces_the_held_out_fraction(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", ROWS[:5])
-    write_jsonl(folder / "validation.jsonl", ROWS[5:])
-    (folder / "README.md").write_text("no data")
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(folder)), 64, eval_fraction=0.5)
-    assert sorted(prompts_of(rows.train)) == [row["prompt"] for row in ROWS[:5]]
-    assert sorted(prompts_of(rows.eval)) == [row["prompt"] for row in ROWS[5:]]
-
-
-def test_the_evaluation_file_of_a_folder_is_used_with_fraction_zero(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", ROWS[:5])
-    write_jsonl(folder / "eval.jsonl", ROWS[5:])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, str(folder)), 64, eval_fraction=0.0)
-    assert len(rows.train) == 5
-    assert rows.eval is not None
-    assert sorted(prompts_of(rows.eval)) == [row["prompt"] for row in ROWS[5:]]
-
-
-def test_evaluation_paths_replace_the_held_out_fraction(tmp_path):
-    train, other = write_jsonl(tmp_path / "d.jsonl", ROWS[:6]), write_jsonl(tmp_path / "e.jsonl", ROWS[6:])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, train), 64, eval_paths=[other], eval_fraction=0.5)
-    assert len(rows.train) == 6
-    assert sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
-
-
-@pytest.mark.parametrize(
-    ("use", "fraction", "with_paths", "logged"),
-    [
-        ("prompt", None, False, "its rows for evaluation are not used; name them with --eval_data_path"),
-        ("prompt", None, True, "its rows for evaluation are replaced by those of --eval_data_path"),
-        ("sft", 0.5, True, "its rows for evaluation are replaced by those of --eval_data_path"),
-        ("sft", 0.5, False, None),
-    ],
-)
-def test_evaluation_rows_that_are_not_used_are_logged(tmp_path, capsys, use, fraction, with_paths, logged):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", ROWS[:5])
-    write_jsonl(folder / "eval.jsonl", ROWS[5:])
-    paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else None
-    flags = flags_for(tmp_path, str(folder), use=use)
-    prepare(use, TOKENIZER, flags, 64, eval_paths=paths, eval_fraction=fraction)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "rows for evaluation" in line]
-    if logged is None:
-        assert not lines
-    else:
-        [line] = lines
-        assert line.endswith(f"data: {folder}: {logged}")
+def test_weights_and_numbers_of_rows_mix_data_sets_whose_rows_name_them(tmp_path, said):
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{first}:1", f"{second}:3"), 64, eval_paths=[second])
+    assert (rows.sources, rows.eval_sources) == (("a", "b"), ("b",))
+    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0] * 2 + [1] * 6, [0, 0])
+    found = prompts_of(rows.train)
+    assert sorted(found[2:]) == ["prompt 6"] * 3 + ["prompt 7"] * 3 and len({*found[:2]}) == 2
+    assert any("b.jsonl:3: 6 rows of an epoch (75.0 %), 3.00 times its 2" in line for line in said)
+    sampled = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train
+    assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
 
 
 GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluation prompts, and their fingerprints
@@ -234,19 +116,12 @@ GOLDEN = {  # of the code that tokenised the permuted rows: training and evaluat
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("use", GOLDEN)
-@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize(("use", "workers"), [("sft", None), ("preference", 2), ("prompt", None)])
 def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path, use, workers):
     rows = [
-        {
-            "prompt": f"p{i}",
-            "chosen": "good " * (i % 4 + 1),
-            "rejected": f"bad {i}",
-            "margin": i / 4,
-            "note": ["é", None][i % 2],
-        }
-        for i in range(40)
-    ]
+        {"prompt": f"p{i}", "chosen": "good " * (i % 4 + 1), "rejected": f"bad {i}", "margin": i / 4,
+         "note": ["é", None][i % 2]} for i in range(40)
+    ]  # fmt: skip
     paths = [write_jsonl(tmp_path / "a.jsonl", rows)]
     paths.append(write_jsonl(tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]))
     flags = flags_for(tmp_path, *paths, data_split="2,4,4", preprocessing_num_workers=workers)
@@ -255,6 +130,113 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
     expected = GOLDEN[use]
     assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == expected[:2]
     assert (rows_fingerprint(found.train), rows_fingerprint(found.eval)) == expected[2:]
+
+
+# Evaluation rows
+
+
+def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_path):
+    path, other = write_jsonl(tmp_path / "d.jsonl", ROWS), write_jsonl(tmp_path / "e/eval.jsonl", ROWS[6:])
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.25)
+    assert (len(rows.train), len(rows.eval)) == (6, 2)
+    assert sorted(prompts_of(rows.train) + prompts_of(rows.eval)) == [row["prompt"] for row in ROWS]
+    for place in (other, str(tmp_path / "e")):
+        rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_paths=[place], eval_fraction=0.5)
+        assert len(rows.train) == 8 and sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
+
+
+@pytest.mark.parametrize(
+    ("use", "fraction", "with_paths", "used", "logged"),
+    [
+        ("prompt", None, False, 0, "not used; name them with --eval_data_path"),
+        ("sft", 0.5, True, 1, "replaced by those of --eval_data_path"),
+        ("sft", 0.5, False, 3, None),
+    ],
+)
+def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
+    tmp_path, said, use, fraction, with_paths, used, logged
+):
+    write_jsonl(tmp_path / "data/train.jsonl", ROWS[:5])
+    write_jsonl(tmp_path / "data/validation.jsonl", ROWS[5:])
+    paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else None
+    flags = flags_for(tmp_path, str(tmp_path / "data"), use=use)
+    rows = prepare(use, TOKENIZER, flags, 64, eval_paths=paths, eval_fraction=fraction)
+    assert sorted(prompts_of(rows.train)) == [row["prompt"] for row in ROWS[:5]]
+    assert prompts_of(rows.eval) if used == 3 else len(rows.eval or ()) == used
+    lines = [line.partition(" are ")[2] for line in said if "its rows for evaluation" in line]
+    assert lines == ([logged] if logged else [])
+    write_jsonl(tmp_path / "data/validation.jsonl", [LONG])  # rows for evaluation may all be too long
+    flags = flags_for(tmp_path, str(tmp_path / "data"), use=use, truncation="drop")
+    assert len(prepare(use, TOKENIZER, flags, 64, eval_fraction=fraction).eval or ()) == 0
+
+
+# Uses
+
+
+def test_several_data_sets_of_different_forms_are_concatenated(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    sets = ([{"prompt": "a:", "response": "b"}], [{"messages": turns}], [{"text": "Once upon a time."}])
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in zip("abc", sets, strict=True)]
+    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, *paths, apply_chat_template=None), 64).train
+    found = [(TOKENIZER.decode(row["prompt_ids"]), TOKENIZER.decode(row["answers"][0])) for row in rows]
+    assert found[:2] == [("a:", f"b{EOS}"), ("<|user|>hi<|assistant|>", f"ho{EOS}")]
+    assert "".join(found[2]) == f"Once upon a time.{EOS}" and len(rows[2]["prompt_ids"]) == 1
+
+
+def test_labelled_answers_and_pairs_become_single_token_rows(tmp_path):
+    def singles(rows) -> list[tuple[str, str, float]]:
+        made = prepare("unpaired", TOKENIZER, flags_for(tmp_path, rows, use="unpaired"), 64).train
+        texts = [(TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"])) for row in made]
+        return sorted((*text, label) for text, label in zip(texts, made["label"], strict=True))
+
+    kto = [{"prompt": f"Q{i % 4}:", "completion": f"answer {i}", "label": i % 3 == 0} for i in range(10)]
+    found = singles(write_jsonl(tmp_path / "kto.jsonl", kto))
+    assert found == sorted((row["prompt"], row["completion"] + EOS, float(row["label"])) for row in kto)
+    found = singles(write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:2]))
+    assert found == [(f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2)
+                     for word, label in (("bad", 0.0), ("good", 1.0))]  # fmt: skip
+
+
+STEPS = [
+    {"prompt": "Q:", "completions": ["one", "two", "three"], "labels": [True, None, 0.25]},
+    {"prompt": "R:", "completions": ["four"], "labels": [False]},
+]
+
+
+@pytest.mark.parametrize("separator", ["\n", "; "])
+def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator):
+    """Of a table and of a stream, and for another separator not from the cache."""
+    flags = {"use": "steps", "rows": 2 if separator == "\n" else None}
+    path = write_jsonl(tmp_path / "d.jsonl", STEPS)
+    prepare("steps", TOKENIZER, flags_for(tmp_path, path, use="steps"), 64, step_separator="|")
+    rows = listed(prepare("steps", TOKENIZER, flags_for(tmp_path, path, **flags), 64, step_separator=separator).train)
+    found = []
+    for row in rows:
+        [answer] = row["answers"]
+        ends = zip(row["step_ends"], row["step_labels"], strict=True)
+        found.append([(TOKENIZER.decode(answer[: end + 1]), label) for end, label in ends])
+    if separator == "\n":  # a cut answer loses the labels behind the cut
+        ends = rows[0]["step_ends"]
+        cut = prepare("steps", TOKENIZER, flags_for(tmp_path, path, use="steps"), ends[0] + 3).train
+        assert sorted(row["step_labels"] for row in cut) == [[0.0], [1.0]]
+    whole = (separator.join(["one", "two", "three"]) + EOS, 0.25)
+    assert found == [[(("one" + separator).rstrip(" "), 1.0), whole], [("four" + EOS, 0.0)]]
+
+
+def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, said):
+    rows = [ROWS[0], {"prompt": "x" * 100, "response": "ok"}, {"prompt": "p", "response": "x" * 100}]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="left"), 32).train
+    assert any("3 rows of 3, 1 kept whole, 1 prompt cut, 1 answer cut" in line for line in said)
+    for prompt, answers in zip(kept["prompt_ids"], kept["answers"], strict=True):
+        assert len(prompt) + len(answers[0]) <= 32
+        was_cut = TOKENIZER.decode(answers[0]).startswith("xx")
+        assert (answers[0][-1] == TOKENIZER.eos_token_id) != was_cut
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 32).train) == 1
+    assert any("1 kept whole, 2 dropped" in line for line in said)
+
+
+# The cache
 
 
 def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
@@ -267,151 +249,63 @@ def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
     assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
 
 
-def test_rows_name_their_data_set(tmp_path):
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", ROWS[start : start + 2]) for start, name in enumerate("abc")]
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, *paths[:2]), 64, eval_paths=paths[2:])
-    assert (rows.sources, rows.eval_sources) == (("a", "b"), ("c",))
-    assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0, 0, 1, 1], [0, 0])
-    assert str(rows.train.features["source"]) == "Value('int32')"
-
-
-def test_weights_and_numbers_of_rows_mix_data_sets(tmp_path, capsys):
-    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
-    mixed = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{first}:1", f"{second}:3"), 64).train
-    assert list(mixed["source"]) == [0] * 2 + [1] * 6
-    found = prompts_of(mixed)
-    assert sorted(found[2:]) == ["prompt 6"] * 3 + ["prompt 7"] * 3 and len({*found[:2]}) == 2
-    printed = capsys.readouterr().out
-    assert "a.jsonl:1: 2 rows of an epoch (25.0 %), 0.33 times its 6" in printed
-    assert "b.jsonl:3: 6 rows of an epoch (75.0 %), 3.00 times its 2" in printed
-    sampled = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train
-    assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
-    assert prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train.to_list() == sampled.to_list()
-
-
-def test_several_data_sets_are_concatenated(tmp_path):
-    first = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']}:"} for row in ROWS[:3]])
-    second = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "hi"},
-                                                              {"role": "assistant", "content": "ho"}]}])  # fmt: skip
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, first, second, apply_chat_template=None), 64).train
-    assert sorted(prompts_of(rows)) == ["<|user|>hi<|assistant|>", "prompt 0:", "prompt 1:", "prompt 2:"]
-
-
-def test_what_may_be_wrong_with_a_reading_is_a_warning_in_a_line_of_its_own(tmp_path, capsys, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Why?", "response": "So"}])
-    warned = []
-    monkeypatch.setattr(prepare_module.logger(), "warning", warned.append)
-    monkeypatch.setattr(TOKENIZER, "chat_template", None)
-    prepare("sft", TOKENIZER, flags_for(tmp_path, path, apply_chat_template=None), 64)
-    (line,) = warned
-    assert line.startswith(f"data: {path}: nothing separates prompt and answer: '...Why?So...'; --input_")
-    assert "nothing separates" not in capsys.readouterr().out
-
-
-# The cache
-
-
-def test_a_changed_file_of_the_same_name_is_read_again(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", ROWS[:2])
-    prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-    write_jsonl(tmp_path / "d.jsonl", ROWS[2:5])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train
-    assert sorted(prompts_of(rows)) == ["prompt 2", "prompt 3", "prompt 4"]
-
-
-def test_another_limit_policy_or_template_misses_the_cache(tmp_path):
+def test_another_limit_template_or_eos_misses_the_cache(tmp_path):
     turns = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "yes"}]
-    path = write_jsonl(tmp_path / "d.jsonl", [{"messages": turns}])
+    flags = flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", [{"messages": turns}]))
     tokenizer = make_tokenizer(["a b c d"])
-    whole = prepare("sft", tokenizer, flags_for(tmp_path, path), 64).train
-    cut = prepare("sft", tokenizer, flags_for(tmp_path, path), 16).train
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    other = prepare("sft", tokenizer, flags_for(tmp_path, path), 64).train
-    assert prompts_of(whole) == [f"<|user|>{'x' * 40}<|assistant|>"]
-    assert len(cut[0]["prompt_ids"]) + len(cut[0]["answers"][0]) == 16
-    assert prompts_of(other) == [f"[{'x' * 40}]"]
-    with pytest.raises(UserError, match="no row is within --max_[a-z_]*seq_len 16"):
-        prepare("sft", tokenizer, flags_for(tmp_path, path, truncation="drop"), 16)
+
+    def text(limit: int) -> str:
+        [row] = prepare("sft", tokenizer, flags, limit).train
+        return tokenizer.decode([*row["prompt_ids"], *row["answers"][0]])
+
+    assert text(64) == f"<|user|>{'x' * 40}<|assistant|>yes<|end|>"
+    assert len(tokenizer.encode(text(16))) == 16
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}{% endfor %}"
+    assert text(64) == f"[{'x' * 40}[yes<|end|>"
+    tokenizer.eos_token = "<|user|>"
+    assert text(64) == f"[{'x' * 40}[yes<|user|>"
 
 
 # Bad rows
 
 
-def test_skipped_rows_are_counted_and_the_first_are_named(tmp_path, capsys):
-    rows = [{"prompt": f"p{n}", "response": "a"} for n in range(96)]
-    rows[7]["response"], rows[3]["prompt"], rows[90]["response"], rows[91]["prompt"] = None, "", None, ""
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64).train
-    assert len(kept) == 92
-    for _ in range(2):
-        printed = capsys.readouterr().out
-        assert "4 of 96 rows cannot be used\n" in printed
-        assert "d.jsonl, row 4: the prompt is empty; the row: {" in printed and "'response' is null" in printed
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64)  # the cache repeats it
-
-
 @pytest.mark.parametrize("is_line", [False, True])
 def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is_line):
-    bad = "{no" if is_line else json.dumps({"prompt": "p", "response": ""})
-    good = [json.dumps({"prompt": f"p{number}", "response": "a"}) for number in range(396)]
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join([*good, *[bad] * 4]))
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64).train) == 396
-    assert any("4 of 400 rows cannot be used" in line for line in said)
-    path.write_text("\n".join([*good[:395], *[bad] * 4]))
-    with pytest.raises(UserError, match="4 of 399 rows cannot") as stopped:
-        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path)), 64)
-    message = str(stopped.value)
-    assert "--bad_rows skip" in message and "396" in message
-    assert all(f"row {number}" in message for number in (396, 397, 398))
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows="skip"), 64).train) == 395
+    bad = "{no" if is_line else {"prompt": "p", "response": ""}
+    good = [{"prompt": f"p{number}", "response": "a"} for number in range(396)]
+    flags = flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", [*good, *[bad] * 4]))
+    for _ in range(2):  # the cache repeats what it says
+        said.clear()
+        assert len(prepare("sft", TOKENIZER, flags, 64).train) == 396
+        assert any("4 of 400 rows cannot be used" in line for line in said)
+        assert any("d.jsonl, row 397" in line for line in said)
+    write_jsonl(tmp_path / "d.jsonl", [*good[:395], *[bad] * 4])
+    with pytest.raises(UserError, match="4 of 399 rows cannot .*--bad_rows skip.* row 396.* row 397.* row 398"):
+        prepare("sft", TOKENIZER, flags, 64)
+    path = flags.data_path[0]
+    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64).train) == 395
     with pytest.raises(UserError, match="--bad_rows skip"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows="error"), 64)
-    path.write_text("\n".join([bad] * 4))
+        prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="error"), 64)
+    write_jsonl(tmp_path / "d.jsonl", [bad] * 4)
     for policy in ("few", "skip"):  # where all rows are bad, the flag does not help
         with pytest.raises(UserError) as stopped:
-            prepare("sft", TOKENIZER, flags_for(tmp_path, str(path), bad_rows=policy), 64)
+            prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows=policy), 64)
         assert "--bad_rows" not in str(stopped.value)
         assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(stopped.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said, streaming):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", [{"prompt": f"p{n}", "response": "a"} for n in range(99)])
-    write_jsonl(folder / "eval.jsonl", ROWS[:1])
-    with (folder / "eval.jsonl").open("a") as file:
-        file.write("{no\n")
-    stream = {"streaming": True, "streaming_rows": 20} if streaming else {}
-    flags = flags_for(tmp_path, str(folder), bad_rows="skip", **stream)
+@pytest.mark.parametrize("rows", [None, 20])
+def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said, rows):
+    write_jsonl(tmp_path / "data/train.jsonl", [{"prompt": f"p{n}", "response": "a"} for n in range(99)])
+    write_jsonl(tmp_path / "data/eval.jsonl", [ROWS[0], "{no"])
+    flags = flags_for(tmp_path, str(tmp_path / "data"), bad_rows="skip", rows=rows)
     assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 1
     assert any("data: skipped: " in line and "1 of 2 rows cannot be used" in line for line in said)
     assert any("eval.jsonl, row 2 is not JSON" in line for line in said)
 
 
-@pytest.mark.parametrize("form", ["messages", "prompt"])
-def test_answers_that_sft_leaves_out_because_of_their_label_are_counted(tmp_path, said, form):
-    rows = [{"prompt": f"p {n // 3}", "completion": f"yes {n}", "label": n % 3 != 0} for n in range(9)]
-    if form == "messages":
-        turns = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
-                 for row in rows]  # fmt: skip
-        rows = [{"messages": turn, "label": int(row["label"])} for turn, row in zip(turns, rows, strict=True)]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64).train) == 6
-    assert any("d.jsonl: 6 rows of" in line for line in said)
-    bad = [{**row, "label": False} for row in rows]
-    with pytest.raises(UserError, match="no row .*all answers are labelled bad: --ignore_columns label"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, write_jsonl(tmp_path / "bad.jsonl", bad)), 64)
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, ignore_columns=["label"]), 64).train) == 9
-
-
-def test_a_part_for_training_of_bad_answers_alone_is_explained(tmp_path):
-    rows = [{"prompt": f"p {n}", "completion": "yes", "label": n == 9} for n in range(10)]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    words = "d.jsonl: none of its rows for training serves this step"
-    with pytest.raises(UserError, match=words):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.9)
+def labelled(good: set[int]) -> list[dict]:
+    return [{"prompt": f"p {n}", "completion": f"yes {n}", "label": n in good} for n in range(10)]
 
 
 def test_flags_of_columns_are_about_all_data_sets(tmp_path):
@@ -425,7 +319,29 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
             prepare("sft", TOKENIZER, flags_for(tmp_path, *paths, ignore_columns=["y"]), 64)
 
 
-# Stop requests
+BAD = [  # use, rows, flags, message
+    ("sft", [*ROWS[:3], {"prompt": "p", "response": EOS}], {}, r"d\.jsonl, row 4: the answer is empty"),
+    ("sft", [*ROWS[:3], {"prompt": "p", "response": None}, ROWS[3]], {}, r"d\.jsonl, row 4: 'response'"),
+    ("sft", [*ROWS, LONG], {"truncation": "error"}, r"^.*d\.jsonl, row 9: .*64 tokens.*--truncation error.*left cuts"),
+    ("sft", [*ROWS, LONG], {"truncation": "error", "bad_rows": "skip"}, r"d\.jsonl, row 9: .*--truncation error"),
+    ("sft", [LONG], {"truncation": "drop"}, "no row is within --max_seq_len 64; raise it"),
+    ("sft", [{"prompt": "p", "response": "b" * 99}], {}, "every answer is cut by --max_seq_len 64; raise it"),
+    ("prompt", [LONG], {"truncation": "drop"}, "no row is within --max_prompt_seq_len 64"),
+    ("steps", [{"prompt": "p", "completions": ["x" * 99], "labels": [1]}], {"truncation": "drop"}, "no row is within"),
+    ("sft", ROWS, {"data_split": "0,1,1"}, "--data_split 0,1,1 leaves no row"),
+    ("preference", [{"question": "q", "reply": "r"}], {}, r"d\.jsonl.*'question', 'reply'.*fit no known form"),
+    ("steps", [{**STEPS[0], "completions": ["one", "t\nwo", "three"]}], {}, r"row 1: step 2 contains .*'\\n'; choose"),
+    ("sft", labelled(set()), {}, "no row .*all answers are labelled bad: --ignore_columns label"),
+    ("sft", labelled({9}), {}, "d.jsonl: none of its rows for training serves this step"),
+]
+
+
+@pytest.mark.parametrize(("use", "rows", "flags", "words"), BAD, ids=range(len(BAD)))
+def test_data_that_a_step_cannot_use_are_refused(tmp_path, use, rows, flags, words):
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    fraction = 0.9 if "for training" in words else None
+    with pytest.raises(UserError, match=words):
+        prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, **flags), 64, eval_fraction=fraction)
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
@@ -448,68 +364,50 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
         stop_requests.restore()
 
 
-# Bad input
-
-
-@pytest.mark.parametrize("position", [0, 3, 6])
-@pytest.mark.parametrize("value", [None])  # an object or a list among texts ends the reading of the file
-def test_a_bad_row_is_named_by_file_and_row_number(tmp_path, position, value):
-    rows = [*ROWS[:position], {"prompt": "p", "response": value}, *ROWS[position:]]
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    with pytest.raises(UserError, match=rf"d\.jsonl, row {position + 1}: 'response'"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-
-
-def test_an_empty_prompt_is_rejected(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "", "response": "a"}])
-    with pytest.raises(UserError, match=r"row 1.*prompt is empty"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
-
-
-def test_wrong_columns_are_rejected_with_the_name_of_the_data_set(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "r"}])
-    with pytest.raises(UserError, match=r"d\.jsonl.*'question', 'reply'.*fit no known form"):
-        prepare("preference", TOKENIZER, flags_for(tmp_path, path, use="preference"), 64)
-
-
-def test_another_eos_misses_the_cache(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    tokenizer = make_tokenizer(["words"])
-    ends = []
-    for eos in ("<|end|>", "<|user|>", "<|end|>"):
-        tokenizer.eos_token = eos
-        ends.append(prepare("sft", tokenizer, flags_for(tmp_path, str(path)), 64).train[0]["answers"][0][-1])
-    assert ends == [1, 2, 1]
-
-
-@pytest.mark.parametrize("truncation", ["left", "drop"])
-def test_only_evaluation_rows_may_all_be_too_long(tmp_path, truncation):
-    for name, answer in (("train", "b"), ("eval", "b" * 50)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "response": answer}) + "\n")
-    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --truncation {truncation} "
-    words += "--apply_chat_template False --data_path"
-    tokenizer = make_tokenizer(["words"])
-    rows = prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path)]).data, 10, eval_fraction=0.1)
-    assert len(rows.train) == 1
-    assert (len(rows.eval) if rows.eval else 0) == (1 if truncation == "left" else 0)
-    with pytest.raises(UserError, match="--max_seq_len 10"):
-        prepare("sft", tokenizer, parse("sft", [*words.split(), str(tmp_path / "eval.jsonl")]).data, 10)
-
-
-# Whole data sets
+# Other ways to prepare
 
 
 def test_whole_data_sets_in_the_order_of_the_files(tmp_path):
     """All rows, whatever the split, each with the number of its data set."""
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", PAIRS[:3]), ("b", PAIRS[3:8]))]
-    flags = flags_for(tmp_path, *paths, data_split="1,0,0")
-    rows, names = prepare_whole("preference", TOKENIZER, flags, 64, "--pairs")
+    rows, names = prepare_whole("preference", TOKENIZER, flags_for(tmp_path, *paths), 64, "--pairs")
     assert prompts_of(rows) == [row["prompt"] for row in PAIRS[:8]]
     assert [names[number] for number in rows["source"]] == ["a"] * 3 + ["b"] * 5
-
-
-def test_whole_data_sets_name_their_flag(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
     with pytest.raises(UserError, match=r"^--pairs: no row is within --max_seq_len 2; raise it"):
-        prepare_whole("preference", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 2, "--pairs")
+        prepare_whole("preference", TOKENIZER, flags_for(tmp_path, *paths, truncation="drop"), 2, "--pairs")
+
+
+def read_blocks(tmp_path, rows: list, length: int, **flags):
+    path = write_jsonl(tmp_path / "texts.jsonl", rows)
+    return text_blocks(path, None, TOKENIZER, length, flags_for(tmp_path, path, **flags))
+
+
+def test_texts_of_the_unsupervised_loss_are_joined_by_eos_and_cut_into_blocks(tmp_path):
+    texts = ["a b c d", None, "d c"]
+    joined = [token for text in texts for token in [*TOKENIZER.encode(text or ""), TOKENIZER.eos_token_id]]
+    for length in (4, len(joined) - 1):  # the last block of the second, which is not in the cache, is one token
+        rows = read_blocks(tmp_path, [{"text": text} for text in texts], length)
+        expected = [joined[start : start + length] for start in range(0, len(joined), length)]
+        blocks = [[*row["prompt_ids"], *row["answers"][0]] for row in rows]
+        assert blocks == [block for block in expected if len(block) > 1]
+        assert all(len(row["prompt_ids"]) == 1 and len(row["answers"]) == 1 and row["margin"] == 0 for row in rows)
+
+
+def test_bad_texts_are_counted_whether_or_not_the_blocks_are_in_the_cache(tmp_path, said, monkeypatch):
+    good = [{"text": f"{number} a b c d"} for number in range(99)]
+    rows = [{"text": 3}, *good]
+    read = read_blocks(tmp_path, rows, 8)
+    assert read["answers"][:] == read_blocks(tmp_path, good, 8)["answers"][:]
+    assert any("skipped: 1 of 100 rows cannot be used; the first:" in line for line in said)
+    with pytest.raises(UserError, match=r"^--unsup.*: 1 of 100 rows cannot be used; --bad_rows skip"):
+        read_blocks(tmp_path, rows, 8, bad_rows="error")
+    for rows, words in (
+        ([{"prompt": "a"}], "has the columns prompt; it needs a text column 'text'"),
+        ([{"text": 3}], "it needs a text column 'text'"),
+        ([{"text": ""}], "no text has two tokens or more"),
+    ):
+        with pytest.raises(UserError, match=f"^--unsupervised_dataset_name.*{words}"):
+            read_blocks(tmp_path, rows, 8)
+    monkeypatch.setattr(encode, "MOST_BYTES", 10)
+    with pytest.raises(UserError, match=r"^--unsup.* The first: .*, row 2: a text of 11 characters is too long for"):
+        read_blocks(tmp_path, [{"text": "a"}, {"text": "b" * 11}], 8)

@@ -1,9 +1,8 @@
 """The text of a sample with its trained parts marked."""
 
 import pytest
+from chat_tokenizers import chat_tokenizer
 from datasets import Dataset
-from test_encode import chat_tokenizer
-from tiny_tokenizers import KINDS
 
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
@@ -32,16 +31,9 @@ def test_trained_parts_are_marked(kind):
     expected = "<|user|>\nWhere is it?</s>\n<|assistant|>\n⟦In the hall.</s>⟧\n<|user|>\nAnd now?</s>\n<|assistant|>\n"
     assert sample(kind, ["There."]) == expected + "⟦There.</s>⟧"
     assert sample(kind, ["There.", "No."]) == expected + "⟦There.</s>⟧\nor ⟦No.</s>⟧"
+    text = sample(kind, ["c" * 3000 + "b"])
+    assert text.startswith("<|user|>") and text.endswith("cb</s>⟧") and len(text) == MOST_CHARACTERS + len(" [...] ")
     assert sample(kind, []) == expected.replace("⟦", "").replace("⟧", "")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_marks_are_the_only_change(kind):
-    tokenizer = chat_tokenizer(kind, "zephyr")
-    encoded = encode_example(tokenizer, Example("Where is it?", [" In the hall."]), True)
-    text = row_sample(tokenizer, row_of(encoded))
-    assert text.replace("⟦", "").replace("⟧", "") == tokenizer.decode(encoded.prompt + encoded.answers[0])
-    assert text.startswith(tokenizer.decode(encoded.prompt) + "⟦")
 
 
 def test_adjacent_ranges_are_one_part_and_a_boundary_may_split_a_character():
@@ -52,17 +44,6 @@ def test_adjacent_ranges_are_one_part_and_a_boundary_may_split_a_character():
     ids = tokenizer.encode("ä")
     assert len(ids) == 2
     assert row_sample(tokenizer, {"prompt_ids": ids[:1], "answers": [ids[1:]]}) == "\ufffd⟦\ufffd⟧"
-
-
-def test_a_long_row_is_shown_by_its_start_and_end():
-    tokenizer = chat_tokenizer("letters", "zephyr")
-    encoded = encode_example(tokenizer, Example("a" * 3000 + "b", ["c"]), True)
-    row = {"prompt_ids": encoded.prompt, "answers": encoded.answers}
-    text = row_sample(tokenizer, row)
-    assert text.startswith("aaa") and text.endswith("ab⟦c</s>⟧") and " [...] " in text
-    assert len(text) == MOST_CHARACTERS + len(" [...] ")
-    short = {**row, "prompt_ids": encoded.prompt[:5], "prompt_spans": [[1, 3]]}
-    assert row_sample(tokenizer, short) == "a⟦aa⟧aa⟦c</s>⟧"
 
 
 def test_the_first_row_of_each_data_set_is_logged(said):
@@ -79,9 +60,6 @@ def test_the_first_row_of_each_data_set_is_logged(said):
     said.clear()
     log_samples(tokenizer, rows, ("first", "second"), 3)
     assert [line.split("\n")[1] for line in said] == ["c⟦x</s>⟧", "d⟦x</s>⟧", "a⟦x</s>⟧", "b⟦x</s>⟧"]
-    said.clear()
-    log_samples(tokenizer, rows.select([1]), ("first", "second"))
-    assert said == ["data: second: a sample, answers in ⟦ ⟧:\nb⟦x</s>⟧"]
 
 
 def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):

@@ -1,4 +1,5 @@
-"""Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees; ends and failures."""
+"""Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees; ends and failures;
+`prepare` with --streaming gives the token rows that it gives without."""
 
 import io
 import json
@@ -10,20 +11,21 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from prepared import PAIRS, TOKENIZER, flags_for, listed, write_jsonl
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
-from test_encode import chat_tokenizer
 
 from dschat_ppo.common import stop_requests
+from dschat_ppo.config.cli import parse
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.streaming import (
     ALL,
     READ,
@@ -38,11 +40,11 @@ from dschat_ppo.data.streaming import (
     start_of,
 )
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.run.start_and_end import log_samples
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
+    """Of 8 token rows, read in batches of 7 raw rows."""
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
 
@@ -93,6 +95,9 @@ def test_the_chunks_are_the_token_rows_in_order_although_some_raw_rows_give_none
     found = [rows for rows, _, _ in chunks_of(source_of(NumberFile(0, 31), NumberFile(40, 60)))]
     assert sum(found, []) == expected([*range(31), *range(40, 100)])[:50]
     assert [len(rows) for rows in found] == [8] * 6 + [2]
+    counts = [end.counts for _, _, end in chunks_of(source_of(NumberFile(0, 99)), num_rows=16)]
+    assert sum(count[READ] for count in counts) == 21  # each raw row once, of three batches of 7
+    assert sum(count["kept whole"] for count in counts) == len(expected(range(21)))
 
 
 def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_batch_again():
@@ -125,18 +130,6 @@ def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_
         assert again == [rows for rows, _ in whole[number:]]
 
 
-def test_counts_cover_each_raw_row_once():
-    counts = [end.counts for _, _, end in chunks_of(source_of(NumberFile(0, 99)), num_rows=16)]
-    assert sum(count[READ] for count in counts) == 21  # three batches of 7
-    assert sum(count["kept whole"] for count in counts) == len(expected(range(21)))
-
-
-def test_more_rows_than_before_lengthen_the_last_chunk():
-    short, long = (list(chunks_of(source_of(NumberFile(0, 99)), num_rows=rows)) for rows in (12, 20))
-    assert [rows for rows, _, _ in long[:1]] == [rows for rows, _, _ in short[:1]]
-    assert long[1][0][:4] == short[1][0] and len(long) == 3
-
-
 def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_resume():
     def sources():
         ones, twos = NumberFile(1001, 900, name="ones"), NumberFile(5001, 900, name="twos")
@@ -145,44 +138,15 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
     found = list(chunks_of(*sources()))
     rows, marks = sum((rows for rows, _, _ in found), []), sum((marks for _, marks, _ in found), [])
     assert marks == [int(n > 5000) for n in rows]
+    taken, order = [0, 0, 0], []  # by hand
+    for _ in range(8):
+        order.append(neediest([1, 2, 1], taken))
+        taken[order[-1]] += 1
+    assert taken == [2, 4, 2] and order[:4] == [1, 0, 2, 1]
     for count in range(1, 50):
         assert abs(sum(marks[:count]) - count * 2 / 7) < 1
     assert [n for n in rows if n > 5000] == expected(range(5001, 5099))[: sum(marks)]
     assert list(chunks_of(*sources(), first=2, position=found[1][2].after)) == found[2:]
-
-
-def test_the_neediest_source_by_hand():
-    taken, order = [0, 0, 0], []
-    for _ in repeat(None, 8):
-        order.append(neediest([1, 2, 1], taken))
-        taken[order[-1]] += 1
-    assert taken == [2, 4, 2]
-    assert order[:4] == [1, 0, 2, 1]
-
-
-def test_a_stream_that_ends_says_how_many_rows_it_has():
-    available = len(expected(range(30)))
-    found = chunks_of(source_of(NumberFile(0, 30)))
-    for _ in range(available // 8):
-        next(found)
-    with pytest.raises(
-        UserError, match=rf"^--streaming_rows 50: numbers has only {available} rows .*_rows {available} or"
-    ):
-        next(found)
-    assert sum(len(rows) for rows, _, _ in chunks_of(source_of(NumberFile(0, 30)), num_rows=available)) == available
-
-
-def test_a_mixture_ends_with_the_source_that_ends_first():
-    few = source_of(NumberFile(1, 4), name="few")  # 1 2 3 3 4
-    found = chunks_of(few, source_of(NumberFile(1, 99)))
-    next(found)
-    with pytest.raises(UserError, match="few has only 5 rows for this step; set --streaming_rows 10 or less"):
-        next(found)
-
-
-def test_a_step_without_any_row_is_an_error():
-    with pytest.raises(UserError, match="has only 0 rows for this step; --data_split leaves it none"):
-        next(chunks_of(source_of(NumberFile(0, 0))))
 
 
 def spoilt(batch: Batch, bad: set[int]) -> Tokens:
@@ -191,32 +155,40 @@ def spoilt(batch: Batch, bad: set[int]) -> Tokens:
     return rows, counts + Counter({UNUSABLE: len(found)}), f"{found[0]}: bad" if found else ""
 
 
-@pytest.mark.parametrize(
-    ("bad", "policy", "is_too_many"),
-    [({21}, "few", True), ({21}, "skip", False), (set(range(29, 31)), "few", True)],
-)
-def test_too_many_bad_rows_in_a_chunk_are_an_error(bad, policy, is_too_many, monkeypatch):
+def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
     monkeypatch.setattr(parts, "BATCH_ROWS", 20)
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
-    source = source_of(NumberFile(0, 99), name="set", make=partial(spoilt, bad=bad), policy=policy)
-    found = chunks_of(source)
-    next(found)
-    if is_too_many:
-        with pytest.raises(
-            UserError,
-            match=rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row {min(bad) + 1}: b",
-        ):
-            next(found)
-    else:
-        _, _, end = next(found)
-        assert end.counts[UNUSABLE] == 1 and end.problems == ["numbers, row 22: bad"]
+    for bad, policy in (({21}, "few"), ({29, 30}, "few"), ({21}, "skip")):
+        found = chunks_of(source_of(NumberFile(0, 99), name="set", make=partial(spoilt, bad=bad), policy=policy))
+        next(found)
+        if policy == "few":
+            words = rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row {min(bad) + 1}: bad"
+            with pytest.raises(UserError, match=words):
+                next(found)
+        else:
+            _, _, end = next(found)
+            assert end.counts[UNUSABLE] == 1 and end.problems == ["numbers, row 22: bad"]
 
 
-def test_a_stream_that_ends_because_its_rows_are_bad_says_so():
-    source = source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))), policy="few")
-    with pytest.raises(UserError, match=r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$"):
-        next(chunks_of(source))
+@pytest.mark.parametrize(
+    ("sources", "full_chunks", "words"),
+    [
+        ([source_of(NumberFile(0, 30))], 4, "50: numbers has only 32 rows for this step; set --streaming_rows 32 or"),
+        # 1 2 3 3 4 of the first one
+        ([source_of(NumberFile(1, 4), name="few"), source_of(NumberFile(1, 99))], 1,
+         "50: few has only 5 rows for this step; set --streaming_rows 10 or less"),
+        ([source_of(NumberFile(0, 0))], 0, "has only 0 rows for this step; --data_split leaves it none"),
+        ([source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))))], 0,
+         r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_ends_says_how_many_rows_it_has(sources, full_chunks, words):
+    found = chunks_of(*sources)
+    for _ in range(full_chunks):
+        next(found)
+    with pytest.raises(UserError, match=words):
+        next(found)
 
 
 # What a rank sees
@@ -237,50 +209,22 @@ def tried(make) -> StreamedRows:
     return stream(source_of(NumberFile(0, 99), name="s", make=make))
 
 
-def test_rows_are_those_of_the_data_in_order():
-    rows = stream()
-    assert len(rows) == 50
-    assert [number_of(rows, i) for i in range(50)] == NUMBERS[:50]
-    assert rows[3] == {"prompt_ids": [3], "answers": [[3, 0]], "margin": 1.5, "source": 0}
-    assert rows_at_hand(rows)["prompt_ids"] == [[n] for n in NUMBERS[:8]]
-    for index in (50, -1):
-        with pytest.raises(IndexError):
-            rows[index]
-
-
-def test_epochs_in_training_order_with_three_chunks_in_memory():
+def test_rows_in_training_order_with_three_chunks_in_memory():
     numbers = expected(range(140))[:76]
     rows = stream(source_of(NumberFile(0, 140)), rows=76)
+    assert rows[3] == {"prompt_ids": [3], "answers": [[3, 0]], "margin": 1.5, "source": 0} and len(rows) == 76
     for epoch in range(3):
         order = list(chunked_order(rows, 5, epoch))
         assert [number_of(rows, i) for i in order] == [numbers[i] for i in order]
         assert set(rows._chunks) == {0, 8, 9}
     assert number_of(rows, 17) == numbers[17], "in another order, rows are made again"
+    assert rows_at_hand(rows)["prompt_ids"] == [[n] for n in numbers[:8]]
+    for index in (76, -1):
+        with pytest.raises(IndexError):
+            rows[index]
 
 
-def long_rows(batch, note: Path | None = None):
-    """Rows of which a chunk fills the pipe. Notes in a file that it makes some."""
-    if note is not None:
-        with note.open("a") as made:
-            made.write("x")
-    return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
-
-
-def test_rows_are_made_ahead_but_not_without_bound(tmp_path, monkeypatch):
-    def made() -> int:
-        return len((tmp_path / "made").read_text())
-
-    monkeypatch.setattr(streaming, "AHEAD", 2)
-    rows, before = tried(partial(long_rows, note=tmp_path / "made")), -1
-    while made() != before:
-        before = made()
-        time.sleep(0.5)
-    assert 3 <= made() < 8  # batches of 7 raw rows
-    assert number_of(rows, 8) == NUMBERS[8]
-
-
-@pytest.mark.parametrize("index", [16, 23, 24, 49])
-@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize(("index", "epochs"), [(16, 0), (23, 1), (24, 0), (49, 1)])
 def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path, index, epochs, said):
     before = stream()
     for number in [*range(50)] * epochs + [*range(index)]:
@@ -294,18 +238,13 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
             yield from super().found(place)
 
     rows = stream(source_of(Noting(0, 99)))
-    rows.load_state_dict(torch_copy(before.state_dict()))
+    saved = io.BytesIO()
+    torch.save(before.state_dict(), saved)  # as a checkpoint does
+    saved.seek(0)
+    rows.load_state_dict(torch.load(saved, weights_only=True))
     assert [number_of(rows, i) for i in range(index, 50)] == NUMBERS[index:50]
     places, last = opened.read_text().split(), NUMBERS[index // 8 * 8 - 1]  # of the last row before the chunk
     assert places[:2] == ["None", str(last // 7 * 7)] and not any("no position" in line for line in said)
-
-
-def torch_copy(state):
-    """The state as a checkpoint gives it back."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("state", [{"rows": "f", "positions": {}}, {"rows": "others", "positions": {5: "wrong"}}])
@@ -314,12 +253,6 @@ def test_without_a_position_the_rows_before_are_read_again(state, said):
     rows.load_state_dict(state)
     assert number_of(rows, 44) == NUMBERS[44]
     assert any("no position of these rows after row 40, so they are read again from row 8" in line for line in said)
-
-
-def test_the_samples_in_the_log_show_each_data_set(said):
-    sources = [source_of(NumberFile(0, 99), name="one"), source_of(NumberFile(0, 99), name="two")]
-    log_samples(chat_tokenizer("letters", "zephyr"), rows_at_hand(stream(*sources)), ("one", "two"))
-    assert [line.partition(": a sample")[0] for line in said if "a sample" in line] == ["data: one", "data: two"]
 
 
 def test_a_bad_row_ends_the_run_where_its_chunk_is_needed():
@@ -334,6 +267,11 @@ def test_a_bad_row_ends_the_run_where_its_chunk_is_needed():
         with pytest.raises(UserError, match="^numbers, row 15: bad row$"):
             rows[8]
     assert number_of(rows, 0) == 1
+
+
+def long_rows(batch):
+    """Rows of which a chunk fills the pipe."""
+    return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
 
 
 def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
@@ -353,15 +291,7 @@ def test_the_launchers_signals_do_not_end_the_process():
     assert number_of(rows, 40) == NUMBERS[40]
 
 
-def test_the_process_ends_with_its_rows():
-    rows = stream()
-    process = rows._worker._workers[0]
-    del rows
-    process.join(10)
-    assert process.exitcode == 0
-
-
-@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), 9)"])
 def test_no_process_is_left_when_the_rank_ends(tmp_path, end):
     script = tmp_path / "rank.py"
     script.write_text(
@@ -388,13 +318,15 @@ def slowly(batch):
 
 
 def test_a_stop_request_ends_the_wait_for_the_first_chunk_only(monkeypatch):
+    beats = []
+    monkeypatch.setattr(streaming, "heartbeat", lambda: beats.append(1))
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with pytest.raises(StopRequested, match="prepared the data"):
         tried(slowly)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: False)
     rows = tried(slowly)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
-    assert number_of(rows, 8) == NUMBERS[8]
+    assert number_of(rows, 8) == NUMBERS[8] and len(beats) > 2, "a sign of life for each batch"
 
 
 def test_a_process_that_begins_after_a_stop_request_still_reads():
@@ -411,12 +343,90 @@ def test_a_process_that_begins_after_a_stop_request_still_reads():
         stop_requests.restore()
 
 
-def test_waiting_sends_a_heartbeat_for_each_batch(monkeypatch):
-    beats = []
-    monkeypatch.setattr(streaming, "heartbeat", lambda: beats.append(time.monotonic()))
+# `prepare` with --streaming
 
-    def few(batch):
-        return tokens_of(batch if batch.rows[0]["n"] > 60 else Batch([], []))
+SIXTY = [{"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": str(i)} for i in range(60)]
+LONG = "word " * 200
 
-    tried(few)
-    assert len(beats) >= 9  # nine batches without a row
+
+def train(tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", limit: int = 64, **flags) -> TokenRows:
+    return prepare(use, TOKENIZER, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit)
+
+
+@pytest.mark.parametrize(("use", "limit"), [("sft", 64), ("sft", 14), ("preference", 14), ("prompt", 64)])
+def test_the_token_rows_equal_those_without_streaming(tmp_path, use, limit):
+    path = write_jsonl(tmp_path / "data.jsonl", SIXTY)
+    plain = train(tmp_path, path, rows=None, use=use, limit=limit)
+    found = train(tmp_path, path, use=use, limit=limit)
+    assert listed(found.train) == listed(plain.train)
+    assert found.sources == plain.sources == ("data",) and found.eval is None
+
+
+def test_the_rows_of_the_three_steps_are_disjoint(tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [SIXTY[i % 60] | {"prompt": f"prompt {i}"} for i in range(2000)])
+    parts = []
+    for use, count in (("sft", 400), ("preference", 800), ("prompt", 800)):
+        rows = train(tmp_path, path, rows=count, use=use, data_split="2,4,4").train
+        parts.append({tuple(rows[i]["prompt_ids"]) for i in range(count)})
+    assert len(set.union(*parts)) == 2000
+    with pytest.raises(UserError, match="has only 400 rows for this step; set --streaming_rows 400 or less"):
+        rows = train(tmp_path, path, rows=401, data_split="2,4,4").train
+        list(map(rows.__getitem__, chunked_order(rows, 0, 0)))
+
+
+def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(tmp_path, said):
+    folder, other = tmp_path / "set", write_jsonl(tmp_path / "e.jsonl", SIXTY[:3])
+    write_jsonl(folder / "train.jsonl", SIXTY)
+    write_jsonl(folder / "validation.jsonl", SIXTY[:7])
+    flags = flags_for(tmp_path, str(folder), rows=60)
+    assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 7
+    assert len(prepare("sft", TOKENIZER, flags, 64, eval_paths=[other]).eval) == 3
+    assert prepare("sft", TOKENIZER, flags, 64).eval is None
+    assert any("its rows for evaluation are not used; name them with --eval_data_path" in line for line in said)
+    flags = flags_for(tmp_path, str(folder / "train.jsonl"), rows=60)
+    alone = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1)
+    assert alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
+    assert any("--eval_fraction holds no rows out of a stream" in line for line in said)
+
+
+def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path, said):
+    rows = [row | {"chosen": {0: LONG, 1: None}.get(i % 5, row["chosen"])} for i, row in enumerate(SIXTY)]
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    found = train(tmp_path, path, rows=36, truncation="drop", bad_rows="skip").train
+    assert [TOKENIZER.decode(found[i]["prompt_ids"]) for i in range(36)] == [
+        f"prompt {i}" for i in range(60) if i % 5 > 1
+    ]
+    assert any(f"data: skipped: {path}, row 2: 'chosen' is null" in line for line in said)
+    labelled = [{"prompt": f"p {n}", "completion": "yes", "label": n % 4 != 0} for n in range(40)]
+    rows = train(tmp_path, write_jsonl(tmp_path / "d.jsonl", labelled), rows=30).train
+    assert [rows[i]["prompt_ids"] for i in (0, 29)] == [TOKENIZER.encode("p 1"), TOKENIZER.encode("p 39")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "words"),
+    [
+        ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
+        ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
+        ([*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]], {"truncation": "error", "bad_rows": "skip"},
+         r"d\.jsonl, row 11: longer than the limit of 64 tokens"),
+        (["", ""], {}, "the data set is empty"),
+        (["x", "no"], {"bad_rows": "skip"}, r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_streamed_are_refused(tmp_path, rows, flags, words):
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    with pytest.raises(UserError, match=words):
+        listed(train(tmp_path, path, rows=len(rows), **flags).train)
+
+
+def test_the_fingerprint_is_that_of_the_files_not_of_their_place(tmp_path):
+    one = train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY)).train.fingerprint
+    other = write_jsonl(tmp_path / "copy" / "data.jsonl", SIXTY)
+    assert train(tmp_path, other, rows=30).train.fingerprint == one
+    assert train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY[::-1])).train.fingerprint != one
+
+
+def test_dpo_needs_all_rows():
+    words = "--model_name_or_path m --data_path d --output_dir o --streaming --streaming_rows 5 --objective dpo"
+    with pytest.raises(UserError, match="--objective dpo computes log-probs .* does not go with --streaming"):
+        parse("reward", words.split())

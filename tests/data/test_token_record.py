@@ -1,13 +1,12 @@
-"""The token ids, spans and labels of every form with every kind of chat template, and the order of an epoch, as they
-were recorded. `python tests/data/test_token_record.py` writes the record again: do that only for a change of tokens
-that CHANGELOG.md names."""
+"""The token ids, spans and labels of every form with every kind of chat template, as they were recorded.
+`python tests/data/test_token_record.py` writes the record again: do that only for a change of tokens that CHANGELOG.md
+names."""
 
 import hashlib
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pyarrow
 import pytest
@@ -31,11 +30,9 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.batches import epoch_order
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
-from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
@@ -118,14 +115,6 @@ def tokenizer_with(template: str):
     return tokenizer
 
 
-def written(path: Path, rows: list[dict]) -> str:
-    """The path, with the rows in it; a file that is written once is read once."""
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def without_nulls(value):
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in sorted(value.items()) if inner is not None}
@@ -168,28 +157,6 @@ def tokens_of(case: str, template: str) -> str:
     return " ".join(found)
 
 
-def epoch_of(use: str, folder: Path) -> dict[str, str]:
-    """The rows of one use of a mixture, named "SET NUMBER": for training in the order of the table and of two epochs,
-    and those held out. Two sets have weights, one a number of rows."""
-    tokenizer = tokenizer_with("chatml")
-    paths = []
-    for name, count, amount in (("a", 30, ":3"), ("b", 18, ":1"), ("c", 12, "@9")):
-        rows = [{"prompt": f"{name}{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(count)]
-        paths.append(written(folder / f"{name}.jsonl", rows) + amount)
-    flags = DataFlags(
-        data_path=paths, data_split="3,4,2", bad_rows="skip", apply_chat_template=False,
-        data_output_path=str(folder / "cache"),
-    )  # fmt: skip
-    rows = prepare(use, tokenizer, flags, 100, eval_fraction=0.2)
-    names = [tokenizer.decode(ids).strip() for ids in rows.train["prompt_ids"]]
-    held_out = [tokenizer.decode(ids).strip() for ids in rows.eval["prompt_ids"]]
-    assert all(
-        rows.sources[number].startswith(name[0]) for number, name in zip(rows.train["source"], names, strict=True)
-    )
-    orders = {f"epoch {epoch}": [names[place] for place in epoch_order(len(names), 5, epoch)] for epoch in (0, 1)}
-    return {name: " ".join(found) for name, found in {"table": names, "held out": held_out, **orders}.items()}
-
-
 def tokens_by_case(template: str) -> dict[str, str]:
     """The cases of which some use has token rows."""
     found = {case: tokens_of(case, template) for case in CASES if case not in EXPECTED or template in TEXT}
@@ -201,13 +168,6 @@ def test_the_tokens_of_every_form_are_those_of_the_record(template):
     assert tokens_by_case(template) == json.loads(RECORD.read_text(encoding="utf-8"))["tokens"][template]
 
 
-@pytest.mark.parametrize("use", ["sft", "preference", "prompt"])
-def test_the_order_of_an_epoch_is_that_of_the_record(tmp_path, use):
-    assert epoch_of(use, tmp_path) == json.loads(RECORD.read_text(encoding="utf-8"))["epochs"][use]
-
-
 if __name__ == "__main__":
     tokens = {template: tokens_by_case(template) for template in TEMPLATES}
-    with TemporaryDirectory() as name:
-        epochs = {use: epoch_of(use, Path(name)) for use in ("sft", "preference", "prompt")}
-    RECORD.write_text(json.dumps({"tokens": tokens, "epochs": epochs}, indent=0, ensure_ascii=False), encoding="utf-8")
+    RECORD.write_text(json.dumps({"tokens": tokens}, indent=0, ensure_ascii=False), encoding="utf-8")

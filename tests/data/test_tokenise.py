@@ -1,25 +1,22 @@
-"""Batches of raw rows to token rows: several, one or none of each, bad rows, and the columns for reward functions."""
+"""Batches of raw rows to token rows: several, one or none of each, the length limit, and columns for rewards."""
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
+from prepared import TOKENIZER
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import Answer
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, row_text, tokenise_batch, tokenise_rows
+from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch, tokenise_rows
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools.toy import make_tokenizer
-
-TOKENIZER = make_tokenizer(["a b c d"])
 
 
 def read(cells, use):
@@ -78,114 +75,163 @@ def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     assert problems[3].startswith("f, row 5, answer 2: the answer is empty: it has only the final token; the row: ")
 
 
-def test_a_row_over_the_limit_ends_the_reading_where_the_flag_says_so():
-    rows = [{"prompt": "p", "answers": ["a"]}, {"prompt": "r" * 500, "answers": ["c"]}]
-    with pytest.raises(UserError) as raised:
-        batch(rows, truncation="error")
-    assert str(raised.value).startswith("f, row 2: longer than the limit of 64 tokens (--truncation error); the row: {")
-    assert str(raised.value).endswith("rrr...; --truncation left cuts such rows, drop leaves them out")
+def test_digests_tell_rows_apart_by_their_final_content():
+    rows = [{"prompt": prompt, "answers": ["a"]} for prompt in ("x" * 40, "y" + "x" * 39, "x" * 39 + "y")]
+    digests = [row["digest"] for row in batch(rows, limit=12)]
+    assert digests[0] == digests[1] != digests[2], "after the limit"
+    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
+    digests = [row["digest"] for row in batch(rows, use="prompt", form=replace(FORM, truth="truth"))]
+    assert digests[0] == digests[2] and len({*digests}) == 3
 
 
-def test_tokens_are_counted_before_the_limit_and_those_of_blocks_after_it():
-    assert [row["tokens"] for row in batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)] == [30 + 4]
-    form = replace(FORM, kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])))
-    blocks = batch([{"text": "a" * 6}], form=form, limit=4)  # 7 tokens
-    assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
-
-
-def test_rows_that_the_limit_drops_are_marked():
-    found = batch([{"prompt": "p", "answers": ["a" * 50, "b"]}], limit=20, truncation="drop")
-    assert [row["fitted"] for row in found] == [Fitted.DROPPED, Fitted.KEPT_WHOLE]
-
-
-def test_the_first_token_of_plain_text_is_its_prompt():
+def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tokens():
     form = replace(FORM, kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])))
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
-
-
-def test_digests_tell_rows_apart_by_their_final_content():
-    rows = [{"prompt": "x" * 40, "answers": ["a"]}, {"prompt": "y" + "x" * 39, "answers": ["a"]},
-            {"prompt": "x" * 39, "answers": ["xa"]}]  # fmt: skip
-    digests = [row["digest"] for row in batch(rows, limit=12)]
-    assert digests[0] == digests[1] != digests[2], "after the limit"
-    rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
-    form = replace(FORM, truth="truth")
-    digests = [row["digest"] for row in batch(rows, use="prompt", form=form)]
-    assert digests[0] == digests[2] and len({*digests}) == 3
+    blocks = batch([{"text": "abcdef"}], form=form, limit=4)  # 7 tokens, of which the blocks share one
+    assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
+    assert [TOKENIZER.decode([*row["prompt_ids"], *row["answers"][0]]) for row in blocks] == ["abcd", "def<|end|>"]
+    cut, *dropped = batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)
+    assert (cut["tokens"], cut["fitted"], dropped) == (34, Fitted.PROMPT_CUT, [])
 
 
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     row = {"prompt": "é", "answer": "... #### 4", "n": None}
-    text = row_text(row, Example("é", []), settings("prompt"))
-    assert text == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'
-    assert json.loads(text) == row | {"data_source": "mine"}
+    assert row_text(row, Example("é", []), settings("prompt")) == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'
     solved = Example([{"role": "user", "content": "é"}], [], truth="4")
     chat = {"data_source": "mine", "_messages": solved.prompt}
     assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4", "_truth": "4"}
     named = settings("prompt", flags=DataFlags(data_path=["f"], answer_column="x"))
     assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4", "_truth": "4"}
-    assert json.loads(row_text({"data_source": "own"}, Example("p", []), named)) == {"data_source": "own"}
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
     assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}
+    # rewards would take the value of a column with the name of an added one for the conversation of the row
+    assert row_text({"data_source": "own", "_messages": "no"}, Example("p", []), named) == '{"data_source": "own"}'
 
 
 # A whole data set: in the order of the step, equal for any number of processes
 
 
-def dataset(rows: list[dict]) -> Rows:
+def tokenised(rows: list[dict], numbers: np.ndarray, tmp_path, workers=1):
     table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
-    return Rows(table, tuple(rows[0]))
-
-
-def tokenised(rows: Rows, numbers: np.ndarray, tmp_path, workers=1):
     cache = str(tmp_path / f"cache{workers}")
     flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers)
-    return tokenise_rows(rows, numbers, settings(flags=flags))
+    return tokenise_rows(Rows(table, tuple(rows[0])), numbers, settings(flags=flags))
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):
     numbers = np.array([8, 1, 3, 5])  # 2, 1, no and 2 answers; the others are of other steps
-    table = tokenised(dataset(raw_rows(12)), numbers, tmp_path)
+    table = tokenised(raw_rows(12), numbers, tmp_path)
     assert list(table.number) == [1, 5, 5, 8, 8]
     assert list(table.rows_of(numbers)) == [3, 4, 0, 1, 2]
     assert list(table.rows_of(np.array([3, 8, 3]))) == [3, 4]
-    rows = table.rows.select(table.rows_of(numbers))
-    assert [TOKENIZER.decode(ids[0]) for ids in rows["answers"]] == [
-        f"{text}<|end|>" for text in ("a8.0", "a8.1", "a1.0", "a5.0", "a5.1")
-    ]
+    texts = [TOKENIZER.decode(ids[0]) for ids in table.rows.select(table.rows_of(numbers))["answers"]]
+    assert texts == [f"{text}<|end|>" for text in ("a8.0", "a8.1", "a1.0", "a5.0", "a5.1")]
+    with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
+        tokenised(raw_rows(12), np.array([0]), tmp_path)
 
 
-def test_several_processes_make_the_same_rows(tmp_path):
-    raw, numbers = dataset(raw_rows(1500)), np.arange(1500)
-    found = [tokenised(raw, numbers, tmp_path, workers) for workers in (1, 2)]
-    assert found[0].rows.to_list() == found[1].rows.to_list()
-    assert (found[0].number == found[1].number).all()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_rows_stand_among_the_others_in_the_order_of_the_file(tmp_path, workers):
+def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(tmp_path):
     rows, places = raw_rows(1500), [20, 800, 1499]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
-    table = tokenised(dataset(rows), np.arange(1500), tmp_path, workers)
-    bad = np.flatnonzero(table.fitted == Fitted.UNUSABLE)
-    assert list(table.number[bad]) == places and (np.diff(table.number) >= 0).all()
-    assert str(table.problems[int(bad[0])]).startswith("f, row 21: 'answers' is null; the row: ")
-    elsewhere = np.setdiff1d(np.arange(1500), places)
-    others = tokenised(dataset(rows), elsewhere, tmp_path, workers)
-    assert len(others.number) == 1494 and not (others.fitted == Fitted.UNUSABLE).any()
+    one, two = (tokenised(rows, np.arange(1500), tmp_path, workers) for workers in (1, 2))
+    assert one.rows.to_list() == two.rows.to_list() and (one.number == two.number).all()
+    bad = np.flatnonzero(two.fitted == Fitted.UNUSABLE)
+    assert list(two.number[bad]) == places and (np.diff(two.number) >= 0).all()
+    assert str(two.problems[int(bad[0])]).startswith("f, row 21: 'answers' is null; the row: ")
 
 
-def test_a_data_set_without_a_row_for_the_step_is_rejected(tmp_path):
-    rows = dataset([{"prompt": "p", "answers": []}, {"prompt": "q", "answers": ["a"]}])
-    with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
-        tokenised(rows, np.array([0]), tmp_path)
+# The length limit
+
+P = Fitted.PROMPT_CUT
+A = Fitted.ANSWER_CUT
 
 
-def test_a_column_with_the_name_of_an_added_one_is_left_out():
-    """Rewards would take its value for the conversation of the row."""
-    settings = SimpleNamespace(flags=SimpleNamespace(answer_column=None, answer_pattern=None), source="a")
-    text = row_text({"x": 1, "data_source": "b", "_messages": "no"}, Example("Q:", []), settings)
-    assert json.loads(text) == {"x": 1, "data_source": "b"}
+class Tokens:
+    """What the length limit asks of a tokenizer: BOS is 0, and a chat prompt ends with the added token 8."""
+
+    bos_token_id, added_tokens_decoder = 0, {8: "<|end|>"}
+
+    def __len__(self) -> int:
+        return 10
+
+
+def fitted(prompt, answers, limit, policy, spans=(), of="text"):
+    [found] = fit(EncodedExample(prompt, answers, list(spans)), Example(of), Tokens(), limit, policy)
+    return found
+
+
+def fit_ids(prompt, answers, limit, policy):
+    row, done = fitted(prompt, answers, limit, policy)
+    return row.prompt, row.answers, done
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"),
+    [
+        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
+        ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
+        # An answer that leaves the prompt less than an eighth of the limit is cut to what the eighth leaves: 24 - 3.
+        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
+        ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
+        ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
+        # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
+        ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
+        ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
+    ],
+)
+def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
+    prompt, answers, limit, left, right, middle, expected_answers, done
+):
+    for policy, kept in (("left", left), ("right", right), ("middle", middle)):
+        assert fit_ids(prompt, answers, limit, policy) == (kept, expected_answers, done)
+    whole = (prompt, answers, Fitted.KEPT_WHOLE if done == Fitted.KEPT_WHOLE else Fitted.DROPPED)
+    assert fit_ids(prompt, answers, limit, "drop") == fit_ids(prompt, answers, limit, "error") == whole
+
+
+@pytest.mark.parametrize("policy", ["left", "right", "middle"])
+@pytest.mark.parametrize("prompt_length", [1, 9])
+@pytest.mark.parametrize("lengths", [(1,), (30, 2)])
+@pytest.mark.parametrize("limit", [2, 3, 8, 50])
+def test_prompt_and_answer_are_never_empty_and_keep_the_limit(prompt_length, lengths, limit, policy):
+    answers = [list(range(100, 100 + n)) for n in lengths]
+    whole = list(range(1, 1 + prompt_length))
+    prompt, kept, _ = fit_ids(whole, answers, limit, policy)
+    assert len(prompt) >= 1
+    if policy == "middle":
+        assert prompt == whole[: len(prompt) // 2] + whole[len(whole) - (len(prompt) + 1) // 2 :]
+    else:
+        assert prompt == (whole[-len(prompt) :] if policy == "left" else whole[: len(prompt)])
+    for before, after in zip(answers, kept, strict=True):
+        assert len(after) >= 1
+        assert after == before[: len(after)]
+        assert len(prompt) + len(after) <= limit
+
+
+@pytest.mark.parametrize("policy", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", range(2, 22))
+def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
+    prompt, spans = list(range(1, 21)), [(0, 2), (5, 9), (9, 10), (13, 20)]
+    row, _ = fitted(prompt, [[99]], limit, policy, spans)
+    found = [row.prompt[start:end] for start, end in row.prompt_spans]
+    assert found == [prompt[start:end] for start, end in spans if set(prompt[start:end]) <= set(row.prompt)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit", "expected"),
+    [
+        ("left", 7, [0, 5, 6, 7, 8, 9]), ("right", 7, [0, 1, 2, 3, 8, 9]), ("middle", 7, [0, 1, 2, 7, 8, 9]),
+        ("left", 4, [0, 8, 9]), ("right", 4, [0, 8, 9]), ("middle", 4, [0, 8, 9]),
+        ("left", 3, [8, 9]), ("right", 3, [0, 9]), ("middle", 3, [0, 9]),
+        ("left", 2, [9]), ("right", 2, [0]), ("middle", 2, [9]),
+    ],
+)  # fmt: skip
+def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
+    row, done = fitted(list(range(10)), [[99]], limit, policy, of=[{"role": "user", "content": "Where?"}])
+    assert (row.prompt, done) == (expected, P)

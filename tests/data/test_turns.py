@@ -1,10 +1,11 @@
 """The tokens of earlier answers in a prompt, by generation marks and by a probe."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from test_encode import CASES, TEMPLATES, chat_tokenizer
-from tiny_tokenizers import KINDS, tokenizer_of
+from chat_tokenizers import CASES, TEMPLATES, chat_tokenizer, templated
+from tiny_tokenizers import KINDS
 
 from dschat_ppo.data.encode import encode_example, encode_prompt, token_spans
 from dschat_ppo.data.examples import Example
@@ -33,18 +34,13 @@ def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
     """The text of each earlier answer; checks that the ids are those of the prompt."""
     found = encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools), True)
     assert found.prompt == encode_prompt(tokenizer, prompt, tools)
+    assert encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools)) == replace(found, prompt_spans=[])
     ids, texts = found.prompt, []
     for start, stop in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
         before = tokenizer.decode(ids[:start])
         whole = tokenizer.decode(ids[:stop])
         texts.append(whole[len(before) :])
     return texts
-
-
-def templated(kind: str, template: str):
-    tokenizer = tokenizer_of(kind)
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -84,20 +80,11 @@ def test_every_earlier_answer_is_found_with_its_final_token(kind, name):
 def test_thinking_that_the_template_drops_is_not_trained(kind, template):
     answer = {"role": "assistant", "content": "<think>\nUm.\n</think>\n\nIn the hall."}
     prompt = [TALK[1], answer, TALK[5], answer, TALK[5]]
-    assert spans_of(templated(kind, template), prompt) == ["In the hall.<|im_end|>"] * 2
-
-
-def test_an_answer_that_repeats_its_question():
-    same = [{"role": role, "content": "the hall"} for role in ("user", "assistant", "user")]
-    tokenizer = templated("bytes", DROPS_THINKING)
-    found = encode_example(tokenizer, Example(same, ["lamp"]), True)
-    header = len(tokenizer.encode("<|im_start|>user\nthe hall<|im_end|>\n<|im_start|>assistant\n"))
-    length = len(tokenizer.encode("the hall<|im_end|>"))
-    assert found.prompt_spans == [(header, header + length)]
+    assert spans_of(templated(template, kind), prompt) == ["In the hall.<|im_end|>"] * 2
 
 
 def test_an_answer_that_holds_what_the_template_writes_after_it():
-    tokenizer = templated("bytes", TEMPLATES["no marker"])
+    tokenizer = templated(TEMPLATES["no marker"])
     said = ["Here.\n\nThere.", "Yes."]
     talk = [TALK[1], {"role": "assistant", "content": said[0]}, {"role": "user", "content": ""},
             {"role": "assistant", "content": said[1]}, TALK[5]]  # fmt: skip
@@ -112,7 +99,7 @@ def test_marks_that_reach_too_far_or_not_far_enough_end_with_the_final_token():
     short = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"
     far = "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"
     for marked in (short, far):
-        found = spans_of(templated("bytes", body.replace("MARK", marked)))
+        found = spans_of(templated(body.replace("MARK", marked)))
         assert found == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
 
 
@@ -123,22 +110,12 @@ def test_wrong_marks_are_not_used():
         "{% if m.role == 'assistant' %}{% generation %}assistant{% endgeneration %}{% else %}{{ m.role }}{% endif %}"
     )
     for wrong in (template, once, CHATML.replace("{{ m.role }}", header)):
-        assert spans_of(templated("bytes", wrong)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+        assert spans_of(templated(wrong)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
 
 
-def test_tool_calls_are_trained_and_tool_messages_are_not():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
-    talk = [TALK[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "hall"}]
-    assert spans_of(templated("bytes", template), talk) == ['find({"what": "lamp"})<|im_end|>']
-
-
-@pytest.mark.parametrize("content", [None, "", "Let me look."])
-def test_tool_calls_of_a_template_that_opens_an_answer_with_empty_thinking(content):
+@pytest.mark.parametrize("content", [None, "Let me look."])
+def test_tool_calls_are_trained_and_tool_messages_are_not(content):
+    """Also where the template opens an answer with empty thinking."""
     template = (
         "{% for m in messages %}CHECK<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
         "<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -148,11 +125,11 @@ def test_tool_calls_of_a_template_that_opens_an_answer_with_empty_thinking(conte
     answer = {"role": "assistant", "content": content, "tool_calls": [call]}
     talk = [TALK[1], answer, {"role": "tool", "content": "hall"}]
     called = '<call>{"name": "find", "arguments": {"what": "lamp"}}</call><|im_end|>'
-    assert spans_of(templated("bytes", template.replace("CHECK", "")), talk) == [f"{content or ''}{called}"]
+    assert spans_of(templated(template.replace("CHECK", "")), talk) == [f"{content or ''}{called}"]
     missing = "m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
     check = f"{{% if {missing} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}"
     with pytest.raises(UserError, match="cannot be found for certain"):
-        spans_of(templated("bytes", template.replace("CHECK", check)), talk)
+        spans_of(templated(template.replace("CHECK", check)), talk)
 
 
 def test_marks_leave_out_what_the_template_writes_before_an_answer():
@@ -161,9 +138,9 @@ def test_marks_leave_out_what_the_template_writes_before_an_answer():
         "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    assert spans_of(templated("bytes", marked)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+    assert spans_of(templated(marked)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
     plain = re.sub(r"\{%-? *(end)?generation *%\}", "", marked)
-    assert spans_of(templated("bytes", plain)) == ["[aside]In the hall 😀<|im_end|>", "[aside] Café\n<|im_end|>"]
+    assert spans_of(templated(plain)) == ["[aside]In the hall 😀<|im_end|>", "[aside] Café\n<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -177,14 +154,7 @@ def test_marks_leave_out_what_the_template_writes_before_an_answer():
 def test_an_answer_that_cannot_be_found_is_refused(template):
     talk = [m if m["role"] == "assistant" else {**m, "content": m["content"].upper()} for m in TALK]
     with pytest.raises(UserError, match="--train_on last"):
-        spans_of(templated("bytes", template), talk)
-
-
-def test_without_all_turns_there_are_no_spans():
-    tokenizer = chat_tokenizer("bytes", "chatml")
-    both = [encode_example(tokenizer, Example(TALK, ["lamp"]), all_turns) for all_turns in (False, True)]
-    assert both[0].prompt_spans == []
-    assert (both[0].prompt, both[0].answers) == (both[1].prompt, both[1].answers)
+        spans_of(templated(template), talk)
 
 
 def test_what_precedes_an_answer_is_trained_with_it_unless_the_answer_begins_the_talk():

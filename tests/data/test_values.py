@@ -1,18 +1,87 @@
-"""Chat messages of data sets to messages for a chat template."""
+"""Values of rows: nested names, numbers, the correct answer, chat messages, tools."""
+
+import json
+import math
+from copy import deepcopy
 
 import pytest
 
-from dschat_ppo.data.examples import looks_like_messages, read_messages, read_tools, without_nulls
+from dschat_ppo.data.examples import (
+    has_value,
+    looks_like_messages,
+    margin_of,
+    read_messages,
+    read_tools,
+    text_at,
+    truth_of,
+    value_at,
+)
 from dschat_ppo.errors import UserError
+
+ROW = {
+    "reward_model": {"ground_truth": "72", "none": None}, "a.b": 1, "passages": [{"text": "t"}], "empty": None,
+    "margin": "1.5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("reward_model.ground_truth", "72"), ("a.b", 1), ("passages.0.text", "t"), ("empty", None)],
+)
+def test_a_dot_leads_into_a_column(path, value):
+    assert value_at(ROW, path) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("other", "has no 'other'"),
+        ("reward_model.x", "has no 'reward_model.x'"),
+        ("empty.x", "has no 'empty.x': 'empty' is null"),
+    ],
+)
+def test_a_missing_field_is_named_with_its_path(path, words):
+    assert not has_value(ROW, path)
+    with pytest.raises(UserError, match=words):
+        value_at(ROW, path)
+
+
+def test_a_column_of_whole_numbers_that_lacks_one_holds_floats():
+    """As pandas stores 3, 4 and a missing value: 3.0, 4.0 and NaN."""
+    inside = {"n": 72.0, "none": math.nan}
+    row = {"n": 3.0, "none": math.nan, "half": 2.5, "yes": True, "inside": inside, "far": -math.inf}
+    assert [text_at(row, path) for path in ("n", "half", "yes", "inside.n")] == ["3", "2.5", "true", "72"]
+    assert str(truth_of(row, "inside.n", None)) == "72" and truth_of(row, "n", r"^(\d+)$") == "3"
+    for path in ("none", "inside.none"):
+        assert not has_value(row, path)
+        with pytest.raises(UserError, match=f"'{path}' is null; expected text"):
+            text_at(row, path)
+        with pytest.raises(UserError, match=f"'{path}' is null; expected the correct answer"):
+            truth_of(row, path, None)
+    with pytest.raises(UserError, match="'far' is float .'-inf'.; expected text"):
+        text_at(row, "far")
+
+
+def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
+    given = ({}, {"margin": None}, {"margin": ""}, {"margin": math.nan}, ROW)
+    assert [margin_of(row) for row in given] == [0, 0, 0, 0, 1.5]
+    for value in ("big", "nan", math.inf, [1]):
+        with pytest.raises(UserError, match="'margin' is"):
+            margin_of({"margin": value})
+
+
+def test_the_pattern_finds_the_correct_answer():
+    row = {"answer": "2 * 3 = 6\n#### 6"}
+    assert (truth_of(row, "answer", "#### (.*)"), truth_of(row, "answer", None)) == ("6", row["answer"])
+    with pytest.raises(UserError, match=r"'answer' does not match 'x\(\.\)'"):
+        truth_of(row, "answer", "x(.)")
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
-        ({"from": "gpt", "value": "a"}, {"role": "assistant", "content": "a"}),
         ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
-        ({"role": "human", "content": "a"}, {"role": "user", "content": "a"}),
         ({"role": "user", "content": "a", "from": None, "value": None}, {"role": "user", "content": "a"}),
         ({"role": None, "content": None, "from": "user", "value": "a"}, {"role": "user", "content": "a"}),
         ({"role": "developer", "content": ""}, {"role": "developer", "content": ""}),
@@ -23,24 +92,16 @@ from dschat_ppo.errors import UserError
     ],
 )
 def test_one_message(given, expected):
-    assert read_messages([given], "m") == [expected]
-
-
-def test_messages_may_be_json_as_in_csv_files():
-    assert read_messages('[{"role": "user", "content": "a"}]', "m") == [{"role": "user", "content": "a"}]
-    assert read_messages({"role": "user", "content": "a"}, "m") == [{"role": "user", "content": "a"}]
+    before = deepcopy(given)
+    assert read_messages([given], "m") == read_messages(json.dumps([given]), "m") == [expected]  # as in CSV files
+    assert looks_like_messages([given]) and given == before
 
 
 def test_a_list_of_json_texts_holds_messages_and_a_list_of_other_texts_turns():
     texts = ['{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}']
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert read_messages(texts, "m") == read_messages(["a", "b"], "m") == turns
-
-
-def test_the_given_messages_are_not_changed():
-    given = [{"from": "human", "value": "a", "x": None}]
-    read_messages(given, "m")
-    assert given == [{"from": "human", "value": "a", "x": None}]
+    assert not any(map(looks_like_messages, ("text", [], ["a"], {"text": "a"}, None, [[{"role": "x"}]])))
 
 
 def test_arguments_of_tool_calls_become_objects():
@@ -54,22 +115,13 @@ def test_arguments_of_tool_calls_become_objects():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "'m' is null; expected a list"),
-        ("text", "'m' is str"),
         ("[1", "'m' is str"),
         ([], "'m' is an empty list"),
-        ([3], "message 1 of 'm' is int"),
         ([{"role": "user", "content": {"bytes": 9}}], "the content of message 1 of 'm' is 9 bytes"),
-        ([{"content": "a"}], "message 1 of 'm' has no role; expected system, user"),
-        ([{"role": ["user"], "content": "a"}], r"message 1 of 'm' has role \['user'\]"),
-        ([{"from": "human"}], "message 1 of 'm' has no value"),
-        ([{"role": "user", "content": 3}], "the content of message 1 of 'm' is int"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
             "message 1 of 'm' has a part of type 'image_url'; only text parts can be used",
         ),
-        ([{"role": "user", "content": ["a"]}], "message 1 of 'm' has a part of type 'str'"),
-        ([{"from": "function_call", "value": "find()"}], "a tool call of message 1 of 'm' is str .'find"),
         ([{"from": "function_call", "value": "{}"}], "a tool call of message 1 of 'm' has no 'name'"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
@@ -95,12 +147,3 @@ def test_tools_are_a_list_or_its_json(value, tools):
 def test_other_tools_are_refused(value):
     with pytest.raises(UserError, match="'tools' is"):
         read_tools(value, "tools")
-
-
-def test_what_looks_like_messages():
-    assert looks_like_messages([{"role": "x"}]) and looks_like_messages({"from": "x"})
-    assert not any(map(looks_like_messages, ("text", [], ["a"], {"text": "a"}, None, [[{"role": "x"}]])))
-
-
-def test_nulls_are_dropped_from_objects_alone():
-    assert without_nulls({"a": None, "b": [None, {"c": None}]}) == {"b": [None, {}]}

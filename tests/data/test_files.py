@@ -14,11 +14,10 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from test_splits import column, load, origins_of
+from prepared import column, load, origins_of, source_of, write_jsonl
 
-from dschat_ppo.data import cache, parts, rows
-from dschat_ppo.data.parts import BadRow, FilePart, kind_of, read_part
-from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data import parts
+from dschat_ppo.data.parts import BadRow, FilePart, read_part
 from dschat_ppo.data.streaming import ALL, find_rows, raw_batches
 from dschat_ppo.errors import UserError
 
@@ -59,7 +58,6 @@ CONTENT = {
     "indented.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2).encode(),
     "array.jsonl": json.dumps(ROWS, indent=2).encode(),
     "columns.json": json.dumps(COLUMNS).encode(),
-    "indented columns.json": json.dumps(COLUMNS, indent=2).encode(),
     "a.CSV": "\ufeffprompt,response\n".encode() + "".join(f'"{p}",{r}\n' for p, r in map(dict.values, ROWS)).encode(),
     "a.tsv": b"prompt\tresponse\r\n" + "".join(f"{p}\t{r}\r\n" for p, r in map(dict.values, ROWS)).encode(),
     "a.parquet": parquet(row_group_size=16),
@@ -67,6 +65,7 @@ CONTENT = {
     "file.arrow": arrow(pa.ipc.new_file),
 }
 PACK = {"": lambda content: content, ".gz": gzip.compress, ".zst": zstd}
+PACKED = ("a.jsonl", "array.json", "a.tsv", "a.parquet", "file.arrow")
 
 
 def batches(path: Path, place=None) -> list:
@@ -77,8 +76,9 @@ def pairs(found: list) -> list:
     return [pair for batch in found for pair in zip(batch.origins, batch.rows, strict=True)]
 
 
-@pytest.mark.parametrize("packing", PACK)
-@pytest.mark.parametrize("name", CONTENT)
+@pytest.mark.parametrize(
+    ("name", "packing"), [(name, packing) for packing in PACK for name in CONTENT if not packing or name in PACKED]
+)
 def test_every_kind_gives_the_same_rows_from_any_place_on(tmp_path, monkeypatch, name, packing):
     path = tmp_path / f"{name}{packing}"
     path.write_bytes(PACK[packing](CONTENT[name]))
@@ -87,17 +87,14 @@ def test_every_kind_gives_the_same_rows_from_any_place_on(tmp_path, monkeypatch,
     assert pairs(whole) == [(f"{path}, row {n}", row) for n, row in zip(NUMBERS, ROWS, strict=True)] and len(whole) == 8
     for number in range(1, 8):
         assert batches(path, json.loads(json.dumps(whole[number - 1].place))) == whole[number:]
+    if name == "a.jsonl" and not packing:  # lines are read from the place and not from the start
+        offset, number = whole[2].place
+        path.write_bytes(bytes(offset) + CONTENT[name][offset:])
+        assert [row for _, row in pairs(batches(path, [offset, number]))] == ROWS[21:]
+        path.write_bytes(CONTENT[name])
     splits = load(tmp_path, path)
-    assert (list(splits.train), origins_of(splits)) == (ROWS, [origin for origin, _ in pairs(whole)])
+    assert (list(splits.train), origins_of(splits.train)) == (ROWS, [origin for origin, _ in pairs(whole)])
     assert not splits.bad
-
-
-def test_lines_are_read_from_the_place_and_not_from_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "BATCH_ROWS", 20)
-    (tmp_path / "a.jsonl").write_bytes(CONTENT["a.jsonl"])
-    offset, number = batches(tmp_path / "a.jsonl")[0].place
-    (tmp_path / "a.jsonl").write_bytes(bytes(offset) + CONTENT["a.jsonl"][offset:])
-    assert [row for _, row in pairs(batches(tmp_path / "a.jsonl", [offset, number]))] == ROWS[20:]
 
 
 TURN = {"role": "user", "content": "hi"}
@@ -108,8 +105,7 @@ EXACT = [
     [{"a": [1, 0.5]}, {"a": [[1, "x"], []]}],
     [{"a": {"x": 1}}, {"a": {"y": 2.0}}, {"a": {}}],  # no key is added
     [{"messages": [TURN]}, {"messages": [TURN, CALL]}],
-    [{"a": 2**62}, {"a": -1}, {"a": 10**30}, {"a": {"b": -(10**30)}}],
-    [{"a": 0.30000000000000004}, {"a": 1e-300}],
+    [{"a": 2**62}, {"a": 10**30}, {"a": {"b": -(10**30)}}, {"a": 0.30000000000000004}, {"a": 1e-300}],
     [{"a": "\u2028 \x00 \U0001f600 \r"}, {"a": ""}],
 ]
 
@@ -127,10 +123,8 @@ def test_values_of_json_are_exactly_those_of_the_file(tmp_path, rows):
         ("missing.jsonl", b'{"a": "x"}\n{"b": [1]}\n', [{"a": "x", "b": None}, {"a": None, "b": [1]}]),
         ("one.json", json.dumps({"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}, indent=1).encode(),
          [{"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}]),
-        ("names.json", b'{"a": {"x": 1}, "b": {"x": 2}}', [{"a": {"x": 1}, "b": {"x": 2}}]),
         ("one.jsonl", b'{"p": {"0": "a"}}', [{"p": {"0": "a"}}]),  # no columns: each line is a row
         ("pandas.csv", b",p\n0,Gr\xc3\xbc\xc3\x9fe\n", [{"Unnamed: 0": "0", "p": "Grüße"}]),
-        ("tabs.tsv", b'p\tq\na,b\t"c\td"\n', [{"p": "a,b", "q": "c\td"}]),
         ("long.csv", b"p,q\n" + b"x" * 300_000 + b",1\n", [{"p": "x" * 300_000, "q": "1"}]),
         ("a.txt", "\ufeffone\r\n\n  \n two \nfour".encode(), [{"text": "one"}, {"text": " two "}, {"text": "four"}]),
         ("kinds.parquet", parquet(pa.table({"c": pa.array(["x"]).dictionary_encode(), "b": [b"xyz"]})),
@@ -170,17 +164,11 @@ BAD_ROWS = [  # a row, line 3 or row 2 of the file, that can be left out
     (".jsonl", b'{"p": "x", "resp', r"is not JSON \(Unterminated string starting at: column 12 .*\): '{\"p\": \"x\", "),
     (".jsonl", b"nothing" + b"x" * 10**6, r"is not JSON \(Expecting value: column 1 \(char 0\)\): 'nothingx{33}'"),
     (".jsonl", b'{"p": "' + "é".encode() * 60 + b'\xfc"}', r"is not UTF-8 text \(.*\): 'é{20}\\\\xfc\"}'"),
-    (".jsonl", b"null", "is not an object with named fields"),
     (".jsonl", b"{}", "is not an object with named fields"),
     (".jsonl", b'{"p": ' + DEEP + b"}", r"is not JSON \(maximum recursion"),
-    (".jsonl", b'{"a":' * 201 + b"1" + b"}" * 201, "is nested too deeply"),  # Python parses it
     (".jsonl", b'{"p": "\\ud800"}', "holds half of a surrogate pair"),
     (".jsonl", b'{"p": {"x": -Infinity}}', r"is not JSON \(-Infinity is no number\)"),
-    (".jsonl", b'{"a": ' + b"1" * 5000 + b"}", r"is not JSON \(Exceeds the limit"),
-    (".jsonl", bytes(10_000), "is not JSON"),
     (".json", b"7", "is not an object with named fields"),
-    (".json", b'{"p": "\\ud83d"}', "holds half of a surrogate pair"),
-    (".csv", b"one", "has 1 fields, the header has 2"),
     (".csv", b'"x\ny",b,c', "has 3 fields, the header has 2; put text that contains the separator in double quotes"),
     (".csv", b"caf\xe9,2", r"is not UTF-8 text \(save the file as UTF-8\): 'caf\\\\xe9,2'"),
     (".txt", b"\xff", r"is not UTF-8 text \(save the file as UTF-8\): '\\\\xff\\n'"),
@@ -213,30 +201,16 @@ def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, caus
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer, .*git lfs pull"),
         ("bad.jsonl", b"abc\ndef\n", "every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
         ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
-        ("end.json", b'[{"p": "a"}, {"p": "b"}', r"is not JSON \(Expecting ',' delimiter: column 24"),
-        ("colon.json", b'[{"p": "a"},\n {"p" "b"}]', r"is not JSON \(Expecting ':' delimiter: line 2 column 7 "),
         ("several.json", b'{\n"p": "a"}\n{\n"p": "b"}\n', r"is not JSON \(Extra data: line 3 .*on each line$"),
-        ("first.json", b'{"p":\n{"p": "b"}\n', "is not JSON .*one object on each line$"),
-        ("latin.json", b'[{"p": "caf\xe9"}]', r"is not UTF-8 text .*caf\\\\xe9"),
         ("deep.json", DEEP, r"is not JSON \(maximum recursion"),
-        ("deep_row.json", b'[{"p":' + DEEP + b"}]", r"is not JSON \(maximum recursion"),
         ("header.csv", b"caf\xe9,q\n1,2\n", "is not UTF-8 text"),
         ("same.csv", b"a,b,a\n1,2,3\n", "several columns have the same name: a, b, a"),
-        ("excel.csv", b"p;q\na, b;c\n", "the header is one column, 'p;q'; a .csv file needs commas, a .tsv file tabs"),
-        ("tabs.csv", b"p\tq\na\tb\n", r"the header is one column, 'p\\tq'"),
-        ("commas.tsv", b"p,q\na,b\n", "the header is one column, 'p,q'"),
         ("quote.csv", b'p,q\n1,2\n"a" b,c\n', r"line 3 is not CSV \(',' expected after '\"'\); text with"),
         ("open.csv", b"p,q\n1,2\n" + b'"open,b\n' + b"3,4\n" * 9, r"line 12 is not CSV \(unexpected end of data\)"),
-        ("zeros.parquet", bytes(10_000), "cannot be read: "),
         ("cut.parquet", parquet()[:-20], "cannot be read: "),
         ("not_utf8.parquet", not_utf8(), "cannot be read: .*UTF8"),
-        ("cut.arrow", arrow(pa.ipc.new_file)[:-20], "cannot be read: "),
-        ("plain.jsonl.gz", CONTENT["a.jsonl"], "cannot be read: "),
         ("plain.jsonl.zst", CONTENT["a.jsonl"], "cannot be read: "),
-        ("one.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:1], "cannot be read: Truncated"),
         ("cut.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
-        ("cut.jsonl.zst", zstd(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
-        ("sum.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-6] + bytes(6), "cannot be read: .*data check"),
         *((name, content, "the data set is empty$") for name, content in [
             ("zero.jsonl", b""), ("blank.jsonl", b"\n\n"), ("list.json", b"[]"), ("header.csv", b"p,q\n"),
             ("rows.parquet", parquet(TABLE[:0])), ("zero.csv", b"")]),
@@ -270,91 +244,17 @@ def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, nam
         try:
             splits = load(tmp_path, path)
             assert len(list(splits.train)) == len(splits.train) > 0
-            assert all(str(path) in text for text in origins_of(splits))
+            assert all(str(path) in text for text in origins_of(splits.train))
         except UserError as problem:
             assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1500
 
 
-def test_what_is_no_regular_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+def test_what_is_no_regular_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "dead.jsonl").symlink_to(tmp_path / "nowhere")
     for name in ("pipe", "dead"):
         with pytest.raises(UserError, match=rf"^--data_path {tmp_path}/{name}\.jsonl: is not a regular file$"):
             load(tmp_path, tmp_path / f"{name}.jsonl")
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(CONTENT["a.jsonl"])
-    opened = Path.open
-
-    def refuse(self, *words, **settings):
-        if self == path:
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *words, **settings)
-
-    monkeypatch.setattr(parts.Path, "open", refuse)
-    with pytest.raises(UserError, match=r"^--data_path .*/a\.jsonl: cannot be read: .*Permission denied"):
-        load(tmp_path, path)
-
-
-def test_the_names_of_data_files():
-    assert all(map(kind_of, ["a.jsonl", "a.tsv.gz", "a.JSON.ZST", "a.arrow", "a.txt"]))
-    assert not any(map(kind_of, ["a.gz", "a.md", "jsonl", "a.zip"]))
-
-
-# The cache
-
-
-def test_a_full_disk_is_not_an_error_of_the_file(tmp_path, monkeypatch):
-    """The parts that were written until then do not keep it full; when it is free, only the entry is left."""
-
-    def fail(path, mode):
-        Path(path).write_bytes(b"some of the rows")
-        raise OSError(28, os.strerror(28))
-
-    def left() -> set[str]:
-        return {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"}
-
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(CONTENT["a.jsonl"]))
-    with monkeypatch.context() as patch:
-        patch.setattr(rows.pa, "OSFile", fail)
-        with pytest.raises(UserError, match=r"^--data_output_path .*cache: .*No space left on device.*free disk space"):
-            load(tmp_path, tmp_path / "d.jsonl.gz")
-    assert left() == set()
-    load(tmp_path, tmp_path / "d.jsonl.gz")
-    assert left() == {"notes.json", "rows_00000.arrow"}
-
-
-def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\nx\n')
-    before = path.stat()
-    assert column(load(tmp_path, path).train, "a") == [1]
-    path.write_text('{"a": 2}\nx\n')
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert column(load(tmp_path, path).train, "a") == [2]
-
-
-@pytest.mark.parametrize("at", [0, 2**22 - 1])
-def test_the_ends_of_a_large_file_identify_it(tmp_path, at):
-    path = tmp_path / "a.txt"
-    path.write_bytes(bytes(2**22))
-    key = cache.content_key([path])
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(b"x")
-    assert cache.content_key([path]) != key
-
-
-def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.jsonl").write_bytes(CONTENT["a.jsonl"])
-    one, two = (FilePart(tmp_path / name / "a.jsonl", "--data_path") for name in ("one", "two"))
-    content, place = one.content, one.key
-    assert content == two.content and place != two.key
-    os.utime(one.path, (1, 1))
-    assert one.content == content and one.key != place
-    two.path.write_bytes(CONTENT["a.jsonl"].replace(b"49", b"50"))
-    assert two.content != content
 
 
 # Folders and streams
@@ -362,33 +262,28 @@ def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_
 
 def test_files_of_a_folder_keep_their_order_names_and_bad_rows(tmp_path):
     folder = tmp_path / "data"
-    folder.mkdir()
-    for name, numbers in {"b": ["1", "bad"], "a": ["2"], "test": ["worse", "3"], "c": ["4", "bad"]}.items():
-        text = "".join((f'{{"n": "{line}"}}' if line.isdigit() else line) + "\n" for line in numbers)
-        (folder / f"{name}.jsonl").write_text(text)
+    for name, numbers in {"b": [1, "bad"], "a": [2], "test": ["worse", 3], "c": [4, "bad"]}.items():
+        write_jsonl(folder / f"{name}.jsonl", [line if line in ("bad", "worse") else {"n": line} for line in numbers])
     splits = load(tmp_path, folder)
-    assert column(splits.train, "n") == ["2", "1", "4"] and column(splits.eval, "n") == ["3"]
-    assert origins_of(splits) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
-    assert origins_of(splits, splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
+    assert column(splits.train, "n") == [2, 1, 4] and column(splits.eval, "n") == [3]
+    assert origins_of(splits.train) == [f"{folder / name}.jsonl, row 1" for name in ("a", "b", "c")]
+    assert origins_of(splits.eval) == [f"{folder / 'test'}.jsonl, row 2"]
     assert len(splits.bad) == 3 and splits.bad[0].startswith(f"{folder / 'b.jsonl'}, row 2 is not JSON")
 
 
 def test_files_of_different_kinds_need_the_same_columns(tmp_path):
     folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"p": "x", "q": "1"}\n{"q": "2", "p": "y"}\n')
+    write_jsonl(folder / "a.jsonl", [{"p": "x", "q": "1"}, {"q": "2", "p": "y"}])
     (folder / "b.csv").write_text("q,p\n3,z\n")
     assert column(load(tmp_path, folder).train, "p") == ["x", "y", "z"]
     (folder / "notes.txt").write_text("a note\n" * 30)
-    said = r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"):
         load(tmp_path, folder)
 
 
 def found_in(spec: str | Path, tmp_path: Path):
     """The streamed set that a name means."""
-    [source] = parse_sources([str(spec)], "--data_path")
-    return find_rows(source, str(tmp_path / "cache"))
+    return find_rows(source_of(spec), str(tmp_path / "cache"))
 
 
 def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_left_out(tmp_path):
@@ -397,22 +292,9 @@ def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_le
     found = found_in(tmp_path, tmp_path)
     assert [row["n"] for _, row in pairs(raw_batches(found.parts, ALL))] == [0, 1, 2, 10, 11, 12]
     assert found.evaluation == ["validation"]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("{}@20", "@ROWS needs all rows"),
-        ("{}[train[:10%]]", "reads whole splits"),
-        ("{}[nothing]", "has no split 'nothing'; it has train"),
-        ("{}.jsonl", "no such file or folder"),
-    ],
-)
-def test_what_a_stream_refuses(tmp_path, spec, message):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/train.jsonl").write_bytes(CONTENT["a.jsonl"])
-    with pytest.raises(UserError, match=message):
-        found_in(spec.format(tmp_path / "set"), tmp_path)
+    for ending, words in (("@20", "@ROWS needs all rows"), ("[train[:10%]]", "reads whole splits")):
+        with pytest.raises(UserError, match=words):
+            found_in(f"{tmp_path}{ending}", tmp_path)
 
 
 def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):

@@ -85,56 +85,34 @@ def test_malformed_config_files_are_rejected(model, name):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("kind", "settings", "words"),
     [
-        ({"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion
-        ({"hidden_size": 0}, "wrong shape"),
-        ({"num_attention_heads": 3}, "config.json"),
-        ({"num_attention_heads": 0}, "config.json"),
-        ({"num_key_value_heads": 0}, "LlamaConfig"),
-        ({"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
-        ({"text_config": 7}, "vocab_size"),
+        ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
+        ("lm", {"num_attention_heads": 3}, "config.json"),
+        ("lm", {"num_key_value_heads": 0}, "LlamaConfig"),
+        ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
+        ("lm", {"text_config": 7}, "vocab_size"),
+        ("reward", {"hidden_act": "nonsense"}, "nonsense"),
+        ("reward", {"head_dim": 0}, "negative power"),
+        ("reward", {"vocab_size": -1}, "negative dimension"),
+        ("codegen", {"activation_function": "nonsense"}, "nonsense"),
+        ("codegen", {"n_head": 0}, "by zero"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_rejected_before_it_takes_memory(model, settings, words):
-    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | settings))
+def test_a_model_that_cannot_be_built_is_rejected_in_one_line(assets, tmp_path, kind, settings, words):
+    """Language models; reward models; those that transformers has no classifier for."""
+    folder = tmp_path / "model"
+    if kind == "codegen":
+        sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+        CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(folder)
+    else:
+        shutil.copytree(assets / kind, folder)
+    place = folder / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | settings))
+    words = words if kind == "lm" else f"no reward model can be built from its config.json: .*{words}"
     with pytest.raises(UserError, match=words) as caught:
-        read_model(model)
-    assert str(model) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def classifiers(assets, tmp_path) -> Path:
-    """`llama`, a reward model, and `codegen`, a language model without a classifier in transformers."""
-    shutil.copytree(assets / "reward", tmp_path / "llama")
-    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-    CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(tmp_path / "codegen")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "value", "words"),
-    [
-        ("llama", "hidden_act", "nonsense", "nonsense"),
-        ("llama", "head_dim", 0, "negative power"),
-        ("llama", "vocab_size", -1, "negative dimension"),
-        ("codegen", "activation_function", "nonsense", "nonsense"),
-        ("codegen", "n_head", 0, "by zero"),
-    ],
-)
-def test_a_reward_model_that_cannot_be_built_is_rejected_in_one_line(classifiers, name, setting, value, words):
-    place = classifiers / name / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {setting: value}))
-    with pytest.raises(UserError, match=f"no reward model can be built from its config.json: .*{words}") as caught:
-        check_sequence_classifier(str(place.parent), new_head=True)
-    assert str(place.parent) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_model_config_that_requests_tuples_still_works(model):
-    (model / "config.json").write_text(
-        json.dumps(json.loads((model / "config.json").read_text()) | {"return_dict": False})
-    )
-    assert load_config(str(model), FLAG).return_dict
+        read_model(folder) if kind == "lm" else check_sequence_classifier(str(folder), new_head=True)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_flipped_bytes_of_weights_are_rejected_or_read(model):
