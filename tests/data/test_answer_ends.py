@@ -132,7 +132,6 @@ DROPS = (
     ("opened", "answer", "expected"),
     [
         ("<think>\n", "<think>\nUm.</think>Here.", "Um.</think>Here."),
-        ("<think>\n", "<think>Um.</think>Here.", "Um.</think>Here."),
         ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
         ("", "<think>\nUm.</think>Here.", "<think>\nUm.</think>Here."),  # its template would drop what is trained
         ("", "Here.", "Here."),
@@ -170,25 +169,6 @@ def test_each_trained_turn_ends_with_its_end_token(template, earlier, last):
     assert [tokenizer.decode(answer) for answer in found.answers] == [last.format("lamp")]
     assert found.prompt == encode_prompt(tokenizer, talk)
     assert tokenizer.convert_ids_to_tokens(answer_ends(tokenizer)) == ["<|endoftext|>"]
-
-
-@pytest.mark.parametrize("template", [OPENS_THINK, OTHER_END, NEXT_ROLE])
-def test_four_times_the_turns_are_four_times_the_rendered_characters(template, monkeypatch):
-    tokenizer = special_tokenizer(template, "<|endoftext|>", MARKERS)
-    rendered, whole = [], type(tokenizer).apply_chat_template
-
-    def counted(*arguments, **settings):
-        rendered.append(whole(*arguments, **settings))
-        return rendered[-1]
-
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
-    counts = []
-    for turns in (50, 200):
-        rendered.clear()
-        talk = sum(([ASK, thinking("x", f"a{number:3}")] for number in range(turns)), [])
-        assert len(encode_example(tokenizer, Example([*talk, ASK], ["lamp"]), True).prompt_spans) == turns
-        counts.append(sum(map(len, rendered)))
-    assert counts[1] < 4.2 * counts[0]
 
 
 # Texts that bring their own final tokens

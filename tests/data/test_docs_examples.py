@@ -55,12 +55,6 @@ class Section:
         lines = [line.strip("|").split(" | ") for line in self.text.splitlines() if line.startswith("| ")]
         return [(cells[0].strip(), spans(cells[1]), spans(cells[2])) for cells in lines[1:]]
 
-    def read(self, rows: list[dict], case: str) -> tuple:
-        """(form, rows)."""
-        has_template, flags = CASES[case]
-        form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
-        return form, rows
-
 
 def spans(cell: str) -> list[str]:
     """The code spans of a cell, in which line breaks are written as in JSON."""
@@ -98,7 +92,8 @@ def test_the_page_has_every_form():
 def test_an_example_is_read_as_the_page_shows(section):
     assert len(section.rows) == 2 and section.table
     for case, prompt, answers in section.table:
-        form, rows = section.read(section.rows, case)
+        rows, (has_template, flags) = section.rows, CASES[case]
+        form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
         assert (form.name, set(form.uses)) == (section.name, section.uses)
         for use in form.uses:
             found = form.read(rows[0], use, "data.jsonl, row 1")[0]

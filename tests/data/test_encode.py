@@ -22,7 +22,6 @@ from dschat_ppo.data.encode import (
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import NAMED, turn_end
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools import addition
 
 WORDS = [
     "Where", " lamp", "hall.", "\n", "\n\n", "  ", " ", "😀", "é", "☕", "Human:", " Assistant:", "<|im_end|>",
@@ -103,16 +102,6 @@ def test_a_fast_tokenizer_that_encodes_in_its_own_way_is_called():
     backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer = Lower(tokenizer_object=backend, eos_token="</s>")
     assert encode_prompt(tokenizer, "aB") == [0, 1]
-
-
-def test_a_vocabulary_of_a_few_characters_encodes_its_rows():
-    tokenizer = addition.make_tokenizer()  # rejects line breaks and letters
-    with pytest.raises(Exception, match="UNK"):
-        tokenizer.encode("\n")
-    example = encode_example(tokenizer, Example("93+21=", ["411"]))
-    ids = tokenizer.convert_tokens_to_ids
-    assert example.prompt == ids(list("93+21=")) and example.answers == [[*ids(list("411")), tokenizer.eos_token_id]]
-    assert encode_answer(tokenizer, "93+21=", "411") == example.answers[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

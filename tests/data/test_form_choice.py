@@ -48,9 +48,7 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, 
     ],
 )  # fmt: skip
 def test_two_columns_for_one_role_need_a_choice(row, column, flags, answer):
-    with pytest.raises(
-        UserError, match=rf"^d\.jsonl: '{column}' holds content, .* does not use; --ignore_columns {column}"
-    ):
+    with pytest.raises(UserError, match=rf"^d\.jsonl: '{column}' holds .* does not use; --ignore_columns {column}"):
         form_of([{**row, "response": None, "question": None} | row, row])
     assert [example.answers for example in read([row], "sft", **flags)] == [[answer]]
 
@@ -69,10 +67,7 @@ def test_a_difference_in_any_of_the_first_rows_counts():
     ("row", "form"),
     [
         ({"conversation": TALK, "model": "m-1", "user": "u7"}, "sharegpt"),  # WildChat: who asked and answered
-        (
-            {"id": "1", "system_prompt": "Be brief.", "question": "Why?", "response": "So."},
-            "question_answer",
-        ),  # OpenOrca
+        ({"id": "1", "system_prompt": "Be.", "question": "Why?", "response": "So."}, "question_answer"),  # OpenOrca
         # UltraChat: the prompt is the first message of the user
         ({"prompt": "Why?", "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")]}, "messages"),
         ({"prompt": "Q:", "response": "r", "completion": "r"}, "prompt_response"),
@@ -107,34 +102,19 @@ def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, na
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer"),
+    ("glued", "apart"),
     [
-        ("What is 2+2?", "4"),
-        ("Say it", "Yes"),
-        ("你好。", "好"),
-        ('"Why?"', "So"),
+        (("What is 2+2?", "4"), ("What is 2+2?", " 4")),
+        (("Say it", "Yes"), ("2+2=", "4")),
+        (("你好。", "好"), ("Why?\n", "So")),
+        (('"Why?"', "So"), ("Why", ", so")),
     ],
 )
-def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(prompt, answer):
-    with pytest.raises(UserError) as caught:
-        form_of([{"prompt": prompt, "response": answer}])
-    message = str(caught.value)
-    assert repr(f"...{prompt}{answer}...") in message
-    assert all(flag in message for flag in ("--apply_chat_template True", "False keeps the text"))
-    assert "--input_template" in message
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        ("What is 2+2?", " 4"),
-        ("2+2=", "4"),
-        ("Why?\n", "So"),
-        ("Why", ", so"),
-    ],
-)
-def test_text_with_something_between_stays_text_unasked(prompt, answer):
-    form = form_of([{"prompt": prompt, "response": answer}])
+def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(glued, apart):
+    with pytest.raises(UserError, match="--apply_chat_template True.*False keeps the text; --input_te") as caught:
+        form_of([{"prompt": glued[0], "response": glued[1]}])
+    assert repr(f"...{''.join(glued)}...") in str(caught.value)
+    form = form_of([{"prompt": apart[0], "response": apart[1]}])  # something is between them
     assert (form.rendering, form.warning) == ("text", "")
 
 

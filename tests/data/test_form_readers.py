@@ -99,7 +99,6 @@ PAIR = {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}
 RANKED = [ranked(TWO, [1, 2])]
 BAD = {
     "prompt is null": ({"prompt": None, "response": "a"}, "sft", "'prompt' is null"),
-    "prompt is no list of messages": ({"prompt": [], "response": "a"}, "sft", "'prompt' is an empty list"),
     "prompt is empty": ({"prompt": "", "response": "a"}, "sft", "the prompt is empty"),
     "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is an object"),
     "empty answer": ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
@@ -128,10 +127,6 @@ BAD = {
     "a transcript that ends with the human": (
         {"text": f"{HH} a\n\nHuman: b"}, "sft", "'text' does not end with a turn that starts with",
     ),
-    "history is a number": (
-        {"prompt": "Q: ", "response": "a", "history": 7}, "sft", "'history' is int .'7'.; expected pairs",
-        [{"prompt": "Q: ", "response": "a", "history": [["b", "c"]]}],
-    ),
     "the answer of a pair is excluded": (
         {"chosen": [ASK, assistant("In the hall.", weight=0)], "rejected": [ASK, ROOF]}, "preference",
         "the answer of 'chosen' is excluded",
@@ -157,10 +152,6 @@ BAD = {
         {"prompt": "Q:", "chosen": "a"}, "preference", "has no 'rejected'",
         [{"prompt": "Q:", "chosen": "a", "rejected": "b"}],
     ),
-    "no mark in the correct answer": (
-        {"question": "How many?", "answer": "24"}, "prompt", "'answer' does not match",
-        [{"question": "How many?", "answer": "#### 24"}],
-    ),
     "a score too few": (ranked(TWO, [1]), "preference", "'responses' has 2 answers, but 'scores' 1 numbers", RANKED),
     "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
     "equal answers of a list": (
@@ -175,13 +166,6 @@ BAD = {
     "prm: rating": (prm({"completions": [option("a", 2)]}), "steps", "no step of PRM800K .2.; .*-1, 0, 1", [PRM800K]),
     "prm: choice": (
         prm({"completions": [option("a", 1)], "chosen_completion": 1}), "steps", "list index out of range", [PRM800K],
-    ),
-    "a conversation that is answered twice": (
-        {"conversations": [ASK, HALL], "chosen": "a", "rejected": "b"}, "prompt",
-        "the prompt in 'conversations' ends with the assistant's",
-    ),
-    "a prompt of another column": (
-        {"chat": [ASK, HALL]}, "prompt", "the prompt in 'chat' ends with the assistant's", {"prompt_column": "chat"}
     ),
 }  # fmt: skip
 

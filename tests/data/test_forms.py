@@ -84,32 +84,16 @@ def test_the_rendering_follows_template_and_flags(row, flags, has_template, prom
     [
         ({"a": 1, "b": 2}, {}, "has the columns 'a', 'b', which fit no known form; .*--prompt_column"),
         ({"prompt": "Q:", "a": "x"}, {"response_column": "b"}, "has no such column; it has 'prompt', 'a'"),
-        (
-            {"prompt": "Q:"},
-            {"data_format": "alpaca"},
-            "has the columns 'prompt', which do not fit the form alpaca ",
-        ),
-        (
-            {"messages": [ASK], "c": "x"},
-            {"data_format": "messages", "chosen_column": "c"},
-            "do not fit the form messages",
-        ),
+        ({"prompt": "Q:"}, {"data_format": "alpaca"}, "has the columns 'prompt', which do not fit the form alpaca"),
+        ({"messages": [ASK], "c": "x"}, {"data_format": "messages", "chosen_column": "c"}, "do not fit the form"),
         ({"messages": [ASK]}, {"has_template": False}, "has no chat template; --chat_template chatml"),
-        (
-            {"prompt": "a"},
-            {"apply_chat_template": True, "has_template": False},
-            "has no chat template; --chat_template",
-        ),
+        ({"prompt": "a"}, {"apply_chat_template": True, "has_template": False}, "has no chat template"),
         ({"text": "Once."}, {"apply_chat_template": True}, "form text is text, so --apply_chat_template True does not"),
         ({"prompt": "Q: ", "response": "a"}, {"system_message": "Be."}, "--system_message.*--apply_chat_template True"),
         ({"messages": [ASK]}, {"role_names": ["customer"]}, "--role_names 'customer='"),
         ({"prompt": "a b", "tools": [TOOL]}, {}, "'tools' holds content, .*--apply_chat_template True uses it"),
         ({"prompt": "a", "meta": {"s": "Be."}}, {"system_column": "meta.s"}, r"'meta\.s' holds content"),
-        (
-            {"text": "Once.", "system": "Be."},
-            {},
-            "'system' holds content, .*--ignore_columns system leaves out",
-        ),
+        ({"text": "Once.", "system": "Be."}, {}, "'system' holds content, .*--ignore_columns system leaves"),
     ],
 )
 def test_what_does_not_go_together_is_refused(row, flags, words):
@@ -136,10 +120,7 @@ def test_the_system_column_precedes_chat_messages():
 
 def test_system_messages_of_text_prompts_need_a_choice():
     row = {"prompt": "a b", "system": "Be kind."}
-    with pytest.raises(
-        UserError,
-        match=r"'system' holds content, .*--ignore_columns system.*--apply_chat_template True uses it",
-    ):
+    with pytest.raises(UserError, match="'system' holds .*--ignore_columns system.*--apply_chat_template True uses it"):
         form_of([row])
     assert read([row], "prompt", system_column="") == [Example("a b", [])]
     assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]

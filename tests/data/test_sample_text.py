@@ -36,16 +36,6 @@ def test_trained_parts_are_marked(kind):
     assert sample(kind, []) == expected.replace("⟦", "").replace("⟧", "")
 
 
-def test_adjacent_ranges_are_one_part_and_a_boundary_may_split_a_character():
-    tokenizer = chat_tokenizer("bytes", "zephyr")
-    ids = tokenizer.encode("Where is it?")
-    row = {"prompt_ids": ids[:-1], "answers": [ids[-1:]], "prompt_spans": [[1, 2], [2, len(ids) - 1]]}
-    assert row_sample(tokenizer, row) == f"{tokenizer.decode(ids[:1])}⟦{tokenizer.decode(ids[1:])}⟧"
-    ids = tokenizer.encode("ä")
-    assert len(ids) == 2
-    assert row_sample(tokenizer, {"prompt_ids": ids[:1], "answers": [ids[1:]]}) == "\ufffd⟦\ufffd⟧"
-
-
 def test_the_first_row_of_each_data_set_is_logged(said):
     tokenizer = chat_tokenizer("letters", "zephyr")
     encoded = [encode_example(tokenizer, Example(letter, ["x"])) for letter in "abcd"]

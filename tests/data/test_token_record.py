@@ -37,7 +37,6 @@ from dschat_ppo.data.templates import NAMED, named_template
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 
-WHOLE = ("1,0,0", "0,1,0", "0,0,1")
 RECORD = Path(__file__).with_name("token_record.json")
 INST = (  # without generation marks, and with a space before answers
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
