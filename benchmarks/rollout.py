@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -71,6 +72,7 @@ def by_us(
 ) -> None:  # fmt: skip
     """Continuous batching, including the log-probs of the sampled tokens; by default from the whole distribution, and
     without CUDA graphs of earlier rollouts."""
+    use_fast_layers(model)  # as in training; they stay, for transformers too
     stopping = StoppingCriteria(int(work.answer_lengths.max()))
     how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device

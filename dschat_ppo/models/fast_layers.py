@@ -1,5 +1,5 @@
 """RMSNorm and SwiGLU layers by compiled kernels, with backward passes by hand: bf16 on a CPU. On a GPU, RMSNorm by
-PyTorch's kernel.
+PyTorch's kernel; without gradients in fp32 by its function, which is fewer operations.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -67,10 +67,13 @@ def _can_run(*tensors: Tensor) -> bool:
 @cache
 def _fast_norm(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        if _can_run(states, self.weight):
-            found: Tensor = _RMSNorm.apply(states, self.weight, self.variance_epsilon)
-        elif states.is_cuda:
-            found = self.weight * nn.functional.rms_norm(states, self.weight.shape, None, self.variance_epsilon)
+        weight, eps, trains = self.weight, self.variance_epsilon, torch.is_grad_enabled()
+        if _can_run(states, weight):
+            found: Tensor = (
+                _RMSNorm.apply(states, weight, eps) if trains else operations.rms_norm(states.contiguous(), weight, eps)
+            )
+        elif states.is_cuda or (states.dtype == torch.float32 and not trains):  # in fp32, with the same bits
+            found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
             found = kind.forward(self, states)
         return found

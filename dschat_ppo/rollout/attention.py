@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -63,15 +62,9 @@ def decode_attention(
     return mixed
 
 
-@cache
-def _has_wide_products() -> bool:
-    """Whether a product of half-precision matrices on a GPU can give fp32 (PyTorch 2.8)."""
-    return "dtype" in torch.ops.aten.bmm.overloads() and torch.version.hip is None
-
-
 def _products(query: Tensor, keys: Tensor) -> Tensor:
     """(n, q, d) and (n, k, d) -> (n, q, k) products; on a GPU in fp32, because bf16 rounds a score of 16 by 0.06."""
-    if query.is_cuda and query.dtype != torch.float32 and _has_wide_products():
+    if query.is_cuda and query.dtype != torch.float32 and torch.version.hip is None:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(query, keys.transpose(1, 2))
 
@@ -127,8 +120,6 @@ class DecodeKernel(Protocol):
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool: ...
 
-    def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool: ...
-
     def __call__(
         self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
         scale: float, window: int | None,
@@ -183,9 +174,8 @@ class RolloutAttention:
         outputs = []
         for batch in self.metadata:
             rows = slice(batch.first, batch.first + batch.count)
-            kernel = self._kernel if layer in self._kernel_layers else None
-            if kernel is not None and not kernel.can_run(batch):
-                kernel = None
+            # products read a prefix that several rows share once for all of them
+            kernel = self._kernel if layer in self._kernel_layers and batch.prefix is None else None
             if kernel is None or not kernel.writes_cache:
                 for cached, new in zip(batch.cache.layer(layer, key, value), (key, value), strict=True):
                     _write(batch, cached, new[rows, :, 0])
@@ -276,10 +266,6 @@ class CPUDecode:
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
         """Whether the kernel can be used for a layer."""
         return not softcap and value.shape == key.shape and can_run(query, key, value)
-
-    def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool:
-        """Whether it can be used for a step. Products read a prefix that several rows share once for all of them."""
-        return isinstance(batch, DecodeMetadata) and batch.prefix is None
 
     def __call__(
         self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,

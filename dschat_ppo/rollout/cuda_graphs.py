@@ -194,10 +194,6 @@ class GraphedDecoder:
         self._prompt_lengths = prompt_lengths
         self._memory = memory
         self._buffers = buffers
-        self._spare = buffers.count
-        self._longest = buffers.width  # most tokens of a row, of prompt and answer
-        self._logits_bytes = len(buffers.is_end) * LOGITS_BYTES  # that a step needs for a row
-        self._marks = memory.marks
         self._reads_all_slots = reads_all_slots
         self._overflows = 0
 
@@ -215,7 +211,7 @@ class GraphedDecoder:
 
     def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
-        length = self._longest
+        length = self._buffers.width  # most tokens of a row, of prompt and answer
         if self._reads_all_slots():
             length = length_bucket(int(rows.positions.max()) + self.poll, length)
         shares = bool(rows.prefix_lengths.any())
@@ -223,34 +219,33 @@ class GraphedDecoder:
         self._load(rows)
         for _ in range(self.poll):
             advance()
-        marks: np.ndarray = self._marks.cpu().numpy()
+        marks: np.ndarray = self._memory.marks.cpu().numpy()
         return marks[:, : len(rows)]
 
     def _load(self, rows: PooledRows | None) -> None:
         """Set the entries to `rows`, and all others idle."""
         entries = np.zeros(self._memory.entries.shape, dtype=np.int64)
-        entries[0] = self._spare
+        entries[0] = self._buffers.count
         if rows is not None:
             numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefix_starts, rows.prefix_lengths
             entries[:, : len(rows)] = numbers
         self._memory.entries.copy_(torch.from_numpy(entries))
-        self._marks.zero_()
+        self._memory.marks.zero_()
 
     def _advance(self, bucket: Bucket) -> None:
-        entries, overflow = self._memory.entries[:, : bucket.rows], torch.zeros_like(self._marks[1, : bucket.rows])
+        memory, spare = self._memory, self._buffers.count
+        entries, marks = memory.entries[:, : bucket.rows], memory.marks[:, : bucket.rows]
         sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
-        idle = sequences == self._spare
-        metadata = PooledMetadata(
-            self._memory.pool, own, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares
-        )
+        idle, overflow = sequences == spare, torch.zeros_like(marks[1])
+        metadata = PooledMetadata(memory.pool, own, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares)
         search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
         finished = self._step(sequences, positions, [metadata], search)
-        self._marks[0, : bucket.rows] |= finished
-        self._marks[1, : bucket.rows] |= overflow & ~idle
+        marks[0] |= finished
+        marks[1] |= overflow & ~idle
         # A finished entry is idle until the next check: its next position may be beyond the model's last one.
-        sequences.masked_fill_(finished, self._spare)
+        sequences.masked_fill_(finished, spare)
         entries[1:3].add_(1)
-        entries[1:].mul_(sequences != self._spare)
+        entries[1:].mul_(sequences != spare)
 
     def _advance_of(self, bucket: Bucket) -> Callable[[], None]:
         """The step for one bucket; where it can be recorded, as a CUDA graph, recorded while all entries are idle."""
@@ -264,7 +259,8 @@ class GraphedDecoder:
             return replay
         if recorder is None or recorder.refusal:
             return eager
-        release_if_short(self._memory.entries.device, bucket.rows * self._logits_bytes)
+        logits = bucket.rows * len(self._buffers.is_end) * LOGITS_BYTES
+        release_if_short(self._memory.entries.device, logits)
         if not graphs:  # PyTorch does not record another graph with a pool whose graphs are all gone
             self._memory.graph_pool = torch.cuda.MemPool()
         self._load(None)

@@ -55,10 +55,7 @@ def flash_decode(device: torch.device) -> FlashDecode | None:
     """Flash attention for decode steps on `device`, or None if it has no such kernel."""
     if device.type != "cuda" or torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return None
-    arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
-    if torch.cuda.get_device_capability(device) < (8, 0) or "seqused_k" not in [a.name for a in arguments]:
-        return None
-    return FlashDecode(varlen_kernel)
+    return FlashDecode(varlen_kernel) if torch.cuda.get_device_capability(device) >= (8, 0) else None
 
 
 class FlashDecode:
@@ -69,7 +66,6 @@ class FlashDecode:
     def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
         self._kernel = kernel
         self._dtypes = dtypes
-        self._merges = True
 
     def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
         """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d). The
@@ -77,14 +73,7 @@ class FlashDecode:
         width = query.shape[3]
         if softcap or query.dtype not in self._dtypes or width % 8 or width > WIDEST_HEAD or value.shape != key.shape:
             return False
-        kind = self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width
-        supported = _agrees(*kind, False)
-        self._merges = self._merges and supported and _agrees(*kind, True)
-        return supported
-
-    def can_run(self, batch: DecodeMetadata | PooledMetadata) -> bool:
-        """Whether the kernel can be used for a step. Rows of a pool may share prompts if its log-sum-exp is right."""
-        return batch.prefix is None and (self._merges or isinstance(batch, DecodeMetadata) or not batch.shares)
+        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width)
 
     def __call__(
         self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
@@ -118,9 +107,9 @@ class FlashDecode:
 
 @cache
 def _agrees(
-    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int, shares: bool
-) -> bool:
-    """Whether the kernel and `decode_attention` agree on random rows of a pool, most with a prefix if it shares."""
+    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int
+) -> bool:  # fmt: skip
+    """Whether the kernel and `decode_attention` agree on random rows of a pool, most of them with a prefix."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -135,7 +124,7 @@ def _agrees(
             [0, 0, 20, 600, 20, 20, 600, 20], [0, 0, 250, 2, 250, 3, 40, 9],
         ], device=device,
     )  # fmt: skip
-    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths * shares, 300, shares)
+    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 300, True)
     try:
         found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
     except Exception as problem:  # noqa: BLE001  see `unfit`

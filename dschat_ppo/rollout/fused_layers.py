@@ -1,5 +1,5 @@
-"""Fewer operations while generating: RMSNorm by two instead of eight; on a GPU rotary positions by four of ten; on a
-CPU in bfloat16 decoder layers of Llama's form by four packed products.
+"""Fewer operations while generating: on a GPU rotary positions by four of ten; on a CPU in bfloat16 decoder layers of
+Llama's form by four packed products.
 
 Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
 matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. Weights are laid out
@@ -31,6 +31,7 @@ LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
+TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
 
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # settings of layers that were compared
@@ -175,7 +176,7 @@ def can_prepack(model: nn.Module) -> bool:
     return bool(supported and weight.device.type == "cpu" and weight.dtype == torch.bfloat16)
 
 
-def packed_product(layers: list[nn.Linear], rows: int) -> Product:
+def packed_product(layers: list[nn.Linear]) -> Product:
     """A product with a packed copy of the weights of `layers`, whose outputs come one after another."""
     weights, biases = zip(*((layer.weight.detach(), layer.bias) for layer in layers), strict=True)
     whole = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -183,7 +184,7 @@ def packed_product(layers: list[nn.Linear], rows: int) -> Product:
     if any(part is not None for part in biases):
         parts = [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
         bias = torch.cat(parts)
-    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, rows), bias)
+    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, TYPICAL_ROWS), bias)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
@@ -192,20 +193,20 @@ def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 
 
 @contextmanager
-def prepacked(model: PreTrainedModel, rows: int) -> Iterator[None]:
+def prepacked(model: PreTrainedModel) -> Iterator[None]:
     """Make every plain `nn.Linear` multiply with a packed copy of its weight, which takes the weights' memory again.
     Decoder layers of Llama's form run as `FusedLayer`. `model` has whole bfloat16 weights on the CPU, which must not
-    change inside the context. `rows`: typical rows of a product, a hint for the layout."""
+    change inside the context."""
     replaced: list[Any] = []
     try:
-        for layer, forward in fused_layers(model, partial(packed_product, rows=rows)):
+        for layer, forward in fused_layers(model, packed_product):
             replaced.append(layer)
             replaced[-1].forward = forward
         inside = {id(module) for layer in replaced for module in layer.modules()}
         for module in model.modules():
             if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
                 replaced.append(module)
-                replaced[-1].forward = packed_product([module], rows)
+                replaced[-1].forward = packed_product([module])
         yield
     finally:
         for layer in replaced:
@@ -214,59 +215,8 @@ def prepacked(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 FUNCTION = "apply_rotary_pos_emb"  # of a transformers module: (q, k, cos, sin, unsqueeze_dim=1) -> (q, k)
 MOST_ANGLES = 4  # kept at a time: some models have one set for each kind of layer
-NORM_ROWS = 64  # of the comparison with a model's own layer
-DIFFERING_SHARE = 0.01  # of half-precision numbers that may be rounded the other way: the order of a sum differs
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
-
-
-def rms_norm(weight: Tensor, eps: float, states: Tensor) -> Tensor:
-    """`weight * (x / sqrt(mean(x^2) + eps))`, rounded where transformers' layers round: before and after the weight."""
-    if can_run(states, weight) and states.is_contiguous():
-        return operations.rms_norm(states, weight, eps)
-    return weight * nn.functional.rms_norm(states, weight.shape, None, eps)
-
-
-@contextmanager
-def fused_norms(model: nn.Module) -> Iterator[None]:
-    """Make the RMSNorm layers of `model` run `rms_norm`, where that computes what their class computes."""
-    layers = list[Any]()
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")  # no buffer of ones, beside states of another width (FalconMamba)
-        named = type(layer).__name__.endswith("RMSNorm") and isinstance(_epsilon(layer), float)
-        if named and isinstance(weight, Tensor) and weight.dim() == 1 and "forward" not in vars(layer):
-            layers.append(layer)
-    agreeing: dict[tuple[type, torch.Size], bool] = {}
-    try:
-        for layer in layers:
-            kind = type(layer), layer.weight.shape
-            if kind not in agreeing:
-                agreeing[kind] = _norm_agrees(layer)
-            if agreeing[kind]:
-                layer.forward = partial(rms_norm, layer.weight, _epsilon(layer))
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-
-
-def _epsilon(layer: Any) -> Any:
-    return getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
-
-
-@torch.no_grad()
-def _norm_agrees(layer: Any) -> bool:
-    """Whether `rms_norm` and the layer give the same numbers for random states."""
-    weight, generator = layer.weight, torch.Generator().manual_seed(0)
-    states = torch.randn(NORM_ROWS, 1, len(weight), generator=generator).to(weight)
-    try:
-        expected, found = layer(states), rms_norm(weight, _epsilon(layer), states)
-    except Exception as problem:  # noqa: BLE001  a layer of the same name for other arguments
-        unfit(problem)
-        return False
-    if not torch.allclose(found, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=0):
-        return False
-    return weight.dtype == torch.float32 or float((found != expected).float().mean()) <= DIFFERING_SHARE
 
 
 class FusedRotary:

@@ -25,7 +25,7 @@ from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, install
 from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.fused_layers import can_prepack, fused_norms, fused_rotary, prepacked
+from dschat_ppo.rollout.fused_layers import can_prepack, fused_rotary, prepacked
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata
 from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
@@ -38,7 +38,6 @@ ENGINES: dict[EngineName, str] = {  # the faster ones first
     "continuous": "continuous batching", "padded": "padded batches", "recomputed": "passes of whole rows",
 }  # fmt: skip
 
-TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 WIDTH_STEP = 64  # of prompts, so that buffers and graphs of one rollout fit the next
 
 
@@ -65,22 +64,19 @@ def generate(
     max_over_ranks: MaxOverRanks | None = None, limits: Tensor | None = None,
     cancelled: Callable[[], bool] = never, graphs: RolloutGraphs | None = None,
 ) -> Rollout:  # fmt: skip
-    """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the longest.
-
-    After a cancellation unfinished responses have no token. Arguments that do not match raise a `ValueError`.
+    """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the longest. A response
+    depends on its prompt, its seed and the weights, not on the other rows (up to rounding, which can differ with the
+    shapes of matrix products). Arguments that do not match raise a `ValueError`.
 
     Args:
         model: in eval mode, as lent by `HybridEngine.generating`.
         prompts: B left-padded prompts on the model's device, each of at least one token.
-        seeds: (B * samples,) int64, one per response. A response depends on its prompt, its seed and the weights, not
-            on the other rows (up to rounding, which can differ with the shapes of matrix products).
-        config: everything else.
+        seeds: (B * samples,) int64, one per response.
         max_over_ranks: this rank's number -> the largest number of all ranks. Needed where forward passes are
-            collective (ZeRO-3 weights gathered layer by layer), and not with static steps: every rank then makes the
-            same number of passes.
+            collective (ZeRO-3 weights gathered layer by layer): every rank then makes the same number of passes.
         limits: (B * samples,) int64, most tokens of each response, from 1 to `max_new_tokens`; None: `max_new_tokens`.
         cancelled: called before each token (static steps: each poll); once it returns True, this rank generates no more
-            tokens.
+            tokens, and unfinished responses have none.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
     """
     _validate(model, prompts, seeds, config, max_over_ranks, limits)
@@ -88,9 +84,7 @@ def generate(
     static = on_gpu and max_over_ranks is None if config.static is None else config.static
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
-            stack.enter_context(prepacked(model, TYPICAL_ROWS))
-        if max_over_ranks is None:
-            stack.enter_context(fused_norms(model))
+            stack.enter_context(prepacked(model))
         if on_gpu and max_over_ranks is None:
             stack.enter_context(fused_rotary(model))
         if static and config.engine == "continuous":
@@ -110,15 +104,12 @@ def generate(
 
 def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None) -> str:
     """The engine and the kernels of `generate` with these arguments, for the log."""
-    on_gpu, whole = next(model.parameters()).is_cuda, max_over_ranks is None
-    parts = [ENGINES[config.engine]]
+    weight, whole, parts = next(model.parameters()), max_over_ranks is None, [ENGINES[config.engine]]
     if config.engine == "continuous":
-        weight = next(model.parameters())
-        compiled = "compiled attention" if can_run(weight) and not config.static else "PyTorch attention"
+        compiled = "compiled attention" if can_run(weight) else "PyTorch attention"
         parts.append("flash attention" if flash_decode(weight.device) is not None else compiled)
-    if on_gpu and config.engine == "continuous":
-        static = whole if config.static is None else config.static
-        parts.append("CUDA graphs" if static else "no CUDA graphs")
+        if weight.is_cuda:
+            parts.append("CUDA graphs" if whole else "no CUDA graphs")
     if config.prepack and whole and can_prepack(model):
         parts.append("prepacked weights")
     return ", ".join([*parts, "whole weights" if whole else "weights gathered layer by layer"])

@@ -103,13 +103,6 @@ class PaddedBatches:
             before, self.rows = self.rows, max(1, self.rows // 2)
             warn_of_memory(before, self.rows)
 
-    def _logits_of_whole_rows(self, rows: Tensor, width: int, lengths: Tensor) -> Tensor:
-        """(n, V) logits after the first `lengths` (n,) tokens of each row, none above `width`."""
-        ids = self.buffers.token_ids[rows, :width]
-        output = self.model(input_ids=ids, attention_mask=None, use_cache=False, **slot_arguments(self.model, ids))
-        logits: Tensor = output.logits[torch.arange(len(rows), device=ids.device), lengths - 1]
-        return logits
-
     def tokens(self, sequences: Tensor) -> Iterator[Tensor]:
         """Generate all tokens of n sequences, (n,) int64; yields the newest ones, (n,) int64, also of finished rows.
         Without any sequence, make the same passes with the spare row."""
@@ -136,7 +129,10 @@ class PaddedBatches:
                 )
                 logits = output.logits[:, -1]
             else:
-                logits = self._logits_of_whole_rows(rows, mask.shape[1], lengths.squeeze(1) + counts)
+                whole = buffers.token_ids[rows, : mask.shape[1]]
+                arguments = slot_arguments(self.model, whole)
+                output = self.model(input_ids=whole, attention_mask=None, use_cache=False, **arguments)
+                logits = output.logits[torch.arange(len(rows), device=device), lengths.squeeze(1) + counts - 1]
             tokens, logprobs = sample(
                 logits,
                 self.sampling,

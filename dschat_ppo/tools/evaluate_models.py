@@ -28,6 +28,7 @@ from dschat_ppo.data.examples import Use, limit_flag
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import (
     check_sequence_classifier,
     check_vocabulary,
@@ -219,6 +220,7 @@ def _results_of(
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
     loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
     model = loaded.to(dist.device()).eval()
+    use_fast_layers(model)
     stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))
     try:
         sampled = choose_engine(model, GenerationConfig(settings.sampling, stopping, words.samples))

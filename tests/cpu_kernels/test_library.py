@@ -39,19 +39,15 @@ def test_it_is_compiled_once(folder, monkeypatch):
     assert library.build(folder) == made
 
 
-def test_another_processor_source_or_flag_gets_a_file_of_its_own(folder, monkeypatch, tmp_path):
-    names = {library._fingerprint(["/bin/sh"])}
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "_processor", lambda: ["flags: none"])
-        names.add(library._fingerprint(["/bin/sh"]))
-    names.add(library._fingerprint(["/bin/sh", "-g"]))
-    other = tmp_path / "bf16.h"
+def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypatch, tmp_path):
+    other = tmp_path / "other"
     other.write_text("// changed")
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "HEADERS", [other])
-        names.add(library._fingerprint(["/bin/sh"]))
-    names.add(library._fingerprint(["/bin/cat"]))
-    assert len(names) == 5
+    names = [library._fingerprint(command) for command in (["/bin/sh"], ["/bin/sh", "-g"], ["/bin/cat"])]
+    for attribute, value in (("_processor", lambda: ["flags: none"]), ("HEADERS", [other]), ("SOURCES", [other])):
+        with monkeypatch.context() as patch:
+            patch.setattr(library, attribute, value)
+            names.append(library._fingerprint(["/bin/sh"]))
+    assert len(set(names)) == 6
 
 
 @pytest.mark.parametrize(
@@ -81,22 +77,15 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
     assert reason in record.message and "slower" in record.message
 
 
-def in_a_file(monkeypatch, tmp_path):
+@pytest.mark.parametrize("home", [True, False])
+def test_without_a_folder_each_process_compiles_for_itself(fresh, home, monkeypatch, tmp_path, caplog):
+    """A file is in the place of the folder, or the home is unknown."""
+    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-
-
-def without_a_home(monkeypatch, tmp_path):
-    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file") if home else "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize("place", [in_a_file, without_a_home])
-def test_without_a_folder_each_process_compiles_for_itself(fresh, place, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path))
-    place(monkeypatch, tmp_path)
     before = sorted(tmp_path.iterdir())
     assert library.kernels() is not None and not caplog.text
     assert sorted(tmp_path.iterdir()) == before

@@ -4,7 +4,6 @@ Meta tensors refuse operands on the CPU, and questions of the host about their n
 """
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -14,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from dschat_ppo.models import fast_layers
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout import flash_decode, fused_layers
 from dschat_ppo.rollout.attention import _products, installed
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
-from dschat_ppo.rollout.fused_layers import rms_norm
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -59,7 +59,6 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
                 setattr(holder, name, value.to("meta"))
-    engine.graphed._marks = memory.marks
     engine.attention._kernel = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
     with installed(model, engine.attention), torch.no_grad(), fused_layers.fused_rotary(model):
@@ -71,15 +70,13 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     return kernels.counts
 
 
-def qwen2(layers: int, norms: bool) -> nn.Module:
+def qwen2(layers: int) -> nn.Module:
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for layer in model.to("meta").modules() if norms else ():
-        if type(layer).__name__ == "Qwen2RMSNorm":
-            layer.forward = partial(rms_norm, layer.weight, 1e-6)
+    use_fast_layers(model)
     return model
 
 
@@ -87,40 +84,26 @@ def qwen2(layers: int, norms: bool) -> nn.Module:
 def as_on_gpu(monkeypatch) -> None:
     """Norms are one kernel on a GPU and many elsewhere; kernels cannot be compared without numbers."""
     monkeypatch.setattr(nn.functional, "rms_norm", lambda states, *_: torch.neg(states))
+    monkeypatch.setattr(fast_layers, "_can_run", lambda *_: False)
     monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
     monkeypatch.setattr(fused_layers, "_rotation_agrees", lambda *_: True)
 
 
-def per_layer(flash: bool, norms: bool, shares: bool = False) -> Counter:
-    two, four = (counts_of(qwen2(layers, norms), SamplingParameters(), flash, shares) for layers in (2, 4))
-    return Counter({name: (four[name] - two[name]) // 2 for name in four if four[name] != two[name]})
-
-
-def test_a_layer_runs_22_kernels():
-    """7 products, 4 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others."""
-    found = per_layer(flash=True, norms=True)
-    assert found["_flash_attention_forward"] == 1
+@pytest.mark.parametrize(("shares", "kernels"), [(False, 22), (True, 27)])
+def test_kernels_of_a_layer(shares, kernels):
+    """7 products, 4 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others. Shared
+    prompts: the queries twice, in the same call of the kernel, and the weighted sum of the two results."""
+    two, four = (counts_of(qwen2(layers), SamplingParameters(), True, shares) for layers in (2, 4))
+    found = Counter({name: (four[name] - two[name]) // 2 for name in four})
     assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2
-    assert found["cat"] == found["index_select"] == 1
-    assert sum(found.values()) == 22
-
-
-def test_shared_prompts_add_5():
-    """The queries twice, in the same call of the kernel, and the weighted sum of the two results."""
-    found = per_layer(flash=True, norms=True, shares=True)
-    assert found["_flash_attention_forward"] == found["_softmax"] == found["repeat"] == found["sum"] == 1
-    assert sum(found.values()) == 22 + 5
-
-
-def test_products_and_separate_norms_run_42():
-    found = per_layer(flash=False, norms=False)
-    assert found["bmm"] == 2 and found["_softmax"] == 1 and found["rsqrt"] == 2
-    assert sum(found.values()) == 42
+    assert found["_flash_attention_forward"] == found["index_select"] == 1
+    assert found["_softmax"] == found["repeat"] == found["sum"] == shares
+    assert sum(found.values()) == kernels
 
 
 def test_a_nucleus_is_searched_without_a_sort_of_the_vocabulary():
-    plain = counts_of(qwen2(1, True), SamplingParameters(), True)
-    found = counts_of(qwen2(1, True), SamplingParameters(top_p=0.9), True)
+    plain = counts_of(qwen2(1), SamplingParameters(), True)
+    found = counts_of(qwen2(1), SamplingParameters(top_p=0.9), True)
     assert found["topk"] == 1 and found["sort"] == 0
     assert sum(found.values()) - sum(plain.values()) < 20
 

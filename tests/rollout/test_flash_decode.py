@@ -4,13 +4,13 @@ import logging
 
 import pytest
 import torch
-from tiny_models import LENGTHS, model_of, prompts_of
+from generation import assert_same, run
+from tiny_models import LENGTHS
 from torch import Tensor
 
 from dschat_ppo.rollout import continuous_batching, flash_decode
 from dschat_ppo.rollout.attention import decode_attention
 from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
-from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
@@ -63,30 +63,21 @@ def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("window", "starts", "used"),
+    ("window", "starts", "used"),  # of each row and head
     [
         (None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
         (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4]),
-        (12, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
     ],
 )
 def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts, used):
     batch, query = decode_batch()
-    kernel = LoopingKernel()
-    found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
-    expected = decode_attention(batch, 3, query, 0.3, window, None)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert kernel.calls == [(starts, used, 16)]
+    assert check(batch, query, window) == (starts, used, 16)
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 5, 9, 10, 11])
+@pytest.mark.parametrize("window", [None, 1, 5, 9, 10])
 def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
-    batch, query = pooled_batch(shares)
-    found = flash_with(kernel := LoopingKernel())(batch, 3, query, query, query, 0.3, window)
-    expected = decode_attention(batch, 3, query, 0.3, window, None)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    ((starts, used, _),) = kernel.calls
+    starts, used, _ = check(*pooled_batch(shares), window)
     assert len(used) == 4 * 2 * (1 + shares)
     if shares and window is None:  # of each row and head: own tokens, then the prompt, or own tokens again
         assert starts == [20, 80, 1, 61, 50, 110, 0, 60, 40, 100, 1, 61, 40, 100, 0, 60]
@@ -94,6 +85,15 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
     if shares and window == 5:  # row 0 sees 2 tokens of the prompt, row 2 sees 4
         assert starts[8:] == [45, 105, 8, 68, 43, 103, 0, 60]
         assert used[8:] == [2, 2, 5, 5, 4, 4, 1, 1]
+
+
+def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int], int]:
+    """Compare with `decode_attention`; returns what the kernel was asked for."""
+    kernel = LoopingKernel()
+    found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
+    torch.testing.assert_close(found, decode_attention(batch, 3, query, 0.3, window, None), atol=1e-5, rtol=1e-5)
+    (call,) = kernel.calls
+    return call
 
 
 # Which layers use it
@@ -104,27 +104,16 @@ def heads(count=4, kv_heads=2, width=8, dtype=torch.float32) -> tuple[Tensor, Te
     return torch.zeros(1, count, 3, width, dtype=dtype), key, key
 
 
-@pytest.mark.parametrize(
-    ("expected", "softcap", "shape"),
-    [
-        (True, None, {}),
-        (True, None, {"kv_heads": 4}),
-        (False, 2.0, {}),
-        (False, None, {"width": 12}),
-        (False, None, {"width": 264}),
-        (False, None, {"dtype": torch.float16}),
-    ],
-)
-def test_layers_that_the_kernel_supports(expected, softcap, shape):
-    assert flash_with(LoopingKernel()).supports(*heads(**shape), softcap) is expected
+def test_layers_that_the_kernel_supports():
+    attention = flash_with(LoopingKernel())
+    assert attention.supports(*heads(), None) and attention.supports(*heads(kv_heads=4), None)
+    assert not attention.supports(*heads(), 2.0), "a soft cap"
+    for shape in ({"width": 12}, {"width": 264}, {"dtype": torch.float16}):
+        assert not attention.supports(*heads(**shape), None)
 
 
 def ignores_used(query, keys, values, numbers, starts, used, longest, scale):
     return LoopingKernel()(query, keys, values, numbers, starts, used.clamp_min(40), longest, scale)
-
-
-def ignores_starts(query, keys, values, numbers, starts, used, longest, scale):
-    return LoopingKernel()(query, keys, values, numbers, starts % 900, used, longest, scale)
 
 
 def sums_of_base_2(*arguments):
@@ -136,34 +125,12 @@ def fails(*arguments):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [(ignores_used, "off by"), (ignores_starts, "off by"), (fails, "Ampere")],
-)
+@pytest.mark.parametrize(("kernel", "words"), [(ignores_used, "off by"), (sums_of_base_2, "off by"), (fails, "Ampere")])
 def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
     for _ in range(2):
         assert not flash_with(kernel).supports(*heads(), None)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert words in record.getMessage()
-
-
-def test_a_kernel_with_wrong_sums_is_used_for_rows_that_share_nothing(caplog):
-    attention = flash_with(sums_of_base_2)
-    assert attention.supports(*heads(), None)
-    assert "off by" in caplog.text
-    assert attention.can_run(decode_batch()[0]) and attention.can_run(pooled_batch(False)[0])
-    assert not attention.can_run(pooled_batch(True)[0])
-    right = flash_with(LoopingKernel())
-    assert right.supports(*heads(), None) and right.can_run(pooled_batch(True)[0])
-
-
-def test_answers_that_share_prompts_are_right_with_wrong_sums(monkeypatch):
-    config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(6), 3, rows=6, static=True)
-    prompts, seeds = prompts_of((40, 36)), torch.arange(6)
-    expected = generate(model_of("llama"), prompts, seeds, config)
-    monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(sums_of_base_2))
-    found = generate(model_of("llama"), prompts, seeds, config)
-    assert torch.equal(found.response_ids, expected.response_ids)
 
 
 def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
@@ -175,40 +142,29 @@ def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
 
 
 def test_the_operator_of_this_torch_takes_the_arguments():
-    numbers = torch.zeros(7, dtype=torch.int32, device="meta")
+    numbers, keys = torch.zeros(7, dtype=torch.int32, device="meta"), torch.empty(60, 1, 8, device="meta").bfloat16()
     query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
-    keys = torch.empty(60, 1, 8, dtype=torch.bfloat16, device="meta")
     output, log_sums = varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
     assert output.shape == query.shape
     assert (log_sums.shape, log_sums.dtype) == ((2, 6), torch.float32)
-    names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
-    assert names[:10] == (
-        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask".split()
-    )
 
 
 # Generation
 
 
-HOW = [{"static": True}, {"static": True, "samples": 3}, {"static": False}, {"static": False, "samples": 3}]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [{"static": True}, {"static": True, "samples": 3}, {"static": False, "samples": 3}])
 @pytest.mark.parametrize(("name", "flash"), [("llama", True), ("mistral-window", True), ("gemma2", False)])
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
-    config = GenerationConfig(SamplingParameters(1.3), StoppingCriteria(10, eos_ids=(3, 9)), rows=5, **how)
-    seeds, kernel = torch.arange(len(LENGTHS) * config.samples), LoopingKernel()
-    expected = generate(model_of(name), prompts_of(), seeds, config)
+    settings = {"sampling": SamplingParameters(1.3), "stopping": StoppingCriteria(10, eos_ids=(3, 9)), **how}
+    kernel, expected = LoopingKernel(), run(name, rows=5, **settings)
     monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(kernel))
     flash_decode._agrees.cache_clear()
-    found = generate(model_of(name), prompts_of(), seeds, config)
-    assert torch.equal(found.response_ids, expected.response_ids)
-    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, atol=2e-5, rtol=0)
+    assert_same(run(name, rows=5, **settings), expected)
     assert (len(kernel.calls) > 10) is flash
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows
         width = max(LENGTHS) + 10 + 8 + 1
         assert {longest for _, _, longest in kernel.calls if longest != 300} == {width}
         doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {16, 20}  # 4 or 5 rows, 2 heads, own and prompt
-        assert bool(doubled) is (config.samples > 1)
+        assert bool(doubled) is ("samples" in how)

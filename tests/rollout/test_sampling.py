@@ -1,4 +1,4 @@
-"""Truncation against transformers, draws against the exact distribution."""
+"""Random streams against published numbers, truncation against transformers, draws against the exact distribution."""
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from dschat_ppo.common.seeding import row_seeds, splitmix64
 from dschat_ppo.rollout.sampling import (
     BLOCK,
     NUCLEUS_GUESS,
@@ -23,7 +24,6 @@ from dschat_ppo.rollout.sampling import (
     sample,
 )
 
-DRAWS = 40_000
 LAST = 1 - 2.0**-24  # the largest uniform number
 
 
@@ -36,7 +36,45 @@ def even(count: int) -> torch.Tensor:
     return (torch.arange(count) + 0.5) / count
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, 3000])
+def plain_splitmix64(seed: int, count: int) -> list[int]:
+    """Steele, Lea and Flood 2014, in integers of any size."""
+    state, outputs = seed, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+PUBLISHED = [  # outputs of the reference implementation (Vigna's splitmix64.c) for the seed 1234567
+    6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+]  # fmt: skip
+
+
+def test_splitmix64_gives_the_published_numbers():
+    assert plain_splitmix64(1234567, 5) == PUBLISHED
+    states = np.array([(1234567 + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(1, 6)], dtype=np.uint64)
+    assert splitmix64(states).tolist() == PUBLISHED
+
+
+def test_uniforms_are_the_upper_24_bits_of_splitmix64_of_the_rows_own_seed():
+    seeds = torch.tensor([0, 1, 1234567, -1, -(2**63), 2**63 - 1])
+    found = row_uniforms(seeds, 50)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [
+        [(z >> 40) / 2**24 for z in plain_splitmix64(seed % 2**64, 50)] for seed in seeds.tolist()
+    ]
+
+
+def test_seeds_depend_on_the_number_of_the_answer_and_the_path():
+    seeds = row_seeds(0, 10, 3, 4)
+    assert torch.equal(row_seeds(4, 6, 3, 4), seeds[4:])
+    assert len({*seeds.tolist(), *row_seeds(0, 10, 3, 5).tolist(), *row_seeds(0, 10, 4, 4).tolist()}) == 30
+
+
+@pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3000])
 def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
     weights = torch.rand(size, generator=torch.Generator().manual_seed(size)) ** 3
     weights[::3] = 0.0 if size > 3 else 1.0
@@ -51,7 +89,7 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
     assert (weights[drawn] > 0).all()
 
 
-@pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 2777, 50_257])
+@pytest.mark.parametrize("size", [5, BLOCK, 50_257])
 def test_an_index_of_weight_0_is_never_drawn(size):
     generator = torch.Generator().manual_seed(size)
     weights = torch.exp(torch.randn(64, size, generator=generator) * 8)
@@ -99,43 +137,22 @@ def mask_of(size: int, tokens) -> torch.Tensor:
 
 SAMPLERS = {
     "plain": SamplingParameters(),
-    "cold": SamplingParameters(temperature=0.5),
     "hot": SamplingParameters(temperature=2.0),
-    "top-k": SamplingParameters(top_k=5),
     "top-k beyond the vocabulary": SamplingParameters(top_k=1000),
     "top-p": SamplingParameters(top_p=0.7),
-    "narrow top-p": SamplingParameters(top_p=0.05),
     "min-p": SamplingParameters(min_p=0.1),
     "penalty": SamplingParameters(repetition_penalty=1.7),
     "encouragement": SamplingParameters(repetition_penalty=0.6),
     "top-k, top-p": SamplingParameters(top_k=9, top_p=0.8),
     "temperature, top-p": SamplingParameters(temperature=1.8, top_p=0.8),
-    "temperature, min-p": SamplingParameters(temperature=1.6, min_p=0.2),
-    "min-p, top-p": SamplingParameters(min_p=0.1, top_p=0.8),
     "all": SamplingParameters(temperature=1.4, top_p=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3),
 }
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
-@pytest.mark.parametrize("size", [23, 300])
-def test_draws_follow_the_exact_distribution(name, size):
-    sampling = SAMPLERS[name]
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 1.5
-    seen, forbidden = [1, 2, 3, int(logits.argmax())], [4, 5]
-    others = {"forbidden": mask_of(size, forbidden)}
-    if sampling.repetition_penalty != 1:
-        others["seen"] = mask_of(size, seen)
-    else:
-        seen = []
-    counts = frequencies(logits, sampling, uniforms(DRAWS, seed=size), **others)
-    check_chi_square(counts, exact_distribution(logits.numpy(), sampling, seen, forbidden))
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.1])
-def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens(spread):
+def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens():
     """So flat a distribution has its nucleus in 0.9 of 3000 tokens; a peaked row in the batch keeps its own."""
     size, sampling = 3000, SamplingParameters(top_p=0.9)
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread - torch.arange(size) * 1e-6
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 0.1 - torch.arange(size) * 1e-6
     exact = exact_distribution(logits.numpy(), sampling)
     assert (exact > 0).sum() > 2 * NUCLEUS_GUESS
     peaked = logits + 20 * (torch.arange(size) == 77)
@@ -168,41 +185,11 @@ def test_a_search_that_may_not_ask_marks_the_rows_whose_nucleus_it_cannot_hold()
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not overflow.any()
 
 
-@pytest.mark.parametrize(
-    ("sampling", "counts"),
-    [
-        (SamplingParameters(top_k=2), [2000, 1500, 0, 0]),
-        (SamplingParameters(top_k=2, top_p=0.5), [3500, 0, 0, 0]),  # the first holds 0.571 of the two
-        (SamplingParameters(top_k=2, top_p=0.6), [2000, 1500, 0, 0]),
-        (SamplingParameters(top_p=0.41), [2000, 1500, 0, 0]),
-        (SamplingParameters(top_p=0.39), [3500, 0, 0, 0]),
-        (SamplingParameters(min_p=0.49), [1556, 1167, 778, 0]),
-        (SamplingParameters(min_p=0.51), [2000, 1500, 0, 0]),
-        (SamplingParameters(temperature=0.5), [1867, 1050, 467, 117]),  # squares: 16, 9, 4, 1 of 30
-        (SamplingParameters(temperature=0.5, top_p=0.5), [3500, 0, 0, 0]),  # after squaring the first holds 0.53
-    ],
-)
-def test_truncation_by_hand(sampling, counts):
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    result = frequencies(logits[[2, 0, 3, 1]], sampling, even(3500))[[1, 3, 0, 2]]
-    assert np.abs(result - counts).max() <= 1
-
-
-def test_repetition_penalty_by_hand():
-    """Seen: log 4 / 2 = log 2 and log 0.25 * 2 = log 0.0625. Not seen: 1. Of 3.0625 in all."""
-    logits = torch.tensor([4.0, 0.25, 1.0]).log()
-    counts = frequencies(logits, SamplingParameters(repetition_penalty=2.0), even(4900), seen=mask_of(3, [0, 1]))
-    assert counts.tolist() == [3200, 100, 1600]
-
-
 # Against transformers
 
 WARPERS = {
-    "top-k": (SamplingParameters(top_k=40), [TopKLogitsWarper(40)]),
     "top-p": (SamplingParameters(top_p=0.8), [TopPLogitsWarper(0.8)]),
     "min-p": (SamplingParameters(min_p=0.05), [MinPLogitsWarper(0.05)]),
-    "temperature": (SamplingParameters(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
-    "penalty": (SamplingParameters(repetition_penalty=1.4), [RepetitionPenaltyLogitsProcessor(1.4)]),
     "top-k, top-p": (SamplingParameters(top_k=30, top_p=0.9), [TopKLogitsWarper(30), TopPLogitsWarper(0.9)]),
     "all": (
         SamplingParameters(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.2),
@@ -233,8 +220,10 @@ def test_support_and_probabilities_are_those_of_transformers(name):
 # The log-prob
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in SAMPLERS), ("plain", torch.bfloat16), ("all", torch.bfloat16)],
+)
 def test_logprob_is_that_of_the_temperature_scaled_distribution_without_forbidden_tokens(name, dtype):
     sampling = SAMPLERS[name]
     logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
@@ -274,13 +263,6 @@ def test_greedy_takes_the_likeliest_token_with_any_other_settings():
         assert tokens.tolist() == [1, 0]
     forbidden = torch.tensor([[False, True, False], [True, False, False]])
     assert sample(logits, SamplingParameters(top_k=1), torch.zeros(2), None, forbidden)[0].tolist() == [2, 1]
-
-
-def test_each_row_is_truncated_by_itself():
-    logits = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.35, 0.45]]).log()
-    for point in even(50):
-        tokens, _ = sample(logits, SamplingParameters(top_p=0.6), point.expand(2))
-        assert tokens.tolist() == [0, 2 if point < 0.35 / 0.8 else 3]
 
 
 def test_a_nucleus_does_not_depend_on_the_order_of_equal_weights_or_on_other_rows():

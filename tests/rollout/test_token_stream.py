@@ -5,10 +5,10 @@ Its text: the pieces make the text of all tokens, and no piece holds half a char
 
 import pytest
 import torch
-from tiny_models import LENGTHS, NEW_TOKENS, VOCABULARY, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
+from generation import run
+from tiny_models import NEW_TOKENS, VOCABULARY, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
 from tiny_tokenizers import KINDS, tokenizer_of
 
-from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.padded_batches import INCOMPLETE, TextStream, stream_tokens
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParameters(top_k=1)
 TEXTS = ["Where is the lamp? It is in the hall.", "Café ☕ and naïve 😀 emoji, line\nbreaks\n\nand   spaces.", " x", ""]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gpt2", "bloom", "falcon", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "bloom"])
 def test_greedy_tokens_are_those_of_transformers(name):
     found = [list(stream_tokens(model_of(name), row, 0, GREEDY, (), NEW_TOKENS)) for row in ROWS]
     assert found == shared_greedy(name)
@@ -26,38 +26,26 @@ def test_greedy_tokens_are_those_of_transformers(name):
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        SamplingParameters(), SamplingParameters(0.7, top_p=0.8), SamplingParameters(1.5, top_k=5, min_p=0.1),
-        SamplingParameters(repetition_penalty=1.8),
-    ],
-    ids=["plain", "top_p", "top_k min_p", "penalty"],
+    [SamplingParameters(0.7, top_p=0.8), SamplingParameters(1.5, top_k=5, repetition_penalty=1.8)],
+    ids=["top_p", "top_k penalty"],
 )  # fmt: skip
 def test_sampled_tokens_are_those_of_the_engine(sampling):
     model, seeds = model_of("llama"), torch.arange(len(ROWS)) * 977 + 5
     ends = (eos_of(shared_greedy("llama")), 3)
-    expected = tokens_of(
-        generate(model, PROMPTS, seeds, GenerationConfig(sampling, StoppingCriteria(NEW_TOKENS, ends)))
-    )
+    stopping = StoppingCriteria(NEW_TOKENS, ends)
+    expected = tokens_of(run(model, PROMPTS, sampling, stopping, seeds))
     found = [
         list(stream_tokens(model, row, int(seed), sampling, ends, NEW_TOKENS))
         for row, seed in zip(ROWS, seeds, strict=True)
     ]
     assert found == expected and len({len(row) for row in found}) > 1
-    assert len(ROWS) == len(LENGTHS)
-
-
-def test_it_ends_with_the_end_token():
-    greedy = shared_greedy("llama")
-    end = eos_of(greedy)
-    found = [list(stream_tokens(model_of("llama"), row, 0, GREEDY, {end}, NEW_TOKENS)) for row in ROWS]
-    assert found == cut_at(greedy, {end}) != greedy
 
 
 def test_end_tokens_that_the_model_cannot_draw_are_ignored():
     """As in the generation config of another model with a larger vocabulary."""
     ends = {eos_of(shared_greedy("llama")), VOCABULARY, 10**6}
     found = [list(stream_tokens(model_of("llama"), row, 0, GREEDY, ends, NEW_TOKENS)) for row in ROWS]
-    assert found == cut_at(shared_greedy("llama"), ends)
+    assert found == cut_at(shared_greedy("llama"), ends) != shared_greedy("llama")
 
 
 def pieces_of(tokenizer, ids) -> tuple[list[str], str]:
@@ -78,11 +66,10 @@ def test_the_pieces_are_the_text(kind, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("context", [2, 16])
-def test_the_answer_to_a_text_keeps_the_space_with_which_it_begins(kind, context):
+def test_the_answer_to_a_text_keeps_the_space_with_which_it_begins(kind):
     tokenizer = tokenizer_of(kind)
     prompt, whole = (tokenizer.encode(text) for text in ("Where is it? It", "Where is it? It is in the hall."))
-    stream = TextStream(tokenizer, prompt[-context:])
+    stream = TextStream(tokenizer, prompt[-2:])
     assert "".join([*map(stream.add, whole[len(prompt) :]), stream.rest()]) == " is in the hall."
 
 
