@@ -232,10 +232,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
     if settings.schedule == "polynomial":
         total = max(total, warmup + 1)  # it divides by the steps after the warm-up
     last = least * peak if least > 0 else POLYNOMIAL_END
-    return LambdaLR(
-        optimizer,
-        partial(rate_factor, kind=settings.schedule, warmup=warmup, total=total, least=least, peak=peak, last=last),
-    )
+    kind = settings.schedule
+    factor = partial(rate_factor, kind=kind, warmup=warmup, total=total, least=least, peak=peak, last=last)
+    return LambdaLR(optimizer, factor)
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:

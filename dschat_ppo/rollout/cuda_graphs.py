@@ -52,11 +52,6 @@ def row_bucket(count: int, most: int) -> int:
     return min(next((rows for rows in SMALL_ROWS if count <= rows), 1 << (count - 1).bit_length()), most)
 
 
-def length_bucket(length: int, capacity: int) -> int:
-    """Slots of the bucket for `length` slots: the next multiple of `LENGTH_STEP`, at most `capacity`."""
-    return min(-(-length // LENGTH_STEP) * LENGTH_STEP, capacity)
-
-
 class GraphRecorder:
     """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run. `refusal` is the
     reason why nothing is recorded any more, or ""; `captures` counts graphs."""
@@ -213,7 +208,7 @@ class GraphedDecoder:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
         length = self._buffers.width  # most tokens of a row, of prompt and answer
         if self._reads_all_slots():
-            length = length_bucket(int(rows.positions.max()) + self.poll, length)
+            length = min(-(-(int(rows.positions.max()) + self.poll) // LENGTH_STEP) * LENGTH_STEP, length)
         shares = bool(rows.prefix_lengths.any())
         advance = self._advance_of(Bucket(row_bucket(len(rows), most_rows), length, shares, whole))
         self._load(rows)

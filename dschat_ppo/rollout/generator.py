@@ -168,31 +168,6 @@ TOLERANCE = {torch.float32: 1e-3}  # largest difference of log-probs; half preci
 HALF_TOLERANCE = 0.3
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """Result of a self-check.
-
-    `logprob_difference` is the largest difference between the engine's log-probs of its greedy tokens and those of a
-    plain forward pass; `greedy_shortfall` the largest amount by which the log-prob of a greedy token is below the
-    likeliest token's. `unsupported` says why the engine does not support the model, or is "".
-    """
-
-    logprob_difference: float
-    greedy_shortfall: float
-    unsupported: str = ""
-
-    def passes(self, tolerance: float) -> bool:
-        """Whether the engine supports the model and agrees with it."""
-        return not self.unsupported and max(self.logprob_difference, self.greedy_shortfall) <= tolerance
-
-    def __str__(self) -> str:
-        if self.unsupported:
-            return self.unsupported
-        short = self.greedy_shortfall
-        tokens = f"within {short:.1e}" if short else "identical"
-        return f"log-probs within {self.logprob_difference:.1e}, greedy tokens {tokens}"
-
-
 def choose_engine(
     model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None,
     graphs: RolloutGraphs | None = None,
@@ -203,30 +178,32 @@ def choose_engine(
     name = type(model).__name__
     remaining = list(ENGINES)[list(ENGINES).index(config.engine) :]
     for engine, slower in zip(remaining, [*remaining[1:], None], strict=True):
-        way, result = ENGINES[engine], check_engine(model, config, engine, max_over_ranks, graphs)
-        if result.passes(tolerance):
-            _log.info(f"rollout: generation by {way} agrees with {name} ({result})")
+        way, (difference, reason) = ENGINES[engine], check_engine(model, config, engine, max_over_ranks, graphs)
+        found = reason or f"log-probs within {difference:.1e}"
+        if not reason and difference <= tolerance:
+            _log.info(f"rollout: generation by {way} agrees with {name} ({found})")
             return replace(config, engine=engine)
         if slower is not None:
-            _log.warning(f"rollout: generation by {way} does not fit {name} ({result}); by {ENGINES[slower]} is slower")
-    if math.isnan(result.logprob_difference):
+            _log.warning(f"rollout: generation by {way} does not fit {name} ({found}); by {ENGINES[slower]} is slower")
+    if math.isnan(difference):
         raise NonFiniteError(
             f"the log-probs of {name} are not finite: its weights contain NaN or infinite numbers, or --dtype is too "
             "narrow for it"
         )
-    raise UserError(
-        f"generation by {way} does not agree with the forward pass of {name} ({result}); take another model"
-    )
+    raise UserError(f"generation by {way} does not agree with the forward pass of {name} ({found}); take another model")
 
 
 def check_engine(
     model: PreTrainedModel, config: GenerationConfig, engine: EngineName, max_over_ranks: MaxOverRanks | None = None,
     graphs: RolloutGraphs | None = None,
-) -> CheckResult:  # fmt: skip
-    """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective."""
+) -> tuple[float, str]:  # fmt: skip
+    """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective.
+
+    Returns the largest difference of a log-prob from that of the pass, or of this one from that of the likeliest token;
+    and why the engine does not support the model, or ""."""
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
     if engine == "continuous" and (reason := of_any_rank(reason_unsupported(model), device)):
-        return CheckResult(0.0, 0.0, reason)
+        return 0.0, reason
     ids = torch.randint(0, vocabulary, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max(LENGTHS) + NEW_TOKENS
     lengths = torch.tensor(LENGTHS).clamp_max(max(1, known - NEW_TOKENS)).unsqueeze(1)
@@ -237,17 +214,17 @@ def check_engine(
         config, sampling=SamplingParameters(top_k=1), stopping=StoppingCriteria(NEW_TOKENS), samples=2, rows=4,
         engine=engine,
     )  # fmt: skip
-    worst, error = torch.full((2,), math.inf, device=device), ""
+    worst, error = torch.tensor(math.inf, device=device), ""
     try:
         rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
         logits = plain_logits(model, rollout)
         logprobs = token_logprobs(logits, rollout.response_ids)
         best = token_logprobs(logits, logits.argmax(dim=-1))
-        worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs().max(), (best - logprobs).max()])
+        worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs(), best - logprobs]).max()
     except Exception as problem:  # noqa: BLE001  see `unfit`
         error = unfit(problem)
-    difference, shortfall = all_reduce(worst, "max").tolist()  # so that all ranks choose the same engine
-    return CheckResult(difference, shortfall, of_any_rank(error, device))
+    # of all ranks, so that they choose the same engine
+    return float(all_reduce(worst, "max")), of_any_rank(error, device)
 
 
 @torch.no_grad()

@@ -42,13 +42,6 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(seeds.device)
 
 
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide the logits of tokens already in the row by `penalty` if they are positive, else multiply them by it.
-    `logits` (B, V) fp32; `seen` (B, V) bool, True for tokens of prompt and response so far. A penalty above 1
-    discourages, one below 1 encourages. (Keskar et al. 2019, section 4.1)"""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index per row, (B,) int64, with probability proportional to its weight, by inverting the distribution.
 
@@ -142,7 +135,8 @@ def sample(
     weights = (scaled - top).exp_()
     log_total = weights.sum(dim=1).log_()
     if sampling.repetition_penalty != 1 and seen is not None:
-        steered = penalise_repetition(plain, seen, sampling.repetition_penalty)
+        penalty = sampling.repetition_penalty  # (Keskar et al. 2019, section 4.1)
+        steered = torch.where(seen, torch.where(plain > 0, plain / penalty, plain * penalty), plain)
         weights = torch.softmax(steered / sampling.temperature, dim=1)
     if sampling.top_k == 1:
         tokens = weights.argmax(dim=1)

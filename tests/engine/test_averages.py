@@ -10,7 +10,6 @@ from launch import forked, succeed
 from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
-from dschat_ppo.config.cli import parse
 from dschat_ppo.engine import averages
 from dschat_ppo.engine.averages import (
     MovingAverage,
@@ -21,7 +20,7 @@ from dschat_ppo.engine.averages import (
     refresh_whole_copy,
     whole_averages,
 )
-from dschat_ppo.errors import NonFiniteError, UserError
+from dschat_ppo.errors import NonFiniteError
 
 
 def test_the_average_matches_the_formula_also_after_a_resume():
@@ -42,14 +41,6 @@ def test_the_average_matches_the_formula_also_after_a_resume():
     np.testing.assert_allclose(average.state_dict()["weight"].numpy(), expected, rtol=1e-6)
 
 
-def test_partitions_of_saved_ranks_are_joined():
-    average = MovingAverage(nn.Linear(5, 1, bias=False), 0.5)
-    parts = ([0.0, 1.0], [2.0, 3.0], [4.0, 99.0])  # the last one is padded
-    states = [{"weight": torch.tensor(part)} for part in parts]
-    assert average.restore(states)
-    assert average.gathered()["weight"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
-
-
 def partitioned(numel: int, size: int) -> nn.Module:
     """A model whose one weight is partitioned into pieces of this size, marked as by ZeRO-3."""
     model = nn.Linear(numel, 1, bias=False)
@@ -59,13 +50,10 @@ def partitioned(numel: int, size: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("saved", [
-    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]],  # four ranks, the last one padded
-    [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], None, None],  # whole on the first
-    [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]],
-])  # fmt: skip
-def test_a_partition_is_restored_from_any_other_partitioning(saved, monkeypatch):
-    states = [{} if part is None else {"weight": torch.tensor(part)} for part in saved]
+def test_a_partition_is_restored_from_another_partitioning(monkeypatch):
+    """That of four ranks, the last one padded."""
+    parts = [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]
+    states = [{"weight": torch.tensor(part)} for part in parts]
     for rank, expected in enumerate(([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0])):
         monkeypatch.setenv("RANK", str(rank))
         average = MovingAverage(partitioned(7, 3), 0.5)
@@ -89,7 +77,6 @@ def test_whole_weights_are_divided_evenly_among_the_ranks(monkeypatch):
 
 @pytest.mark.parametrize("saved", [
     [{"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, {}],  # all on the first rank
-    [{"weight": torch.tensor([[1.0, 2.0]])}, {"bias": torch.tensor([3.0])}],
     [{"bias": torch.tensor([3.0])}, {}, {"weight": torch.tensor([[1.0, 2.0]])}],
     [{"weight": torch.tensor([1.0]), "bias": torch.tensor([3.0])}, {"weight": torch.tensor([2.0])}],  # partitions
 ])  # fmt: skip
@@ -152,23 +139,6 @@ def test_the_average_starts_from_the_current_weights():
     assert average.state_dict()["weight"].data_ptr() != model.weight.data_ptr()
 
 
-def test_a_decay_without_an_average_is_refused():
-    words = [
-        "--actor_model_name_or_path",
-        "a",
-        "--critic_model_name_or_path",
-        "b",
-        "--data_path",
-        "d",
-        "--output_dir",
-        "c",
-    ]
-    with pytest.raises(UserError, match="--ema_decay is for --enable_ema"):
-        parse("ppo", [*words, "--ema_decay", "0.9"])
-    with pytest.raises(UserError, match="--ema_decay must be at least 0 and below 1"):
-        parse("ppo", [*words, "--enable_ema", "--ema_decay", "1"])
-
-
 def test_whole_averages_are_joined_without_padding_from_whatever_each_rank_holds():
     shapes = {"a": torch.Size([2, 3]), "b": torch.Size([1]), "never_averaged": torch.Size([4])}
     parts = [
@@ -197,7 +167,7 @@ def sync_of(actor: nn.Module, reference: nn.Module, mixup: float) -> ReferenceSy
     return ReferenceSync(engine_of(actor), engine_of(reference), mixup)
 
 
-@pytest.mark.parametrize("piece", [1, 4, 2**24])
+@pytest.mark.parametrize("piece", [1, 2**24])
 def test_the_reference_moves_by_the_formula_and_reports_how_far(monkeypatch, piece):
     monkeypatch.setattr(averages, "PIECE", piece)
     actor, reference = (nn.Linear(2, 1) for _ in range(2))
@@ -220,20 +190,10 @@ def test_half_precision_is_mixed_in_fp32_and_rounded_once():
     assert not torch.equal(in_half, expected), "else the test shows nothing"
 
 
-def test_a_share_of_one_copies_the_actor_to_the_last_bit_and_a_second_sync_moves_nothing():
-    actor, reference = models(torch.bfloat16)
-    sync = sync_of(actor, reference, 1.0)
-    assert sync.update() > 0
-    assert torch.equal(reference.weight, actor.weight) and torch.equal(reference.bias, actor.bias)
-    assert reference.weight.data_ptr() != actor.weight.data_ptr()
-    assert sync.update() == 0
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_actor_that_is_not_finite_leaves_the_reference_as_it_is(bad):
+def test_an_actor_that_is_not_finite_leaves_the_reference_as_it_is():
     actor, reference = models()
     before = [weight.detach().clone() for weight in reference.parameters()]
-    actor.bias.data[1] = bad
+    actor.bias.data[1] = float("inf")
     with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: lm.bias\)"):
         sync_of(actor, reference, 0.5).update()
     assert all(torch.equal(one, other) for one, other in zip(before, reference.parameters(), strict=True))
@@ -279,7 +239,7 @@ def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
 
 
 @pytest.mark.parametrize("saved", [
-    [WHOLE], [WHOLE, None], [WHOLE[:3], WHOLE[3:6], WHOLE[6:]], [WHOLE[:4], [*WHOLE[4:], 99.0]],
+    [WHOLE, None], [WHOLE[:3], WHOLE[3:6], WHOLE[6:]], [WHOLE[:4], [*WHOLE[4:], 99.0]],
 ])  # fmt: skip
 @pytest.mark.parametrize("cuts", [(0, 7), (0, 2), (2, 5), (5, 7), (7, 7)])
 def test_any_part_is_filled_from_any_parts(saved, cuts):

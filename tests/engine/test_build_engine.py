@@ -30,20 +30,12 @@ from dschat_ppo.models.adapters import AdapterSettings, add_adapter
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
 
 
-def test_biases_and_norms_do_not_decay():
+def test_biases_and_norms_do_not_decay_also_where_weights_are_partitioned():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(5, 2))
-    groups = parameter_groups(model, SETTINGS)
-    decayed = {id(p) for p in groups[0]["params"]}
-    assert groups[0]["weight_decay"] == 0.1
-    assert groups[1]["weight_decay"] == 0.0
-    assert decayed == {id(model[0].weight), id(model[2].weight)}
-    assert len(groups[1]["params"]) == 3
-
-
-def test_partitioned_parameters_are_grouped_by_their_whole_shape():
-    model = nn.Linear(3, 2)
-    model.weight.data, model.weight.ds_shape = torch.empty(0), (2, 3)  # as ZeRO-3 leaves it
-    assert [len(group["params"]) for group in parameter_groups(model, SETTINGS)] == [1, 1]
+    model[0].weight.data, model[0].weight.ds_shape = torch.empty(0), (2, 3)  # as ZeRO-3 leaves it
+    decayed, others = parameter_groups(model, SETTINGS)
+    assert (decayed["weight_decay"], others["weight_decay"], len(others["params"])) == (0.1, 0.0, 3)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[2].weight)}
 
 
 def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
@@ -83,7 +75,7 @@ def decay(kind: str, progress: float) -> float:
     return 1 - progress if kind == "linear" else 1e-7 / 0.5 + (1 - 1e-7 / 0.5) * (1 - progress)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.1, 0.75])
+@pytest.mark.parametrize("least", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, least):
@@ -95,21 +87,6 @@ def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, l
         expected.append(least + (1 - least) * decay(shape, (step - warmup) / (11 - warmup)))
     for found, peak in zip(rates(settings, (0.5, 2.0, 0.03), 12), (0.5, 2.0, 0.03), strict=True):
         assert found == pytest.approx([peak * factor for factor in expected], rel=1e-9, abs=1e-12)
-
-
-def test_a_schedule_with_a_lowest_rate_resumes_at_its_place_in_a_longer_one():
-    settings = replace(SETTINGS, warmup_steps=0, total_steps=4, min_lr_ratio=0.5)
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
-    before = build_scheduler(optimizer, settings)
-    for _ in range(2):
-        optimizer.step()
-        before.step()
-    other = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
-    after = build_scheduler(other, replace(settings, total_steps=8))
-    after.load_state_dict(before.state_dict())
-    other.step()
-    after.step()
-    assert other.param_groups[0]["lr"] == pytest.approx(0.5 * (0.5 + 0.5 * 5 / 8)), "step 3 of 8"
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -14,7 +14,7 @@ from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
 from dschat_ppo.rollout import continuous_batching, cuda_graphs, flash_decode, generator, running_pool
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, length_bucket, row_bucket
+from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -28,11 +28,10 @@ SAMPLINGS = {
 }
 
 
-def test_buckets_of_rows_and_lengths():
+def test_buckets_of_rows():
     counts = (1, 4, 5, 16, 17, 32, 33, 64, 65, 700)
     assert [row_bucket(n, 700) for n in counts] == [4, 4, 16, 16, 32, 32, 64, 64, 128, 700]
     assert [row_bucket(n, 3) for n in (1, 3)] == [3, 3]
-    assert [length_bucket(n, 700) for n in (1, 256, 257, 512, 513, 700)] == [256, 256, 512, 512, 700, 700]
 
 
 @pytest.mark.parametrize("prefix", [0, 4])
