@@ -106,13 +106,6 @@ def test_kernels_of_a_layer(shares, kernels):
     assert sum(found.values()) == kernels
 
 
-def test_a_nucleus_is_searched_without_a_sort_of_the_vocabulary():
-    plain = counts_of(qwen2(1), SamplingParameters(), True)
-    found = counts_of(qwen2(1), SamplingParameters(top_p=0.9), True)
-    assert found["topk"] == 1 and found["sort"] == 0
-    assert sum(found.values()) - sum(plain.values()) < 20
-
-
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("name", [name for name in CONTINUOUS if name != "mixtral"])
 def test_no_architecture_asks_the_host_or_mixes_devices(name, flash):

@@ -10,7 +10,7 @@ from tiny_models import LENGTHS, model_of, prompts_of, tokens_of, transformers_g
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
+from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
 
@@ -149,7 +149,7 @@ def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens
     assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "the case shows nothing"
 
 
-# Refusals, and what a run prints
+# Refusals
 
 
 def with_an_empty_prompt() -> PromptBatch:
@@ -176,13 +176,3 @@ def with_an_empty_prompt() -> PromptBatch:
 def test_arguments_that_do_not_match_are_refused(how, message):
     with pytest.raises(ValueError, match=message):
         answer(**{"prompts": prompts_of(), **how})
-
-
-@pytest.mark.parametrize(("settings", "synchronised", "text"), [
-    ({}, False, "continuous batching, PyTorch attention, whole weights"),
-    ({"engine": "padded"}, False, "padded batches, whole weights"),
-    ({}, True, "continuous batching, PyTorch attention, weights gathered layer by layer"),
-])  # fmt: skip
-def test_the_engine_is_described_with_its_kernels(settings, synchronised, text):
-    config = GenerationConfig(WARM, WITH_ENDS, **settings)
-    assert engine_text(model_of("llama"), config, (lambda number: number) if synchronised else None) == text

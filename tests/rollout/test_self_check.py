@@ -108,7 +108,8 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     padded = replace(HOW, engine="padded")
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
-    monkeypatch.setattr(generator, "plain_logits", lambda model, rollout: torch.zeros(*rollout.response_ids.shape, 48))
+    right = generator.plain_logits
+    monkeypatch.setattr(generator, "plain_logits", lambda *args: right(*args) * 1.001)  # a little beside them
     with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 

@@ -71,13 +71,3 @@ def test_the_answer_to_a_text_keeps_the_space_with_which_it_begins(kind):
     prompt, whole = (tokenizer.encode(text) for text in ("Where is it? It", "Where is it? It is in the hall."))
     stream = TextStream(tokenizer, prompt[-2:])
     assert "".join([*map(stream.add, whole[len(prompt) :]), stream.rest()]) == " is in the hall."
-
-
-def test_half_a_character_waits():
-    tokenizer = tokenizer_of("bytes")
-    ids = tokenizer.encode("é", add_special_tokens=False)
-    if len(ids) == 1:
-        ids = tokenizer.convert_tokens_to_ids(["Ã", "©"])
-    stream = TextStream(tokenizer)
-    assert [stream.add(token) for token in ids] == ["", "é"]
-    assert stream.add(ids[0]) == "" and stream.rest() == INCOMPLETE
