@@ -70,8 +70,9 @@ class KVCache:
         self.rows, self.capacity = rows, capacity
         for cached in (self.keys, self.values):
             for layer in list(cached):
-                old = cached.pop(layer)[:rows]
-                cached[layer] = torch.nn.functional.pad(old, (0, 0, 0, capacity - old.shape[2]))
+                old = cached.pop(layer)
+                cached[layer] = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+                cached[layer][:, :, : old.shape[2]] = old[:rows]
                 del old  # the next layer needs the memory
 
 
