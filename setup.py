@@ -4,10 +4,9 @@ The lower bounds are the oldest versions that the tests pass with (tests/version
 versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. torch has an upper bound too,
 the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
-transformers asks for: it needs a GPU, and the tests run without. flash-attn starts at the version with soft caps; it
-needs a GPU too, and builds against the installed torch (pip's --no-build-isolation). gradio brings FastAPI and uvicorn;
-FastAPI starts at its last version for Python 3.10. Libraries without a bound are imported by the package and required,
-with bounds, by those above them.
+transformers asks for: it needs a GPU, and the tests run without. gradio brings FastAPI and uvicorn; FastAPI starts at
+its last version for Python 3.10. Libraries without a bound are imported by the package and required, with bounds, by
+those above them.
 """
 
 from pathlib import Path
@@ -76,7 +75,6 @@ setup(
     extras_require={
         "chat": ["gradio>=6.31.0,<7"],
         "serve": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1"],
-        "flash": ["flash-attn>=2.6.0,<3"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "math": ["math-verify"],

@@ -12,11 +12,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
 NAMES = {  # import -> package
-    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify", "flash_attn": "flash-attn",
+    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify",
     "starlette": "fastapi",  # which requires it
 }  # fmt: skip
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"fastapi", "flash_attn", "gradio", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"fastapi", "gradio", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:
@@ -98,7 +98,7 @@ def test_the_tested_versions_are_within_the_declared_ranges():
     bounded = [requirement for requirement in bounded if requirement.specifier]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
-    assert {r.name for r in bounded} - {pin.name for pin in pinned} == {"torch", "bitsandbytes", "flash-attn"}
+    assert {r.name for r in bounded} - {pin.name for pin in pinned} == {"torch", "bitsandbytes"}
     for pin in pinned:
         (only,) = pin.specifier
         assert only.operator == "=="

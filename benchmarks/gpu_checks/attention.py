@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,29 +25,20 @@ from gpu_checks.run_part import Findings
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLES = 4  # answers to each prompt
 LAYOUTS = {"padded": (False, False), "packed": (True, False), "shared": (True, True)}  # packs, shares
+CHOICES = ("auto", "sdpa", "eager")
 
 
 def attention(found: Findings, tiny: bool) -> None:
-    """All choices in fp32 and in bf16: first those that take seconds. Flex attention is compiled, for a minute."""
+    """All choices in fp32 and in bf16."""
     device, config = init_process_group(), wide_config(tiny)
     prompts = prompts_of((9, 40, 17, 33) if tiny else (20, 300, 40, 129, 256, 64, 9, 200))
     rows = to_device(random_answers(prompts, 8 if tiny else 48), device)
     results: dict[str, dict[str, Any]] = {"fp32": {"wrong": 0, "which": []}, "bf16": {"wrong": 0, "which": []}}
-    for compiled in (False, True):
-        for name, result in results.items():
-            for choice, entry, wrong in compared(config, rows, DTYPES[name], compiled):
-                result[choice] = entry
-                result["which"] += wrong
-                found.add(name, result | {"wrong": len(result["which"])})
-
-
-def choices(device: torch.device, dtype: torch.dtype, compiled: bool) -> list[str]:
-    """The values that can run. On a CPU, flex attention has no gradient."""
-    if compiled:
-        return ["flex_attention"]
-    half = dtype in (torch.float16, torch.bfloat16)
-    flash = device.type == "cuda" and half and find_spec("flash_attn") is not None
-    return ["auto", "sdpa", "eager"] + ["flash_attention_2"] * flash
+    for name, result in results.items():
+        for choice, entry, wrong in compared(config, rows, DTYPES[name]):
+            result[choice] = entry
+            result["which"] += wrong
+            found.add(name, result | {"wrong": len(result["which"])})
 
 
 def random_answers(prompts: PromptBatch, longest: int) -> Rollout:
@@ -63,44 +53,38 @@ def random_answers(prompts: PromptBatch, longest: int) -> Rollout:
     return Rollout(prompts.prompt_ids, prompts.prompt_mask, ids, mask, zeros, zeros[:, 0].to(torch.int8))
 
 
-def scored(
-    model: PreTrainedModel, rows: Rollout, choice: str, layout: str, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+def scored(model: PreTrainedModel, rows: Rollout, choice: str, layout: str) -> tuple[Tensor, Tensor]:
     """Log-probs of all response tokens (N,) fp32, and the gradient of their mean as one vector."""
     packs, shares = LAYOUTS[layout]
     policy = PolicyModel(model, Layout(packed=packs, shares=shares, attention=choice))
-    with torch.set_grad_enabled(with_gradient):
-        logprobs = response_logprobs(policy, rows, 1.0).logprobs[rows.response_mask]
-    return logprobs.detach(), gradients(model, logprobs) if with_gradient else None
+    logprobs = response_logprobs(policy, rows, 1.0).logprobs[rows.response_mask]
+    return logprobs.detach(), gradients(model, logprobs)
 
 
 def compared(
-    config: PretrainedConfig, rows: Rollout, dtype: torch.dtype, compiled: bool
+    config: PretrainedConfig, rows: Rollout, dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
     """Each choice with its distances from eager attention of padded rows in fp32, whether a run would pack and share,
     and the layouts that are wrong. Distances are the largest in fp32, and the mean in bf16, where those of eager
     attention in bf16 are the measure."""
     device = rows.prompt_ids.device
     model = language_model(config, device.type).float()
-    exact, slope = scored(model, rows, "eager", "padded", True)
+    exact, slope = scored(model, rows, "eager", "padded")
     model = model.to(dtype)
     most, most_slope = FP32, FP32
     if dtype != torch.float32:
-        logprobs, of_eager = scored(model, rows, "eager", "padded", True)
+        logprobs, of_eager = scored(model, rows, "eager", "padded")
         most, most_slope = 1.5 * float((logprobs - exact).abs().mean()), 1.5 * apart(of_eager, slope)
-    for choice in choices(device, dtype, compiled):
-        has_gradient = device.type != "cpu" or choice != "flex_attention"
+    for choice in CHOICES:
         found, wrong = dict[str, Any](largest_allowed={"logprobs": most, "gradient": most_slope}), []
         try:
             found["run"] = selected(model, choice)
             for layout in LAYOUTS:
-                logprobs, own = scored(model, rows, choice, layout, has_gradient)
+                logprobs, own = scored(model, rows, choice, layout)
                 differences = (logprobs - exact).abs()
                 distance = float(differences.max() if dtype == torch.float32 else differences.mean())
-                found[layout] = entry = {"logprobs": distance} | (
-                    {"gradient": apart(own, slope)} if has_gradient else {}
-                )
-                if not (entry["logprobs"] <= most and entry.get("gradient", 0.0) <= most_slope):
+                found[layout] = entry = {"logprobs": distance, "gradient": apart(own, slope)}
+                if not (distance <= most and entry["gradient"] <= most_slope):
                     wrong.append(f"{choice} {layout}")
         except Exception as problem:  # noqa: BLE001  one choice that fails must not cost the others
             traceback.print_exc()
@@ -109,9 +93,8 @@ def compared(
         yield choice, found, wrong
 
 
-def apart(one: Tensor | None, other: Tensor | None) -> float:
+def apart(one: Tensor, other: Tensor) -> float:
     """Distance of two gradients, relative to the norm of the second."""
-    assert one is not None and other is not None
     return float((one - other).norm() / other.norm())
 
 

@@ -10,7 +10,6 @@ from dschat_ppo.errors import UserError
 EXTRAS = {  # module -> (package, the extra that installs it)
     "bitsandbytes": ("bitsandbytes", "qlora"),
     "fastapi": ("fastapi", "serve"),
-    "flash_attn": ("flash-attn", "flash"),
     "gradio": ("gradio", "chat"),
     "math_verify": ("math-verify", "math"),
     "peft": ("peft", "lora"),
@@ -34,9 +33,8 @@ def is_installed(module: str) -> bool:
 def how_to_install(module: str) -> str:
     """The pip command that installs a module of `EXTRAS`: from the sources, or beside the installed package."""
     extra = EXTRAS[module][1]
-    options = "--no-build-isolation " if extra == "flash" else ""  # it builds against the installed torch
     source, name = ("-e ", ".") if (CHECKOUT / "setup.py").is_file() else ("", "dschat_ppo")
-    return f"pip install {options}{source}" + (f'"{name}[{extra}]"' if extra else name)
+    return f"pip install {source}" + (f'"{name}[{extra}]"' if extra else name)
 
 
 def require_extra(module: str, what: str) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from dschat_ppo.config.retired_flags import RETIRED
+from dschat_ppo.config.retired_flags import RETIRED, RETIRED_VALUES
 from dschat_ppo.config.schema import RANGES, is_own_function
 from dschat_ppo.errors import UserError, printable_line
 
@@ -160,8 +160,8 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
         return f"{flag} takes no value, got {given[2]}"
     choices = [str(choice) for choice in action.choices or ()]
     nearest = difflib.get_close_matches(given[2].lower().replace("-", "_"), choices, n=1)
-    meant = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"{flag} {given[2]}: expected {expected}{meant}"
+    meant = f"did you mean {nearest[0]}?" if nearest else RETIRED_VALUES.get(given[2])
+    return f"{flag} {given[2]}: expected {expected}" + (f"; {meant}" if meant else "")
 
 
 def _expected(action: argparse.Action) -> str:

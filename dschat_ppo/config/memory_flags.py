@@ -23,11 +23,10 @@ class MemoryFlags:
     tiled_mlp: bool = flag(False,
         "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
         "mixtures of experts run whole")
-    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag("auto",
+    attn_implementation: Literal["auto", "sdpa", "eager"] = flag("auto",
         "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
         "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "
-        "logits; flash_attention_2 needs a GPU, bf16 or fp16, and the package flash-attn; flex_attention needs a GPU; "
-        "eager: products and a softmax")
+        "logits; eager: products and a softmax")
     sequence_parallel_size: int = positive(1,
         "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
         "rows, so a batch size per device counts for all of them together. The number of ranks and that of the model's "
@@ -72,7 +71,7 @@ class PPOMemoryFlags:
     # fmt: on
 
 
-def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> None:
+def check_memory(flags: MemoryFlags, stages: Mapping[str, int]) -> None:
     """Check that an engine of a step can use its memory flags; `stages`: flag of a model that trains -> ZeRO stage."""
     names, some = " and ".join(stages), " or ".join(stages)
     refuse({
@@ -80,6 +79,4 @@ def check_memory(flags: MemoryFlags, stages: Mapping[str, int], dtype: str) -> N
             flags.offload_optimizer and min(stages.values()) == 0,
         f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
             flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
-        "--attn_implementation flash_attention_2 needs --dtype bf16 or fp16; in fp32 use sdpa or flex_attention":
-            flags.attn_implementation == "flash_attention_2" and dtype == "fp32",
     })  # fmt: skip

@@ -45,8 +45,13 @@ RETIRED: dict[str, str] = {
     "node_link": "left: the planner counts memory alone, and no time",
 }
 
-# Of these, the flags that decided what a run computes -> the value that every run has now: a checkpoint that was saved
-# under another value is not resumed without --resume_force.
+# Values of flags that left -> one line that says what to use.
+RETIRED_VALUES = dict.fromkeys(
+    ("flash_attention_2", "flex_attention"), "left: auto computes packed rows by PyTorch's own FlashAttention"
+)
+
+# Of the flags above, those that decided what a run computes -> the value that every run has now: a checkpoint that was
+# saved under another value is not resumed without --resume_force.
 NOW_FIXED: dict[str, Any] = {
     "reward_model_max_length": None, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "kl_cov_coef": 1.0,
     "critic_lr_scheduler_type": None, "critic_num_warmup_steps": None, "critic_max_grad_norm": None,

@@ -91,7 +91,7 @@ class PreferenceConfig:
 
 def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
     fit = config.fit
-    check_memory(config.memory, {"--zero_stage": fit.zero_stage}, config.run.dtype)
+    check_memory(config.memory, {"--zero_stage": fit.zero_stage})
     refuse({
         "--packing needs the length of every training row before the first step, which --streaming does not know; use "
         "one of the two": fit.packing and config.data.streaming,
@@ -175,7 +175,7 @@ class PPOConfig:
                 self.memory.sequence_parallel_size > 1 and vars(algorithm)[name] == "full"
                 for name in ("kl_estimator", "kl_loss_estimator")
         })  # fmt: skip
-        check_memory(self.memory, self._stages, self.run.dtype)
+        check_memory(self.memory, self._stages)
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         if self.lora.share_base:
             self._require_shareable_base()

@@ -15,7 +15,6 @@ from dschat_ppo.config.on_policy import router_adds_noise
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.architectures import DROPOUTS
-from dschat_ppo.models.attention_choice import WITHOUT_MASKS, attention_dropout
 from dschat_ppo.models.backbone import hidden_window, unwrap
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
@@ -28,6 +27,7 @@ ROWS, TOKENS = 3, 16
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # mean difference between packed and padded rows, relative to the standard deviation of the numbers
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # settings of configurations
 LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their grouping can differ
 
 
@@ -36,10 +36,9 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     """Set the `layout` of the model inside: what gives the numbers of its own whole, padded forward pass. Collective:
     every rank calls it, and all make the same choice. Returns why rows are not packed; None if they are.
 
-    On a GPU rows are packed where the attention computes all of them in one call: FlashAttention, in half precision, or
-    flex attention. Segment by segment, each layer would launch kernels for each row; `pack_on_gpu` allows that too.
-    `UserError` if ranks share rows and the model cannot run with a part of the columns on each of them, or if it needs
-    a mask that the attention of `--attn_implementation` does not get.
+    On a GPU rows are packed where FlashAttention computes all of them in one call, in half precision. Segment by
+    segment, each layer would launch kernels for each row; `pack_on_gpu` allows that too. `UserError` if ranks share
+    rows and the model cannot run with a part of the columns on each of them.
     """
     module: Any = unwrap(engine)
     was_training = module.training
@@ -98,15 +97,13 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     with recorded_attention() as recorded:
         packed, error = _tried(engine, ids, padded)
     needs_mask = not error and hidden_window(module.config, recorded.windows)
-    if needs_mask and module.layout.attention in WITHOUT_MASKS:
-        name, choice = type(module.backbone).__name__, module.layout.attention
-        raise UserError(f"--attn_implementation {choice}: the sliding window of {name} is in its mask alone; use sdpa")
     changed, error = (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
     of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = (packed - padded).abs().mean(dim=-1) / spread / PACKED_TOLERANCE[module.backbone.dtype]
     leak = (packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread / LEAK_TOLERANCE
-    dropped = module.layout.attention == "auto" and attention_dropout(module.config) > 0  # in training; here it is off
+    text = module.config.get_text_config()
+    dropped = any(getattr(text, name, None) for name in ATTENTION_DROPOUTS)  # in training; here it is off
     several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
     differs, leaks, several = (_largest(values) for values in (difference, leak, several_calls))
     reason = None

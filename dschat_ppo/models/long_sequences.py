@@ -8,17 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dschat_ppo.common.dist import device, world_size
+from dschat_ppo.common.dist import world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.memory_flags import MemoryFlags, possible_sizes
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import mlps_of, tile_mlps
 from dschat_ppo.models.architectures import MASK_IS_READ
-from dschat_ppo.models.attention_choice import (
-    check_attention,
-    check_attention_dropout,
-    check_attention_of_model,
-)
 from dschat_ppo.models.backbone import accepts, backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.loading import load_config
@@ -28,18 +23,19 @@ from dschat_ppo.models.scalar_model import ScalarModel
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool, dropout: float | None = 0.0) -> None:
+def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
     """Check that the model at `folder`, which passed `check_causal_lm` or (`scalar`) `check_sequence_classifier`, suits
-    the flags of memory, without reading its weights. `dropout` None: that of its config."""
+    the flags of memory, without reading its weights."""
     choice = flags.attn_implementation
     if flags.sequence_parallel_size == 1 and not flags.tiled_mlp and choice == "auto":
         return
-    check_attention(choice, device())
     with reading(f"{flag} {folder}: no model can be built from its config.json"):
         backbone = _backbone_without_weights(folder, flag, scalar)
-    check_attention_of_model(choice, backbone, f"{flag} {folder}")
-    check_attention_dropout(choice, backbone.config, dropout, f"{flag} {folder}")
-    name = type(backbone).__name__
+    name, reason = type(backbone).__name__, reason_against(choice, backbone)
+    if reason is not None:
+        raise UserError(
+            f"--attn_implementation {choice}: {flag} {folder}: {name} cannot use it, because {reason}; use auto"
+        )
     if flags.sequence_parallel_size > 1:
         given = f"--sequence_parallel_size {flags.sequence_parallel_size}: {flag} {folder}: {name}"
         reason = reason_not_to_divide(backbone)
@@ -58,6 +54,16 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
             raise UserError(f"--tiled_mlp: {flag} {folder}: {name} cannot be tiled, because {reason}; omit the flag")
         if experts:
             logger().info(f"--tiled_mlp: {name}: {len(found)} MLPs run in pieces, {experts} mixtures of experts whole")
+
+
+def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
+    """Why the model cannot use the attention that `--attn_implementation` names; None if it can."""
+    own = backbone.config._attn_implementation
+    if choice in ("auto", own):
+        return None
+    if not backbone._supports_attention_backend:
+        return f"transformers does not let its attention, '{own}', be replaced"
+    return "it needs a soft cap or sinks, which SDPA does not have" if choice == "sdpa" else None
 
 
 def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:

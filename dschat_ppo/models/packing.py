@@ -16,18 +16,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.activation_memory import read_tokens_again, read_tokens_only
 from dschat_ppo.models.architectures import MASK_IS_READ
-from dschat_ppo.models.attention_choice import WITHOUT_MASKS
 from dschat_ppo.models.backbone import Layout, backbone_states, position_arguments, real_slots
-from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
+from dschat_ppo.models.probes import check_attention_call
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
-    CHOSEN_KERNELS,
     Segments,
-    WholeRowKernel,
-    attention_in_blocks,
+    blockwise_attention,
     segment_by_segment,
     suits_blocks,
     suits_varlen,
@@ -44,7 +40,6 @@ from dschat_ppo.models.sequence_parallel import (
 from dschat_ppo.models.shared_prompts import are_uneven, lay_out
 
 NAME = "dschat_packed"
-OF_TRANSFORMERS = ("sdpa", "eager")  # choices for padded rows that transformers computes, with its own masks
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,6 @@ class ReplacedAttention:
     divided: bool = False
     choice: str = "auto"
     name: str = NAME
-    padded: dict[tuple[int, int], Segments] = field(default_factory=dict)
     before: list[str | None] = field(default_factory=list)  # what the config named outside
 
     def __enter__(self) -> None:
@@ -74,10 +68,6 @@ class ReplacedAttention:
     def __exit__(self, *_: object) -> None:
         _RUNNING.pop()
         self.config._attn_implementation = self.before.pop()
-
-    def whole_rows(self, rows: int, width: int) -> Segments:
-        """Padded rows end to end, each as a segment."""
-        return self.padded.setdefault((rows, width), Segments([width] * rows))
 
 
 @dataclass
@@ -94,14 +84,13 @@ _RECORDED: list[Recorded] = []
 
 
 def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
-    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names. "auto": the
-    attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found that this
-    module's attention gives the numbers of the model's own), else the model's own."""
+    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names, by transformers and
+    with its masks. "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable
+    (`select_kernels` found that this module's attention gives the numbers of the model's own), else the model's own."""
     in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
     if choice == "auto" and not in_blocks:
         return nullcontext()
-    name = choice if choice in OF_TRANSFORMERS else NAME
-    return ReplacedAttention(model.config, None, choice=choice, name=name)
+    return ReplacedAttention(model.config, None, choice=choice, name=NAME if choice == "auto" else choice)
 
 
 @contextmanager
@@ -119,37 +108,26 @@ def _segment_attention(
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). See `check_attention_call`."""
-    try:
-        check_attention_call(module, attention_mask, options)
-    except UnsupportedAttentionError as problem:
-        if _RUNNING[-1].choice not in WITHOUT_MASKS:
-            raise
-        raise UserError(f"--attn_implementation {_RUNNING[-1].choice}: {problem}; use auto") from None
+    check_attention_call(module, attention_mask, options)
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
     running = _RUNNING[-1]
     if running.divided:
         query, key, value = exchanged_heads(query, key, value)
         module, options = attention_of_own_heads(module, query, key), of_own_heads(options)
-    laid_out = running.segments or running.whole_rows(query.shape[0], query.shape[2])
-    kernel: WholeRowKernel | None = None  # computes all segments in one call
-    if running.choice in CHOSEN_KERNELS:
-        has_sinks = running.choice == "flash_attention_2" and options.get("s_aux") is not None
-        if has_sinks or options.get("is_causal") is False:
-            reason = "has sinks" if has_sinks else "is not causal"
-            raise UserError(f"--attn_implementation {running.choice}: the attention of this model {reason}; use auto")
-        kernel = CHOSEN_KERNELS[running.choice]
-    elif running.choice == "auto" and suits_blocks(module, query, key, value, laid_out, options):
-        kernel = attention_in_blocks
-    elif running.choice == "auto" and suits_varlen(query, key, value, options):
-        kernel = varlen_attention
+    rows = running.segments or Segments([query.shape[2]])  # padded rows are one segment each
+    auto, scale = running.choice == "auto", options.get("scaling")
+    in_blocks = auto and suits_blocks(module, query, key, value, rows, options)
+    by_varlen = auto and not in_blocks and running.segments is not None and suits_varlen(query, key, value, options)
     if _RECORDED:
-        _RECORDED[-1].in_one_call &= kernel is not None
-    if kernel is None or (running.segments is None and kernel is varlen_attention):
+        _RECORDED[-1].in_one_call &= in_blocks or by_varlen
+    if in_blocks:
+        mixed = blockwise_attention(query, key, value, rows, sliding_window, scale).transpose(1, 2)
+    elif by_varlen:
+        mixed = varlen_attention(query, key, value, rows, sliding_window, scale)
+    else:
         eager = running.choice == "eager"
         mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
-    else:
-        mixed = kernel(query, key, value, laid_out, sliding_window, options)
     return (heads_to_columns(mixed) if running.divided else mixed), None
 
 

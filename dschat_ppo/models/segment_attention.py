@@ -1,13 +1,12 @@
-"""Causal attention inside each segment of a packed row, by the kernel that `--attn_implementation` chooses.
+"""Causal attention inside each segment of a packed row: by one kernel for all segments, or one after another.
 
 A segment may also see tokens of another one: the beginning that its row shares (`shared_prompts.py`).
 
-Where a kernel takes all segments in one call, this is used: PyTorch's variable-length FlashAttention, flash-attn's, or
-flex attention (`flex_attention.py`). FlashAttention needs the keys of a segment side by side, so the keys of a shared
-beginning are copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B
-model with 4 key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms and 8.5 ms at 4.3
-TB/s and 790 TFLOP/s. Two calls, for the beginning and for the segment, merged by their log-sum-exp, would copy nothing,
-but PyTorch's kernel has no gradient of the log-sum-exp, and sliding windows do not fit in.
+PyTorch's variable-length FlashAttention needs the keys of a segment side by side, so the keys of a shared beginning are
+copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B model with 4
+key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms and 8.5 ms at 4.3 TB/s and 790
+TFLOP/s. Two calls, for the beginning and for the segment, merged by their log-sum-exp, would copy nothing, but the
+kernel has no gradient of the log-sum-exp, and sliding windows do not fit in.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.models.flex_attention import BlockMasks, flex_attention
 from dschat_ppo.models.shared_prompts import VarlenSegments
 
 MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
@@ -43,19 +41,12 @@ class Segments:
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None
     _varlen: dict[torch.device, VarlenSegments] = field(default_factory=dict, repr=False)
-    _masks: dict[torch.device, BlockMasks] = field(default_factory=dict, repr=False)
 
     def varlen(self, device: torch.device) -> VarlenSegments:
         """For variable-length attention."""
         if device not in self._varlen:
             self._varlen[device] = VarlenSegments.of(self.lengths, self.seen, device)
         return self._varlen[device]
-
-    def masks(self, device: torch.device) -> BlockMasks:
-        """For flex attention."""
-        if device not in self._masks:
-            self._masks[device] = BlockMasks(self.lengths, self.seen, device)
-        return self._masks[device]
 
     @cached_property
     def _columns(self) -> list[tuple[int, int, int, int]]:
@@ -128,10 +119,6 @@ OF_OTHER_KERNELS = ("softcap", "s_aux")  # options that neither FlashAttention n
 VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch has
 
 
-# (query (b, heads, T, d), key, value, segments of the b rows end to end, window, attention options) -> (b, T, heads, d)
-WholeRowKernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, dict[str, Any]], Tensor]
-
-
 # FlashAttention
 
 
@@ -175,65 +162,20 @@ def suits_varlen(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
     )
 
 
-def _side_by_side(query: Tensor, key: Tensor, value: Tensor, segments: VarlenSegments) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, heads, T, d) -> (b x T, heads, d), with the keys and values that each segment sees side by side."""
-    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
-    if segments.columns is not None:
-        k, v = k[segments.columns], v[segments.columns]  # a shared key's gradients add up in fp32, always in one order
-    return q, k, v
-
-
-def _keys_before(window: int | None) -> int:
-    """How many keys before its own a query sees; -1: all."""
-    return -1 if window is None else window - 1
-
-
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float | None
 ) -> Tensor:
-    """PyTorch's variable-length FlashAttention; a `WholeRowKernel`."""
+    """PyTorch's variable-length FlashAttention over the segments of one row: (1, heads, T, d) -> (1, T, heads, d)."""
     parts = segments.varlen(query.device)
-    q, k, v = _side_by_side(query, key, value, parts)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
+    if parts.columns is not None:
+        k, v = k[parts.columns], v[parts.columns]  # a shared key's gradients add up in fp32, always in one order
     assert _VARLEN is not None
-    found: Tensor = _VARLEN(  # its window ends at the last query and the last key of a segment
-        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys, scale=options.get("scaling"),
-        window_size=(_keys_before(window), 0), enable_gqa=q.shape[1] != k.shape[1],
+    found: Tensor = _VARLEN(  # its window ends at the last query and the last key of a segment; -1: it hides no key
+        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys, scale=scale,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return found.unflatten(0, (len(query), -1))
-
-
-def flash_attention_2(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
-) -> Tensor:
-    """FlashAttention-2 of the package flash-attn (Dao 2023); a `WholeRowKernel`."""
-    from flash_attn import flash_attn_varlen_func
-
-    parts = segments.varlen(query.device)
-    q, k, v = _side_by_side(query, key, value, parts)
-    found: Tensor = flash_attn_varlen_func(  # causal: the last query of a segment sees its last key
-        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys,
-        dropout_p=options.get("dropout") or 0.0, softmax_scale=options.get("scaling"), causal=True,
-        window_size=(_keys_before(window), 0 if window else -1), softcap=options.get("softcap") or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return found.unflatten(0, (len(query), -1))
-
-
-# Flex attention
-
-
-def whole_row_flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
-) -> Tensor:
-    """PyTorch's flex attention; a `WholeRowKernel`. Several rows become one, so that all shapes have one row."""
-    mask = segments.masks(query.device).of(window)
-    q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # (1, heads, b x T, d)
-    found = flex_attention(q, k, v, mask, options.get("scaling"), options.get("softcap"), options.get("s_aux"))
-    return found[0].transpose(0, 1).unflatten(0, (len(query), -1))
-
-
-# for these values of `--attn_implementation`
-CHOSEN_KERNELS = {"flash_attention_2": flash_attention_2, "flex_attention": whole_row_flex_attention}
+    return found.unsqueeze(0)
 
 
 # Kernels for bf16 on a CPU
@@ -251,14 +193,6 @@ def suits_blocks(
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False
         and all(options.get(name) is None for name in OF_OTHER_KERNELS)
     )
-
-
-def attention_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, options: dict[str, Any]
-) -> Tensor:
-    """Kernels for bf16 on a CPU; a `WholeRowKernel`. Several rows are segments of one length."""
-    of_row = segments if len(query) == 1 else Segments([query.shape[2]])
-    return blockwise_attention(query, key, value, of_row, window, options.get("scaling")).transpose(1, 2)
 
 
 # Segment by segment

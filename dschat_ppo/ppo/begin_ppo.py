@@ -74,7 +74,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     with naming(ACTOR):
         check_causal_lm(folders.actor, actor_adapter(config))
     require_length(folders.actor, longest, LIMITS)
-    check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False, dropout=config.ppo.actor_dropout or 0.0)
+    check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False)
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
@@ -87,8 +87,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         if folders.critic != folders.actor:
             check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
             require_length(folders.critic, longest, LIMITS)
-        dropout = config.ppo.critic_dropout or 0.0
-        check_long_sequences(config.memory, flag, folders.critic, scalar=True, dropout=dropout)
+        check_long_sequences(config.memory, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:

@@ -113,10 +113,7 @@ def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedS
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
     require_length(folder, fit.max_seq_len, "--max_seq_len")
-    # a policy that step 2 trains has no dropout without --dropout, as its reference
-    without = isinstance(config, PreferenceConfig) and not step.scalar
-    dropout = 0.0 if without and fit.dropout is None else fit.dropout
-    check_long_sequences(config.memory, MODEL, folder, step.scalar, dropout)
+    check_long_sequences(config.memory, MODEL, folder, step.scalar)
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(fit, config.run, config.memory)
     announce("prepare data")

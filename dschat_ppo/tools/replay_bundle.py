@@ -17,7 +17,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
-from dschat_ppo.models.attention_choice import check_attention
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
@@ -47,7 +46,6 @@ def replay(folder: Path, dtype: str | None) -> bool:
     dtype = dtype or what["dtype"]
     print(f"{what['role']}, step {what['step']}, rank {what['rank']}: {fault['kind']}; replayed in {dtype}")
     attention = "auto" if changed else config.memory.attn_implementation
-    check_attention(attention, dist.device())
     loads_scalar = what["role"] == "critic" or (what["step_name"] == "reward" and config.reward.trains_classifier)
     model = load(folder / MODEL, loads_scalar, config, dtype, Layout(**what["layout"], attention=attention)).train()
     print_names("weights", [name for name, weight in model.named_parameters() if not weight.isfinite().all()])

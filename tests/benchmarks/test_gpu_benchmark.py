@@ -80,7 +80,7 @@ def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):
 
 def test_each_choice_of_attention_is_kept_as_soon_as_it_is_compared(monkeypatch, tmp_path):
     def scored(model, rows, choice, *_):
-        if choice == "flex_attention":
+        if choice == "sdpa":
             raise RuntimeError("no compiler")
         return original(model, rows, choice, *_)
 
@@ -91,11 +91,11 @@ def test_each_choice_of_attention_is_kept_as_soon_as_it_is_compared(monkeypatch,
     monkeypatch.setattr(findings, "add", lambda name, value: files.append((name, value)))
     attention.attention(findings, tiny=True)
     last = dict(files)
-    assert [name for name, _ in files] == ["fp32"] * 3 + ["bf16"] * 3 + ["fp32", "bf16"]
-    assert [value["wrong"] for _, value in files] == [0] * 6 + [1, 1]
-    assert last["fp32"]["which"] == ["flex_attention failed"] and "sdpa" in last["bf16"]
-    assert "no compiler" in last["fp32"]["flex_attention"]["failed"]
-    for choice in ("auto", "sdpa", "eager"):
+    assert [name for name, _ in files] == ["fp32"] * 3 + ["bf16"] * 3
+    assert [value["wrong"] for _, value in files] == [0, 1, 1] * 2
+    assert last["fp32"]["which"] == ["sdpa failed"] and "sdpa" in last["bf16"]
+    assert "no compiler" in last["fp32"]["sdpa"]["failed"]
+    for choice in ("auto", "eager"):
         of_shared = last["fp32"][choice]["shared"]
         assert last["fp32"][choice]["run"] == "packs and shares"
         assert 0 < of_shared["logprobs"] < 1e-4 and "gradient" in of_shared

@@ -30,8 +30,6 @@ def test_a_missing_package_is_answered_by_the_command_that_installs_it(monkeypat
 
 @pytest.mark.parametrize(("module", "inside", "outside"), [
     ("peft", 'pip install -e ".[lora]"', 'pip install "dschat_ppo[lora]"'),
-    ("flash_attn", 'pip install --no-build-isolation -e ".[flash]"',
-     'pip install --no-build-isolation "dschat_ppo[flash]"'),
     ("tensorboard", "pip install -e .", "pip install dschat_ppo"),
 ])  # fmt: skip
 def test_the_command_fits_a_checkout_and_an_installed_package(monkeypatch, tmp_path, module, inside, outside):

@@ -1,227 +1,156 @@
-"""Log-probs, entropies and values of right-padded rows, compared with each row alone in plain transformers."""
+"""Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-import transformers as hf
+from rows_alone import (
+    ANSWERS,
+    FAMILIES,
+    PACKED,
+    TEMPERATURE,
+    assert_same_gradients,
+    both,
+    model_of,
+    rollout,
+    scores_alone,
+    values_alone,
+)
+from tiny_models import new_model
 
 from dschat_ppo.algorithms.kl import kl_full
+from dschat_ppo.models.activation_memory import tile_mlps
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.types import LateEnds, Rollout
+from dschat_ppo.types import LateEnds, full_sequences
 
-VOCABULARY = 300
-PROMPT_LENGTHS, LENGTHS = (2, 9, 1, 6, 4), (8, 3, 5, 0, 1)
-TEMPERATURE = 0.8
-COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": None,
-    "num_labels": 1,
+LAYOUTS = {
+    "plain": Layout(fused=False), "padded": Layout(), "padded few": Layout(reads_few=True),
+    "packed": Layout(packed=True), "packed few": Layout(packed=True, reads_few=True),
+    "shared": Layout(packed=True, shares=True), "shared few": Layout(packed=True, shares=True, reads_few=True),
 }  # fmt: skip
-GQA = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
-GPT = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-# name -> (config, causal model, classifier or None)
-FAMILIES = {
-    "llama": (hf.LlamaConfig(**GQA), hf.LlamaForCausalLM, hf.LlamaForSequenceClassification),
-    "llama_tied": (hf.LlamaConfig(**GQA, tie_word_embeddings=True), hf.LlamaForCausalLM, None),
-    "mistral_window": (
-        hf.MistralConfig(**GQA, sliding_window=4), hf.MistralForCausalLM, hf.MistralForSequenceClassification,
-    ),
-    "qwen2": (hf.Qwen2Config(**GQA), hf.Qwen2ForCausalLM, hf.Qwen2ForSequenceClassification),
-    "gpt2": (
-        hf.GPT2Config(**GPT, pad_token_id=None, num_labels=1), hf.GPT2LMHeadModel, hf.GPT2ForSequenceClassification,
-    ),
-    "gptj": (hf.GPTJConfig(**GPT, rotary_dim=4), hf.GPTJForCausalLM, None),
-    "opt": (
-        hf.OPTConfig(**COMMON, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2, dropout=0.0),
-        hf.OPTForCausalLM, hf.OPTForSequenceClassification,
-    ),
-    "gpt_neox": (hf.GPTNeoXConfig(**COMMON), hf.GPTNeoXForCausalLM, hf.GPTNeoXForSequenceClassification),
-    "bloom": (
-        hf.BloomConfig(
-            vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, num_labels=1,
-            pad_token_id=None,
-        ),
-        hf.BloomForCausalLM, hf.BloomForSequenceClassification,
-    ),
-    "falcon": (hf.FalconConfig(**COMMON, new_decoder_architecture=False), hf.FalconForCausalLM, None),
-    "falcon_alibi": (hf.FalconConfig(**COMMON, alibi=True), hf.FalconForCausalLM, hf.FalconForSequenceClassification),
-    "gpt_neo": (
-        hf.GPTNeoConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4,
-            attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
-            initializer_range=0.2, num_labels=1, pad_token_id=None,
-        ),
-        hf.GPTNeoForCausalLM, hf.GPTNeoForSequenceClassification,
-    ),
-    "phi": (hf.PhiConfig(**COMMON), hf.PhiForCausalLM, hf.PhiForSequenceClassification),
-    "gemma2": (
-        hf.Gemma2Config(**GQA, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-        hf.Gemma2ForCausalLM, hf.Gemma2ForSequenceClassification,
-    ),
-    "gemma3": (
-        hf.Gemma3TextConfig(**GQA, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-        hf.Gemma3ForCausalLM, None,
-    ),
-    "cohere": (hf.CohereConfig(**{**COMMON, "logit_scale": 0.25}), hf.CohereForCausalLM, None),
-    "granite": (hf.GraniteConfig(**{**GQA, "logits_scaling": 4.0}), hf.GraniteForCausalLM, None),
-}  # fmt: skip
-PACKED = [
-    "llama",
-    "llama_tied",
-    "mistral_window",
-    "qwen2",
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "phi",
-    "gemma3",
-    "cohere",
-    "granite",
-]
-WAYS = [(name, way) for name in FAMILIES for way in ("fused", "plain", "packed") if way != "packed" or name in PACKED]
-WITH_CLASSIFIER = [name for name, (_, _, classifier) in FAMILIES.items() if classifier]
+OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
+# family, layout, what else is switched on: (ends that could not be drawn), a value of --attn_implementation, ...
+CASES = [(name, way, None) for name in FAMILIES for way in ("plain", "padded few")]
+CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
+CASES += [(name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")]
+CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
+CASES += [(name, way, "checkpointing") for name in ("llama", "mistral-window", "gpt2", "opt-350m") for way in OF_PACKED]
+CASES += [(name, way, "tiled") for name in ("llama", "gpt2", "gemma3") for way in ("padded few", "shared few")]
+CASES += [(name, way, choice) for way in ("padded", *OF_PACKED)
+          for name, choice in (("llama", "sdpa"), ("mistral-window", "eager"), ("gemma2", "eager"))]  # fmt: skip
 
 
-def model_of(name: str, kind: int):
-    torch.manual_seed(0)
-    config = FAMILIES[name][0]
-    if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # as in load_config
-    model = FAMILIES[name][kind](config)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):  # they are initialised to 0, where no test would notice them
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def rollout(padding_seed: int = 0) -> Rollout:
-    """Five rows of uneven prompts and responses, one response empty; random ids in padding."""
-    generator, padding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(padding_seed)
-    prompt_mask = torch.arange(9) >= 9 - torch.tensor(PROMPT_LENGTHS).unsqueeze(1)
-    response_mask = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
-
-    def ids(mask):
-        real = torch.randint(0, VOCABULARY, mask.shape, generator=generator)
-        return torch.where(mask, real, torch.randint(0, VOCABULARY, mask.shape, generator=padding))
-
-    zeros = torch.zeros(response_mask.shape)
-    return Rollout(ids(prompt_mask), prompt_mask, ids(response_mask), response_mask, zeros, zeros[:, 0].bool())
-
-
-def rows_alone(rows: Rollout):
-    """(prompt length, real tokens (1, n)) of each row."""
-    for prompt, p_mask, response, r_mask in zip(
-        rows.prompt_ids, rows.prompt_mask, rows.response_ids, rows.response_mask, strict=True
-    ):
-        yield int(p_mask.sum()), torch.cat([prompt[p_mask], response[r_mask]]).unsqueeze(0)
-
-
-def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
-    return scores.logprobs, scores.entropy
-
-
-def scores_alone(lm, rows: Rollout, ends: LateEnds | None = None):
-    """Log-probs and entropies, (total response tokens), row by row without padding."""
-    logprobs, entropies = [], []
-    for start, ids in rows_alone(rows):
-        logits = lm(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / TEMPERATURE
-        kept = torch.ones_like(logits, dtype=torch.bool)
-        if ends is not None:
-            kept[: ends.minimum, list(ends.ids)] = False
-        table = torch.log_softmax(logits.masked_fill(~kept, -torch.inf), dim=-1)
-        logprobs.append(table.gather(1, ids[0, start:].unsqueeze(1)).squeeze(1))
-        entropies.append(-(table.exp() * table.masked_fill(~kept, 0.0)).sum(dim=1))
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_scores_are_those_of_each_row_alone(name, way):
-    lm, rows = model_of(name, 1), rollout()
-    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
+@pytest.mark.parametrize(("name", "way", "change"), CASES)
+def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
+    lm, rows, ends = model_of(name), rollout(), ENDS if change == "late ends" else None
+    if ends is not None:
+        rows = replace(rows, response_ids=torch.where(rows.response_ids == 40, 4, rows.response_ids.clamp_min(4)))
+    policy = PolicyModel(lm, LAYOUTS[way])
     assert policy.layout.fused is (way != "plain")
+    if change in ("sdpa", "eager"):
+        policy.layout = replace(policy.layout, attention=change)
+    own = lm.config._attn_implementation
+    expected = scores_alone(lm, rows, ends)
+    if change == "checkpointing":
+        policy.train().gradient_checkpointing_enable()
+    if change == "tiled":
+        tile_mlps(policy.backbone)
+    found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
+    assert lm.config._attn_implementation == own
+    assert expected[0].std() > 0.2, "all tokens have the same score, so the test shows nothing"
+    assert not any(part[~rows.response_mask].any() for part in found)
+    found = tuple(part[rows.response_mask] for part in found)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    weights = torch.linspace(-1, 1, len(expected[0]))
+    loss, of_alone = ((weights * logprobs + 0.1 * entropy).sum() for logprobs, entropy in (found, expected))
+    assert_same_gradients(loss, of_alone, dict(lm.named_parameters()))
+
+
+@pytest.mark.parametrize(("name", "way"), [
+    *((name, way) for name in ("llama", "mistral-window", "gpt2", "opt-350m") for way in ("padded few", *OF_PACKED)),
+    ("bloom", "padded few"), ("gemma2", "padded few"),
+])  # fmt: skip
+def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, way):
+    classifier, rows = model_of(name, scalar=True), rollout()
+    model, alone = ScalarModel(classifier, LAYOUTS[way]), values_alone(classifier, rows)
+    prompts = rows.prompt_mask.sum(dim=1).tolist()
+    before = torch.cat([v[start - 1 : -1] for v, start in zip(alone, prompts, strict=True)])
+    values = response_values(model, rows)[rows.response_mask]
+    torch.testing.assert_close(values, before, rtol=0, atol=1e-5)
+    weights = torch.linspace(-1, 1, len(before))  # prompts share their last token: its gradients add up
+    assert_same_gradients((weights * values).sum(), (weights * before).sum(), dict(classifier.named_parameters()))
+    ids, lengths = full_sequences(rows)
     with torch.no_grad():
-        found = both(response_logprobs(policy, rows, TEMPERATURE))
-        expected = scores_alone(lm, rows)
-    assert expected[0].std() > 0.3, "all tokens have the same score, so the test shows nothing"
+        ends = torch.stack([v[-1] for v in alone])
+        torch.testing.assert_close(model(ids, lengths, last_only=True), ends, rtol=0, atol=1e-5)
+        whole = model(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(whole, ends, rtol=0, atol=1e-5)
+        wanted = (torch.arange(ids.shape[1]) % 3 == 1) & (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
+        expected = torch.cat([v[mask[: len(v)]] for v, mask in zip(alone, wanted, strict=True)])
+        torch.testing.assert_close(model(ids, lengths, wanted=wanted), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["padded", "packed", "shared"])
+def test_sinks_in_eager_attention(way):
+    lm, rows = new_model("gpt-oss"), rollout()
+    policy = PolicyModel(lm, replace(LAYOUTS[way], attention="eager"))
+    with torch.no_grad():
+        found, expected = both(response_logprobs(policy, rows, TEMPERATURE)), scores_alone(lm, rows)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
-        assert not a[~rows.response_mask].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("way", ["fused", "packed", "plain"])
-def test_ends_that_could_not_be_drawn_have_no_probability(way, dtype):
-    lm, rows, ends = model_of("llama", 1).to(dtype), rollout(), LateEnds((3, 250), 2)
+@pytest.mark.parametrize("way", ["padded", "packed", "plain"])
+def test_ends_that_could_not_be_drawn_have_no_probability_in_fp16(way):
+    lm, rows = model_of("llama").half(), rollout()
     rows = replace(rows, response_ids=torch.where(rows.response_ids == 3, 4, rows.response_ids))
     with torch.no_grad():
-        lm.lm_head.weight[250] *= 8
-    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
-    found = response_logprobs(policy, rows, TEMPERATURE, True, late_ends=ends)
-    expected, free = scores_alone(lm.float(), rows, ends), scores_alone(lm, rows)
+        lm.lm_head.weight[40] *= 8
+    policy = PolicyModel(lm, LAYOUTS[way])
+    found = response_logprobs(policy, rows, TEMPERATURE, True, late_ends=ENDS)
+    expected, free = scores_alone(lm.float(), rows, ENDS), scores_alone(lm, rows)
     for a, b in zip(both(found), expected, strict=True):
-        torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+        torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=0.05)
     assert (expected[0] - free[0]).abs().max() > 0.5
     if way == "plain":
-        whole = response_logprobs(policy, rows, TEMPERATURE, distributions=True, late_ends=ends).distributions
-        early = torch.arange(rows.response_mask.shape[1]) < torch.tensor(2)
-        early = early.expand_as(rows.response_mask)[rows.response_mask]  # (response tokens,)
-        assert not whole.exp()[early][:, list(ends.ids)].any() and whole.exp()[~early][:, list(ends.ids)].all()
+        whole = response_logprobs(policy, rows, TEMPERATURE, distributions=True, late_ends=ENDS).distributions
+        early = (torch.arange(max(ANSWERS)) < 2).expand_as(rows.response_mask)[rows.response_mask]  # (response tokens,)
+        assert not whole.exp()[early][:, list(ENDS.ids)].any() and whole.exp()[~early][:, list(ENDS.ids)].all()
         assert kl_full(whole, whole.detach()).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("name", "way", "ends"), [
-    *((name, way, None) for name, way in WAYS), *((name, way, LateEnds((3, 250), 2)) for name, way in WAYS[:6]),
-])  # fmt: skip
-def test_gradients_are_those_of_rows_alone(name, way, ends):
-    lm, rows = model_of(name, 1), rollout()
-    if ends is not None:
-        rows = replace(rows, response_ids=torch.where(rows.response_ids == 250, 4, rows.response_ids.clamp_min(4)))
-    weights = torch.linspace(-1, 1, int(rows.response_mask.sum()))
-    parameters = dict(lm.named_parameters())
-
-    def gradients(logprobs, entropies):
-        return torch.autograd.grad((weights * logprobs + 0.1 * entropies).sum(), parameters.values(), allow_unused=True)
-
-    policy = PolicyModel(lm, Layout(fused=way != "plain", packed=way == "packed"))
-    found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
-    found = gradients(*(part[rows.response_mask] for part in found))
-    for key, a, b in zip(parameters, found, gradients(*scores_alone(lm, rows, ends)), strict=True):
-        if b is None:
-            assert a is None, key
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
-
-
-@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in WITH_CLASSIFIER for p in {False, n in PACKED}])
-def test_values_are_those_of_each_row_alone(name, packed):
-    classifier, rows = model_of(name, 2), rollout()
-    with torch.no_grad():
-        found = response_values(ScalarModel(classifier, Layout(packed=packed)), rows)
-        expected = [
-            classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, start - 1 : -1, 0]
-            for start, ids in rows_alone(rows)
-        ]
-    torch.testing.assert_close(found[rows.response_mask], torch.cat(expected), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt-neo", "gemma2"])
 def test_ids_in_padding_change_nothing(name):
-    policy, (one, other) = PolicyModel(model_of(name, 1)), (rollout(0), rollout(7))
+    policy, (one, other) = PolicyModel(model_of(name)), (rollout(padding_seed=seed) for seed in (0, 7))
     assert not torch.equal(one.response_ids, other.response_ids)
     with torch.no_grad():
         pairs = zip(both(response_logprobs(policy, one, 1.0)), both(response_logprobs(policy, other, 1.0)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_distributions_and_their_gradient_are_those_of_each_row_alone(name):
+    lm, rows = model_of(name), rollout()
+    scores = response_logprobs(PolicyModel(lm), rows, TEMPERATURE, distributions=True)
+    tables = []
+    for ids, mask in zip(*full_sequences(rows), strict=True):
+        tables.append(torch.log_softmax(lm(input_ids=ids[None, :mask], use_cache=False).logits[0] / TEMPERATURE, -1))
+    starts = (rows.prompt_mask.sum(dim=1) - 1).tolist()
+    expected = torch.cat([table[start:-1] for table, start in zip(tables, starts, strict=True)])
+    torch.testing.assert_close(scores.distributions, expected, rtol=0, atol=2e-5)
+    weights = 0.01 * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    losses = ((weights * part).sum() for part in (scores.distributions, expected))
+    assert_same_gradients(*losses, dict(lm.named_parameters()))
+
+
 def test_rows_without_a_response_give_zero_gradients():
     rows = rollout()
-    rows = Rollout(*[rows.prompt_ids, rows.prompt_mask, rows.response_ids, torch.zeros_like(rows.response_mask)],
-                   rows.rollout_logprobs, rows.finish_reason)  # fmt: skip
-    policy = PolicyModel(model_of("llama", 1))
+    rows = replace(rows, response_mask=torch.zeros_like(rows.response_mask))
+    policy = PolicyModel(model_of("llama"))
     logprobs, entropy = both(response_logprobs(policy, rows, 1.0, entropy_grad=True))
     (logprobs.sum() + entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
@@ -229,10 +158,10 @@ def test_rows_without_a_response_give_zero_gradients():
 
 def test_hooks_of_the_head_run_around_the_fused_function():
     """ZeRO-3 gathers the head's weight in such hooks. The head gets the states of the response tokens only."""
-    lm, rows, seen = model_of("llama", 1), rollout(), []
+    lm, rows, seen = model_of("llama"), rollout(), []
     lm.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
     lm.lm_head.register_forward_hook(lambda module, inputs, output: seen.append([o.shape for o in output]))
     response_logprobs(PolicyModel(lm), rows, 1.0)
-    count = sum(LENGTHS)
+    count = sum(ANSWERS)
     assert seen == [(count, 32), [(count,), (count,)]]
     assert "forward" not in vars(lm.lm_head)

@@ -1,4 +1,4 @@
-"""The probe that selects kernels: fused or plain heads, packed or padded rows."""
+"""The probe that selects kernels: fused or plain heads, packed, shared or padded rows, the last MLP for few tokens."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,24 +6,25 @@ from functools import partial
 import pytest
 import torch
 from pretended_gpu import moved, pretended_gpu
-from test_forward import TEMPERATURE, model_of, rollout, scores_alone
-from test_segment_attention import flash_by_hand
-from tiny_models import model_of as tiny_model_of
+from rows_alone import TEMPERATURE, model_of, rollout, scores_alone, without_dropout
+from test_attention import flash_by_hand
 from tiny_models import new_model
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models import packing, probes, segment_attention
+from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.segment_attention import Segments
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", ["scale", "cap", "before"])
 def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
-    lm = model_of("llama", 1).to(dtype)
+    lm = model_of("llama").to(dtype)
     inner = lm.forward
 
     def forward(*args, **kwargs):
@@ -43,7 +44,7 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
     rows = rollout()
     with torch.no_grad():
         found = response_logprobs(policy, rows, 1.0).logprobs
-    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama", 1).to(dtype)), rows, 1.0).logprobs)
+    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama").to(dtype)), rows, 1.0).logprobs)
 
 
 def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
@@ -51,7 +52,7 @@ def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
         def forward(self, hidden):
             return 2 * super().forward(hidden)
 
-    lm = model_of("llama", 1)
+    lm = model_of("llama")
     lm.lm_head.__class__ = Head
     policy = PolicyModel(lm)
     assert not policy.layout.fused
@@ -67,7 +68,7 @@ def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
     """A layer that carries a state along the row, as in Mamba: padded rows are right, packed rows are not."""
-    model = model_of("llama", kind).to(dtype)
+    model = model_of("llama", kind == 2).to(dtype)
 
     def add_previous(module, inputs, output):
         return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
@@ -81,38 +82,14 @@ def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
 
 @pytest.mark.parametrize(("name", "packed"), [("llama", True), ("mistral-window", True), ("phimoe", False)])
 def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
-    policy = PolicyModel(tiny_model_of(name))
+    policy = PolicyModel(new_model(name))
     select_kernels(policy)
     assert policy.layout.packed is packed
 
 
-def test_wrong_positions_are_found_in_bf16(monkeypatch):
-    policy = PolicyModel(new_model("llama").to(torch.bfloat16))
-    select_kernels(policy)
-    assert policy.layout.packed
-    backbone_forward = policy.backbone.forward
-
-    def without_positions(**inputs):
-        if policy.config._attn_implementation == packing.NAME:
-            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
-        return backbone_forward(**inputs)
-
-    monkeypatch.setattr(policy.backbone, "forward", without_positions)
-    policy.layout = replace(policy.layout, packed=False)
-    select_kernels(policy)
-    assert not policy.layout.packed
-
-
-@pytest.mark.parametrize("name", ["bloom", "gemma2"])
-def test_the_log_says_why_rows_are_padded(name, said):
-    policy = PolicyModel(model_of(name, 1))
-    reason = select_kernels(policy)
-    assert reason is not None and f"{type(policy.backbone).__name__}: {reason}, so rows are padded" in said
-
-
 @pytest.mark.parametrize(("name", "said_of"), [
     ("rwkv", "a last MLP for some tokens"), ("electra", "output head"), ("lfm2", "the row before it"),
-    ("granite-hybrid", "the row before it"), ("doge", "a mask of its own"),
+    ("granite-hybrid", "the row before it"), ("doge", "a mask of its own"), ("bloom", "so rows are padded"),
 ])  # fmt: skip
 def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name, said_of, said):
     """RWKV's MLP takes a state, ELECTRA projects before its head, hybrids carry states; Doge adds a learned bias that
@@ -146,12 +123,103 @@ def fail(problem, *args, **kwargs):
     raise problem
 
 
-@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
-def test_a_chosen_attention_without_masks_refuses_a_model_that_makes_its_own(choice):
-    policy = PolicyModel(new_model("doge"))
-    policy.layout = replace(policy.layout, attention=choice)
-    with pytest.raises(UserError, match=f"--attn_implementation {choice}: DogeAttention needs a mask.*use auto"):
-        select_kernels(policy)
+# Shared beginnings
+
+
+@pytest.mark.parametrize("kind", ["module", "config", "router"])
+def test_a_model_with_noise_in_training_does_not_share(kind):
+    model = without_dropout(new_model("mixtral" if kind == "router" else "llama"))
+    if kind == "module":
+        model.model.layers[0].mlp.register_module("noise", torch.nn.Dropout(0.1))
+    elif kind == "config":
+        model.config.attention_dropout = 0.1
+    else:
+        model.config.router_jitter_noise = 0.1
+    policy = PolicyModel(model)
+    select_kernels(policy)
+    assert policy.layout.packed and not policy.layout.shares
+    select_kernels(policy.eval())
+    assert policy.layout.shares, "a reference or a reward model runs without noise"
+
+
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
+    """A kernel that hides what is shared, and one that hides nothing."""
+    if not by_blocks:
+        monkeypatch.setattr(operations, "kernels", lambda: None)
+    policy = PolicyModel(new_model("llama").to(torch.bfloat16))
+    select_kernels(policy)
+    assert policy.layout.shares
+    blocks, grouped = packing.blockwise_attention, segment_attention._grouped_attention
+    broken = {
+        (packing, "blockwise_attention"): lambda q, k, v, parts, *o: blocks(q, k, v, Segments(parts.lengths), *o),
+        (segment_attention, "_grouped_attention"): lambda q, k, v, band, **o: grouped(q, k, v, None, **o),
+    }
+    for (module, name), function in broken.items():
+        monkeypatch.setattr(module, name, function)
+    policy.layout = replace(policy.layout, shares=False)
+    select_kernels(policy)
+    assert policy.layout.packed and not policy.layout.shares
+
+
+def test_a_head_that_needs_whole_logits_is_not_shared():
+    policy = PolicyModel(new_model("llama"), Layout(fused=False))
+    select_kernels(policy)
+    assert not policy.layout.shares
+
+
+# The last MLP for few tokens
+
+
+def tokens_of_products(backbone) -> list[int]:
+    """How many tokens the first product of the last MLP gets, in each pass from now on."""
+    sizes: list[int] = []
+    first = next(module for module in last_mlp(backbone).modules() if not any(module.children()))
+    first.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].shape[:-1].numel()))
+    return sizes
+
+
+def test_the_same_operations_are_recorded_however_many_tokens_are_read():
+    """Under ZeRO-3 the ranks gather weights together, also while activation checkpointing runs layers again."""
+    ids = torch.randint(2, 48, (2, 20), generator=torch.Generator().manual_seed(0))
+    policy = PolicyModel(model_of("llama"), Layout(reads_few=True))
+    sizes = tokens_of_products(policy.backbone)
+    recorded = []
+    for first_read in (0, 10):  # all tokens, and half of them
+        seen: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, seen=seen: seen.append(x) or x, lambda x: x):
+            policy(ids, (torch.arange(20) >= first_read).expand(2, -1))
+        recorded.append([x.dim() for x in seen])
+    assert sizes == [38, 20]  # nothing reads the state of the last token
+    assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize(("name", "has_mlp"), [
+    ("llama", True), ("gpt2", True), ("gemma2", True), ("bloom", True), ("gpt-neo", True), ("opt", False),
+    ("mixtral", False), ("gpt-oss", False), ("mamba", False),
+])  # fmt: skip
+def test_models_without_an_mlp_or_with_experts_in_the_last_layer_run_all_tokens(name, has_mlp):
+    policy = PolicyModel(new_model(name)).eval()
+    assert (last_mlp(policy.backbone) is not None) is has_mlp
+    select_kernels(policy)
+    assert policy.layout.reads_few is has_mlp
+
+
+def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
+    lm = new_model("llama")
+    lm.model.norm.forward = lambda states: states.cumsum(dim=1) / 10
+    policy = PolicyModel(lm)
+    select_kernels(policy)
+    assert policy.layout.fused and not policy.layout.reads_few
+
+
+def test_a_model_that_trains_with_dropout_runs_all_tokens():
+    policies = [PolicyModel(new_model("llama")) for _ in range(2)]
+    for policy in policies:
+        policy.lm.model.layers[0].mlp.dropout = torch.nn.Dropout(0.1)
+    select_kernels(policies[0].train())
+    select_kernels(policies[1].eval())
+    assert [policy.layout.reads_few for policy in policies] == [False, True]
 
 
 # On a GPU

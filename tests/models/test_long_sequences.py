@@ -10,13 +10,7 @@ from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences, reason_not_to_divide
 from dschat_ppo.models.policy_model import PolicyModel
 
-WHOLE = {
-    "gptj": "transformers does not let its attention be replaced",
-    "bloom": "transformers does not let its attention be replaced",
-    "falcon": "transformers does not let its attention be replaced",
-    "gpt-neo": "transformers does not let its attention be replaced",
-    "mamba": "transformers does not let its attention be replaced",
-}
+WHOLE = ("gptj", "bloom", "falcon", "gpt-neo", "mamba")
 
 
 @pytest.fixture
@@ -42,7 +36,7 @@ def refusal(folder: str, scalar: bool = False, **flags) -> str:
 def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind):
     found = refusal(folder(kind), sequence_parallel_size=2)
     assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
-    assert WHOLE[kind] in found
+    assert "transformers does not let its attention be replaced" in found
     assert type(backbone_of(new_model(kind))).__name__ in found
 
 

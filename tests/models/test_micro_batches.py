@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
-from dschat_ppo.models.shared_prompts import RowPrompts, common_beginnings
+from dschat_ppo.models.shared_prompts import RowPrompts
 
 
 def test_a_split_by_hand():
@@ -108,13 +108,3 @@ def test_ranks_divide_groups_where_that_evens_their_tokens():
     assert [len(part) for part in deal(lengths, 4, prompts)] == [1, 1, 1, 1]
     lengths, prompts = prompts_of((30, [0, 0, 500, 0]))  # none above the 530 tokens of the longest row
     assert [part.tolist() for part in deal(lengths, 4, prompts)] == [[0, 1], [2], [3], []]
-
-
-def test_common_beginnings_of_token_rows_are_their_prompts():
-    ids = torch.arange(40).repeat(4, 1)
-    ids[1, 20:] += 100
-    ids[2:] += 300
-    ids[3, 12:] += 100
-    _, found = common_beginnings(ids, torch.tensor([40, 40, 40, 30]))
-    assert found.tokens.tolist() == [20, 20, 12, 12]
-    assert found.groups[0] == found.groups[1] != found.groups[2] == found.groups[3]

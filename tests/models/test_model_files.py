@@ -1,6 +1,5 @@
 """Model folders without a model: settings, shapes of weights, old buffers."""
 
-import json
 import os
 from shutil import copytree
 
@@ -10,22 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier
-from dschat_ppo.models.model_files import check_settings, checkpoint_shapes, is_old_buffer, weight_files
+from dschat_ppo.models.model_files import checkpoint_shapes, is_old_buffer, weight_files
 from dschat_ppo.models.model_folders import adapter_weights
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ([1], "not a JSON object"),
-        ({"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
-        ({"text_config": {"vocab_size": 50_000_001}}, "'vocab_size' is above 50000000"),
-    ],
-)
-def test_settings_that_no_model_has_are_refused(settings, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=f"^refused: .*{message}"):
-        check_settings(str(tmp_path), "refused")
 
 
 def test_names_and_shapes_come_from_all_files_of_one_format(tmp_path):
@@ -44,30 +29,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         checkpoint_shapes(str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("is_pickled", [False, True])
-def test_a_quantised_checkpoint_without_its_quantisation_is_refused_in_one_line(assets, tmp_path, dtype, is_pickled):
-    """Such numbers would be cast and trained as if they were weights."""
-    folder = tmp_path / "model"
-    copytree(assets / "lm", folder)
-    weights, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
-    if is_pickled:
-        (folder / "model.safetensors").unlink()
-        torch.save({**weights, name: weights[name].to(dtype)}, folder / "pytorch_model.bin")
-    else:
-        save_file({**weights, name: weights[name].to(dtype)}, folder / "model.safetensors", {"format": "pt"})
-    for check in (check_causal_lm, lambda path: check_sequence_classifier(path, new_head=True)):
-        with pytest.raises(UserError, match=f"{name} holds .*unquantised weights") as problem:
-            check(str(folder))
-        assert "\n" not in str(problem.value)
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("h.0.attn.bias", (1, 1, 8, 8), True),
         ("h.0.attn.bias", (1, 1, 8, 4), False),
-        ("h.0.attn.bias", (2, 1, 8, 8), False),
         ("h.0.attn.bias", (32,), False),
         ("h.0.attn.causal_mask", (1, 1, 8, 8), True),
         ("layers.0.attention.masked_bias", (), True),
@@ -89,8 +55,11 @@ class LeavesAMark:
         return os.mkdir, (self.mark,)
 
 
-@pytest.mark.parametrize("load", [check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)])
-def test_a_pickle_with_code_is_refused_in_one_line_and_does_not_run(assets, tmp_path, load):
+def test_a_pickle_with_code_is_refused_in_one_line_and_does_not_run(assets, tmp_path):
+    def load(folder):
+        check_causal_lm(folder)
+        check_sequence_classifier(folder, new_head=True)
+
     copytree(assets / "lm", tmp_path / "lm")
     weights = load_file(tmp_path / "lm" / "model.safetensors")
     (tmp_path / "lm" / "model.safetensors").unlink()

@@ -1,15 +1,19 @@
-"""Recorded loads of routers, compared with the router logits of each row alone."""
+"""Recorded loads of routers, compared with the router logits of each row alone; which architectures have them."""
 
 import pytest
 import torch
+from every_architecture import ARCHITECTURES, config_of
 from tiny_models import new_model
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from dschat_ppo.algorithms.router_loss import router_load
+from dschat_ppo.engine.router_term import router_top_k
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.tools import toy
 
 LENGTHS = torch.tensor([6, 4, 5])
 
@@ -91,3 +95,16 @@ def test_recomputed_activations_give_the_same_gradient():
         found.append({name: p.grad for name, p in policy.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+TOP_K = {"GPT-OSS": 2, "Mixtral": 2, "Qwen2-MoE": 2, "Qwen3-MoE": 2}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_have_a_router_loss_or_are_refused(name):
+    config = config_of(name, toy.make_tokenizer(["a few words"]))
+    if name in TOP_K:
+        assert router_top_k(config, "--model_name_or_path m") == TOP_K[name]
+        return
+    with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"):
+        router_top_k(config, "--model_name_or_path m")

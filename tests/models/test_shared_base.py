@@ -1,18 +1,14 @@
 """Models over one frozen base: what they share, what they do not, and that they compute what loaded models compute."""
 
-import json
-from shutil import copytree
-
 import pytest
 import torch
 from adapter_folders import RANK, save_adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, is_adapter_parameter
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.shared_base import classifier_over_base, model_over_base, settings_of
+from dschat_ppo.models.shared_base import classifier_over_base, model_over_base
 
 IDS = torch.tensor([[5, 6, 7, 8, 40]])
 SETTINGS = AdapterSettings(RANK, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)
@@ -94,19 +90,3 @@ def test_checkpointing_and_mode_of_one_model_do_not_affect_another(adapters):
     lm.train()
     lm.gradient_checkpointing_enable()
     assert not tree.training and not any(getattr(m, "gradient_checkpointing", False) for m in tree.modules())
-
-
-def test_a_classifier_with_another_backbone_is_refused(adapters, monkeypatch):
-    import dschat_ppo.models.shared_base as module
-
-    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS)
-    monkeypatch.setattr(module, "backbone_of", lambda model: model.lm_head)
-    with pytest.raises(UserError, match="--share_base.*another backbone"):
-        classifier_over_base(model_over_base(lm), str(adapters / "lm"), SETTINGS)
-
-
-def test_the_settings_of_a_saved_adapter_are_those_of_the_closed_list(adapters, tmp_path):
-    folder = copytree(adapters / "scalar_adapter", tmp_path / "adapter")
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eva_config": {"rho": 0}}))  # peft alone refuses it
-    assert settings_of(str(folder)).rank == RANK

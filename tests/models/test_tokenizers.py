@@ -1,13 +1,15 @@
-"""Tokenizers without an EOS or a PAD token."""
+"""Tokenizers: without an EOS, a PAD or an unknown token, or that cannot be loaded."""
 
 import json
+import sys
 
 import pytest
+from conftest import tiny_config
 from transformers import AutoTokenizer
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
-from dschat_ppo.tools import toy
+from dschat_ppo.tools import addition, toy
 
 FLAG = "--model_name_or_path"
 
@@ -32,7 +34,6 @@ def ids(eos):
     [
         ({"config": ids(1)}, 1, "config.json"),
         ({"config": ids(1), "generation_config": {"eos_token_id": [2, 1]}}, 2, "generation_config.json"),
-        ({"config": ids(1), "generation_config": {}}, 1, "config.json"),
         ({"config": {"model_type": "gemma3", "text_config": {"eos_token_id": 3}}}, 3, "config.json"),
         ({"config": ids([200, 1])}, 1, "config.json"),
     ],
@@ -77,3 +78,38 @@ def test_an_adapter_folder_takes_the_eos_of_its_base(tmp_path):
 def test_without_pad_the_eos_fills_rows(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path, ["pad_token"], config=ids(1))), FLAG)
     assert tokenizer.pad_token_id is None and filler_id(tokenizer) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"unk_token": "[UNK]"}])
+def test_a_tokenizer_without_unknown_token_is_loaded(tmp_path, settings):
+    """It refuses a text of other words than its own, as that of the addition task does."""
+    addition.make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"] |= settings
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path), "--model")
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+
+
+def test_a_tokenizer_that_cannot_encode_its_own_words_is_refused(tmp_path):
+    """Every word of the vocabulary becomes another one before it is looked up."""
+    addition.make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["normalizer"] = {"type": "Prepend", "prepend": "x"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="--model .*it has no tokenizer, or one that cannot be loaded"):
+        load_tokenizer(str(tmp_path), "--model")
+
+
+def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
+    tiny_config().save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    with pytest.raises(UserError, match=r'--model .*pip install -e "\.\[sentencepiece\]"'):
+        load_tokenizer(str(tmp_path), "--model")
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # a file of tiktoken
+    with pytest.raises(UserError, match="tokenizer") as raised:
+        load_tokenizer(str(tmp_path), "--model")
+    assert "sentencepiece" not in str(raised.value)

@@ -78,12 +78,3 @@ def test_an_actor_with_a_score_head_is_refused_by_its_flag(folders):
     tokenizer = load_tokenizer(str(folders / "lm"), "model")
     with pytest.raises(UserError, match=r"^--actor_model_name_or_path .*score.weight.*actor and critic swapped"):
         check_models(config, model_folders(config), tokenizer)
-
-
-@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
-def test_attention_that_needs_a_gpu_is_refused_without_one(assets, choice):
-    lm, reward = str(assets / "lm"), str(assets / "reward")
-    words = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", reward, "--data_path", "d"]
-    config = parse("ppo", [*words, "--output_dir", "o", "--attn_implementation", choice])
-    with pytest.raises(UserError, match=rf"^--attn_implementation {choice} needs a GPU, because .* use sdpa$"):
-        check_models(config, model_folders(config), load_tokenizer(lm, "model"))

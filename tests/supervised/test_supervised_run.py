@@ -3,11 +3,9 @@
 import sys
 
 import pytest
-import torch
 from launch import ROOT, run, succeed
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.supervised import sft, supervised_run, train_preference
 from dschat_ppo.supervised.supervised_run import high_learning_rate, report_learning_rate
@@ -71,33 +69,6 @@ def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(step, rate, 
         True
     ] * warned
     assert all("of 100 M parameters; 1e-5 to 2e-5 is usual" in line for line in said)
-
-
-@pytest.mark.parametrize("step", ["sft", "reward", "dpo"])
-@pytest.mark.parametrize("choice", ["flash_attention_2", "flex_attention"])
-def test_attention_that_needs_a_gpu_is_refused_before_data_are_read(monkeypatch, assets, tmp_path, step, choice):
-    monkeypatch.setattr(supervised_run, "begin_run", lambda *arguments: (torch.device("cpu"), tmp_path))
-    words = ["--model_name_or_path", str(assets / "lm"), "--data_path", "d", "--output_dir", "o"]
-    train = sft.train_sft if step == "sft" else train_preference.train_preferences
-    with pytest.raises(UserError, match=rf"^--attn_implementation {choice} needs a GPU, because .* use sdpa$"):
-        train(parse(step, [*words, "--attn_implementation", choice]))
-
-
-@pytest.mark.parametrize(("step", "words", "dropout"), [
-    ("sft", (), None), ("reward", (), None), ("dpo", (), 0.0), ("dpo", ("--dropout", "0.2"), 0.2),
-    ("sft", ("--dropout", "0"), 0.0),
-])  # fmt: skip
-def test_the_dropout_that_attention_is_checked_for(monkeypatch, assets, tmp_path, step, words, dropout):
-    def check(memory, flag, folder, scalar, found):
-        assert (found, scalar) == (dropout, step == "reward")
-        raise NothingIsRead
-
-    monkeypatch.setattr(supervised_run, "begin_run", lambda *arguments: (torch.device("cpu"), tmp_path))
-    monkeypatch.setattr(supervised_run, "check_long_sequences", check)
-    given = ["--model_name_or_path", str(assets / "lm"), "--data_path", "d", "--output_dir", "o", *words]
-    train = sft.train_sft if step == "sft" else train_preference.train_preferences
-    with pytest.raises(NothingIsRead):
-        train(parse(step, given))
 
 
 def test_the_dpo_program_has_the_flags_of_step_2_and_dpo_as_its_objective():
