@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,28 +35,6 @@ def require_quantisation(bits: Bits) -> None:
     if not dist.on_gpu():
         raise UserError(f"{flag} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
     require_extra("bitsandbytes", flag)
-
-
-def quantised_loading(
-    bits: Bits, dtype: torch.dtype, layers: list[str], skipped: list[str], ds_config: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise the linear `layers` on this rank's GPU, and not the `skipped` ones.
-
-    Quantised weights are integers, so DeepSpeed's cast to bf16 or fp16 leaves them alone; their products are computed
-    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8(). Not under ZeRO-3, which `--deepspeed_config`
-    may ask for.
-    """
-    assert layers
-    if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
-        raise UserError(f"--load_in_{bits}bit needs ZeRO stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights")
-    if bits == 4:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_storage=torch.uint8, llm_int8_skip_modules=skipped,
-        )  # fmt: skip
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
-    return {"quantization_config": config, "device_map": {"": dist.device()}}
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
@@ -170,6 +148,36 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 def is_linear(layer: nn.Module) -> bool:
     """Whether a layer computes `x W + b`, which LoRA can be added to."""
     return type(layer).__name__ in LINEAR
+
+
+def quantised_base(
+    build: Callable[[], PreTrainedModel], adapter: AdapterSettings | None, dtype: torch.dtype,
+    ds_config: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `from_pretrained` that quantise the linear layers of the blocks on this rank's GPU; {} if the
+    adapter does not ask. `build` makes the model.
+
+    Quantised weights are integers, so DeepSpeed's cast to bf16 or fp16 leaves them alone; their products are computed
+    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8(). Not under ZeRO-3, which `--deepspeed_config`
+    may ask for.
+    """
+    if adapter is None or adapter.quantise is None:
+        return {}
+    if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
+        flag = f"--load_in_{adapter.quantise}bit"
+        raise UserError(f"{flag} needs ZeRO stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights")
+    with torch.device("meta"):
+        model = build()
+    layers = lora_targets(model, None)
+    skipped = [name for name, layer in model.named_modules() if is_linear(layer) and name not in layers]
+    if adapter.quantise == 4:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=torch.uint8, llm_int8_skip_modules=skipped,
+        )  # fmt: skip
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    return {"quantization_config": config, "device_map": {"": dist.device()}}
 
 
 def add_adapter(

@@ -33,16 +33,15 @@ from dschat_ppo.models.adapters import (
     adapter_layers,
     add_adapter,
     ignored_flags,
-    is_linear,
     load_merged,
-    lora_targets,
-    quantised_loading,
+    quantised_base,
 )
 from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
 from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
 from dschat_ppo.models.model_files import (
     check_settings,
     checkpoint_shapes,
+    files_of,
     is_old_buffer,
     wants_settings_only,
     weight_files,
@@ -287,22 +286,9 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
 def check_adapter(build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None) -> None:
     """Do what `adapted` does to the model that `build` makes, without weights."""
     if adapter is not None or is_adapter_folder(folder):
-        _adapt(_without_weights(build), folder, adapter)
-
-
-def quantised_base(
-    build: Callable[[], PreTrainedModel],
-    adapter: AdapterSettings | None,
-    dtype: torch.dtype,
-    ds_config: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise the linear layers of the blocks; {} if the adapter does not ask."""
-    if adapter is None or adapter.quantise is None:
-        return {}
-    model = _without_weights(build)
-    layers = lora_targets(model, None)
-    skipped = [name for name, layer in model.named_modules() if is_linear(layer) and name not in layers]
-    return quantised_loading(adapter.quantise, dtype, layers, skipped, ds_config)
+        with torch.device("meta"):
+            model = build()
+        _adapt(model, folder, adapter)
 
 
 def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
@@ -311,11 +297,6 @@ def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None)
         add_adapter(model, adapter, folder=folder if is_adapter else None)
     elif is_adapter:
         load_merged(model, folder)
-
-
-def _without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    with torch.device("meta"):
-        return build()
 
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
@@ -369,13 +350,9 @@ def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
 
 
 def check_weights(
-    kind: Any,
-    folder: str,
-    config: PretrainedConfig,
-    key_mapping: Mapping[str, str] | None = None,
-    allowed_missing: Set[str] = frozenset(),
-    allowed_unexpected: Set[str] = frozenset(),
-) -> Set[str]:
+    kind: Any, folder: str, config: PretrainedConfig, key_mapping: Mapping[str, str] | None = None,
+    allowed_missing: Set[str] = frozenset(), allowed_unexpected: Set[str] = frozenset(),
+) -> Set[str]:  # fmt: skip
     """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing.
 
     A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
@@ -385,10 +362,8 @@ def check_weights(
     if wants_settings_only() and not weight_files(folder):
         _note_lack_of_weights(folder)
         return frozenset()
-    files = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     key = (
-        kind.__module__, kind.__name__, folder, config.to_json_string(use_diff=False),
-        *((name, found.st_size, found.st_mtime_ns) for name, found in files.items()),
+        kind.__module__, kind.__name__, config.to_json_string(use_diff=False), *files_of(folder),
         *sorted((key_mapping or {}).items()), frozenset(allowed_missing), frozenset(allowed_unexpected),
     )  # fmt: skip
     if key not in _COMPARED:
@@ -402,13 +377,9 @@ def _note_lack_of_weights(folder: str) -> None:
 
 
 def _compare(
-    kind: Any,
-    folder: str,
-    config: PretrainedConfig,
-    key_mapping: Mapping[str, str] | None,
-    allowed_missing: Set[str],
-    allowed_unexpected: Set[str],
-) -> Set[str]:
+    kind: Any, folder: str, config: PretrainedConfig, key_mapping: Mapping[str, str] | None,
+    allowed_missing: Set[str], allowed_unexpected: Set[str],
+) -> Set[str]:  # fmt: skip
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # it reports the same facts on a page
     try:

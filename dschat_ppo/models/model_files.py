@@ -40,20 +40,24 @@ OF_A_RUN = {
 }  # fmt: skip
 
 
-def check_folder_settings(settings: dict[str, Any], folder: str, refused: str) -> None:
-    """Refuse settings of `config.json` whose weights this project cannot read, and note those that it ignores.
-    `refused` begins the error message."""
-    for name, value in _all_settings(settings):
-        if name == "quantization_config" and value:
-            method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
-            raise UserError(
-                f"{refused}: its weights are quantised ('quantization_config', method {method}); use the model with "
-                "unquantised weights, and --load_in_4bit for QLoRA"
-            )
-    names = sorted({name for name, value in _all_settings(settings) if name.strip("_") in IGNORED and value})
+def check_settings(folder: str, refused: str) -> None:
+    """Refuse settings of a folder's `config.json` whose weights this project cannot read, and note those that it
+    ignores. `refused` begins the error message."""
+    with reading(refused):
+        settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        raise UserError(f"{refused}: it is not a JSON object")
+    found = list(_all_settings(settings))
+    for value in (value for name, value in found if name == "quantization_config" and value):
+        method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
+        raise UserError(
+            f"{refused}: its weights are quantised ('quantization_config', method {method}); use the model with "
+            "unquantised weights, and --load_in_4bit for QLoRA"
+        )
+    names = sorted({name for name, value in found if name.strip("_") in IGNORED and value})
     if names:
         _note(folder, ", ".join(names), "a model folder does not choose code")
-    names = sorted({name for name, value in _all_settings(settings) if name in OF_A_RUN and value != OF_A_RUN[name]})
+    names = sorted({name for name, value in found if name in OF_A_RUN and value != OF_A_RUN[name]})
     if names:
         _note(folder, ", ".join(names), "this run sets it")
 
@@ -88,19 +92,6 @@ def without_code(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-# Names of settings, and their largest values: parts that are built one by one, and sizes of tensors built on the CPU.
-_LARGEST = {
-    re.compile(r"(layers?|labels)$"): 10_000,
-    re.compile(r"(size|dim|heads|embd|d_model|positions|embeddings)$"): 50_000_000,
-}
-
-
-# As torch and safetensors name them: of weights, and of buffers such as positions. Numbers of 8 bits need scales, which
-# nothing here applies.
-_PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"} | {
-    f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "bool")
-}
-
 _SETTINGS_ONLY = [False]
 
 
@@ -120,46 +111,28 @@ def wants_settings_only() -> bool:
     return _SETTINGS_ONLY[0]
 
 
-def check_settings(folder: str, refused: str) -> None:
-    """Check `config.json` of a model folder before transformers builds a model from it, which may exhaust memory.
-    `refused` begins the error message."""
-    with reading(refused):
-        settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise UserError(f"{refused}: it is not a JSON object")
-    for name, value in _all_settings(settings):
-        for pattern, most in _LARGEST.items():
-            if pattern.search(name) and isinstance(value, (int, float)) and value > most:
-                raise UserError(f"{refused}: '{name}' is above {most}, which no model has")
-    check_folder_settings(settings, folder, refused)
-
-
 def weight_files(folder: str) -> list[Path]:
     """The safetensors files of a model folder, or else its `pytorch_model*.bin` files."""
     root = Path(folder)
     return sorted(root.glob("*.safetensors")) or sorted(root.glob("pytorch_model*.bin"))
 
 
+def files_of(folder: str) -> tuple[Any, ...]:
+    """A key for what is kept of a folder while its files stay as they are."""
+    found = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
+    return folder, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a checkpoint, without reading the weights. A weight that is no floating-point
-    number is refused: its quantisation is not known."""
+    """Names and shapes of the weights in a checkpoint, without reading the weights."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with reading(f"{file}: cannot be read, copy the model again"):
             if file.suffix == ".bin":
-                loaded = load_pickled(file, "meta", mmap=True)
-                found = {name: (tuple(weight.shape), str(weight.dtype)) for name, weight in loaded.items()}
+                shapes |= {name: tuple(x.shape) for name, x in load_pickled(file, "meta", mmap=True).items()}
             else:
                 with safe_open(file, framework="pt") as weights:
-                    parts = {name: weights.get_slice(name) for name in list(weights.keys())}
-                    found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
-        for name, (shape, dtype) in found.items():
-            if len(shape) > 1 and dtype not in _PLAIN and not is_old_buffer(name, shape):
-                raise UserError(
-                    f"{file}: {name} holds {dtype.removeprefix('torch.')} and no floating-point numbers: a quantised "
-                    "checkpoint without its quantisation; use the model with unquantised weights"
-                )
-            shapes[name] = shape
+                    shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())}
     return shapes
 
 

@@ -32,8 +32,8 @@ from dschat_ppo.models.segment_attention import (
 from dschat_ppo.models.sequence_parallel import (
     Columns,
     attention_of_own_heads,
+    exchanged,
     exchanged_heads,
-    heads_to_columns,
     of_own_heads,
     rotary_of_whole_rows,
 )
@@ -128,7 +128,7 @@ def _segment_attention(
     else:
         eager = running.choice == "eager"
         mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
-    return (heads_to_columns(mixed) if running.divided else mixed), None
+    return (exchanged(mixed) if running.divided else mixed), None
 
 
 AttentionInterface.register(NAME, _segment_attention)

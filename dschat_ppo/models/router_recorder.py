@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +28,17 @@ _RECORDERS: list[RouterRecorder | None] = [None]  # the last one is active; None
 @contextmanager
 def recorded_router(rows: Tensor, top_k: int) -> Iterator[RouterRecorder]:
     """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches with these rows."""
-    recorder = RouterRecorder(rows, top_k)
-    with _active(recorder):
+    _RECORDERS.append(recorder := RouterRecorder(rows, top_k))
+    try:
         yield recorder
-
-
-def unrecorded_router() -> AbstractContextManager[None]:
-    """Record nothing in this block: for a second model, which is not the one that trains."""
-    return _active(None)
+    finally:
+        _RECORDERS.pop()
 
 
 @contextmanager
-def _active(recorder: RouterRecorder | None) -> Iterator[None]:
-    _RECORDERS.append(recorder)
+def unrecorded_router() -> Iterator[None]:
+    """Record nothing in this block: for a second model, which is not the one that trains."""
+    _RECORDERS.append(None)
     try:
         yield
     finally:

@@ -113,25 +113,20 @@ def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
             hook.remove()
 
 
-def columns_to_heads(value: Tensor) -> Tensor:
-    """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads. Collective."""
-    found: Tensor = _Exchange.apply(value, 1, 2)
-    return found
-
-
-def heads_to_columns(value: Tensor) -> Tensor:
-    """(b, ranks x n, heads / ranks, d) of this rank's heads -> (b, n, heads, d) of its columns. Collective."""
+def exchanged(value: Tensor) -> Tensor:
+    """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads; and (b, ranks x n,
+    heads / ranks, d) of its heads -> (b, n, heads, d) of its columns. Collective."""
     found: Tensor = _Exchange.apply(value, 1, 2)
     return found
 
 
 def exchanged_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`columns_to_heads` of all three; key and value heads that the ranks do not divide are repeated first. With
+    """`exchanged` of all three; key and value heads that the ranks do not divide are repeated first. With
     `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest."""
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return columns_to_heads(query), columns_to_heads(key), columns_to_heads(value)
+    return exchanged(query), exchanged(key), exchanged(value)
 
 
 def of_own_heads(options: dict[str, Any]) -> dict[str, Any]:

@@ -137,24 +137,12 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but the first. For the
     # first `end` rows: the most tokens saved, and the start of their last group. Of equal choices the latest counts.
     saved, begin = [0, 0], [0, 0]
-    # Where the last group can begin, by the tokens that it then shares: (tokens, starts), tokens rising. A start that
-    # saves no more than a later one with the same tokens never will: later rows only lower the tokens of both.
-    last_groups: list[tuple[int, list[int]]] = []
-    for end, shared in enumerate(common, start=2):
-        starts = [end - 2]
-        while last_groups and last_groups[-1][0] >= shared:
-            starts = last_groups.pop()[1] + starts
-        if shared >= LEAST_TOKENS:
-            kept: list[int] = []
-            for start in starts:
-                while kept and saved[kept[-1]] - kept[-1] * shared <= saved[start] - start * shared:
-                    kept.pop()
-                kept.append(start)
-            last_groups.append((shared, kept))
-        best, chosen = saved[-1], end - 1
-        for tokens, (start, *_) in reversed(last_groups):
-            if (total := saved[start] + (end - 1 - start) * tokens) > best:
+    for end in range(2, len(words) + 1):
+        best, chosen, start, shared = saved[-1], end - 1, end - 2, common[end - 2]
+        while start >= 0 and (shared := min(shared, common[start])) >= LEAST_TOKENS:
+            if (total := saved[start] + (end - 1 - start) * shared) > best:
                 best, chosen = total, start
+            start -= 1
         saved.append(best)
         begin.append(chosen)
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dschat_ppo.common.extras import how_to_install, is_installed
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.model_files import check_settings
+from dschat_ppo.models.model_files import check_settings, files_of
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
 
 _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
@@ -46,9 +46,7 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
 def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files stay as they are. A
     large vocabulary takes a second to load, and step 3 compares that of the reward model several times."""
-    found = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()]
-    key = (folder, *files)
+    key = files_of(folder)
     if key not in _READ:
         _READ[key] = load_tokenizer(folder, flag)
     return _READ[key]

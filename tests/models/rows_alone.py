@@ -24,8 +24,8 @@ def model_of(name: str, scalar: bool = False):
         kind, settings = getattr(transformers, f"{name.title()}ForCausalLM"), {**KINDS["llama"][2], **SCALED[name]}
         model = kind(kind.config_class(**settings)).eval()
     else:
-        spread = {"init_std" if name == "opt-350m" else "initializer_range": 0.2}
-        model = new_model(name.split()[0], tie_word_embeddings="tied" in name, **spread)
+        changes = {"init_std": 0.2, "dropout": 0.0} if name == "opt-350m" else {"initializer_range": 0.2}
+        model = new_model(name.split()[0], tie_word_embeddings="tied" in name, **changes)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # they are initialised to 0, where no test would notice them
             torch.nn.init.normal_(parameter, std=0.3)
@@ -99,4 +99,4 @@ def assert_same_gradients(found, expected, parameters: dict) -> None:
         if b is None:
             assert a is None, key
         else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5, msg=lambda text, key=key: f"{key}: {text}")

@@ -17,8 +17,15 @@ from dschat_ppo.common import extras
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import adapters
-from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, adapter_settings, add_adapter, lora_targets
-from dschat_ppo.models.loading import load_causal_lm, quantised_base
+from dschat_ppo.models.adapters import (
+    AdapterSettings,
+    adapter_layers,
+    adapter_settings,
+    add_adapter,
+    lora_targets,
+    quantised_base,
+)
+from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
 
