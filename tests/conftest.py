@@ -64,9 +64,7 @@ def assets(tmp_path_factory) -> Path:
     """A folder with `lm`, `uniform_lm` and `reward` (tiny fp32 models, one tokenizer) and `sft|pairs|prompts.jsonl`."""
     folder = tmp_path_factory.mktemp("assets")
     rng = random.Random(0)
-    questions = [
-        toy.Question(rng.choice(toy.NAMES), rng.choice(toy.COLOURS), rng.choice(toy.THINGS), 0) for _ in range(40)
-    ]
+    questions = [toy.Question(*map(rng.choice, (toy.NAMES, toy.COLOURS, toy.THINGS)), 0) for _ in range(40)]
     tokenizer = toy.make_tokenizer(["a few words to merge"])
     torch.manual_seed(0)
     kinds = {"lm": LlamaForCausalLM, "reward": LlamaForSequenceClassification, "uniform_lm": LlamaForCausalLM}

@@ -30,11 +30,13 @@ def forked(
     folder: Path = ROOT,
     stdin: str | Path = os.devnull,
     env: dict[str, str] | None = None,
+    end: int = signal.SIGKILL,
 ) -> subprocess.CompletedProcess[str]:
     """As `deepspeed`, for a worker: its ranks are forked from a process that has imported the libraries.
 
     For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU. The ranks run in
     `folder`, read the file `stdin` and have `env` in their environment; with a GPU they have neither of these two.
+    If one fails, the others get the signal `end`.
     """
     if torch.cuda.is_available():
         return run(deepspeed_command(ranks, script, *words), timeout, folder)
@@ -44,6 +46,7 @@ def forked(
         launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
         launch |= {
             "env": env or {},
+            "end": int(end),
             "folder": str(folder),
             "stdin": str(stdin),
             "out": str(out),
@@ -102,21 +105,17 @@ def succeed(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
     return result
 
 
-def run_steps(cases: dict[str, tuple[str, list[object]]], folder: Path, ranks: int = 2, timeout: int = 600) -> dict:
-    """Each case, name -> (step, words), as a user would run it, all in one launch; see `workers/runs.py`."""
-    words = {name: (step, [str(word) for word in flags]) for name, (step, flags) in cases.items()}
-    (folder / "cases.json").write_text(json.dumps(words))
-    succeed(forked(ranks, "tests/workers/runs.py", folder / "cases.json", folder / "found.json", timeout=timeout))
-    return json.loads((folder / "found.json").read_text())
+def run_steps(cases: dict[str, tuple], folder: Path, ranks: int = 2, timeout: int = 900) -> dict:
+    """Each case, name -> (step, words), as a user would run it, all in one launch: how it ended; see `workers/runs.py`.
 
-
-def run_resumes(cases: dict, folder: Path, ranks: int = 2) -> dict:
-    """Each case, name -> [step, words, places at which to stop, whether to resume to the end], all in one launch; name
-    -> what each start gave. See `workers/resumes.py`."""
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (step, words, ends) for a case that is stopped: how each of its starts ended.
+    """
+    given = {name: [step, [*map(str, words)], *(ends or [[None]])] for name, (step, words, *ends) in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(given))
     found = folder / f"found_{ranks}.json"
-    succeed(forked(ranks, "tests/workers/resumes.py", folder / "cases.json", found, timeout=900))
-    return json.loads(found.read_text())
+    succeed(forked(ranks, "tests/workers/runs.py", folder / "cases.json", found, timeout=timeout))
+    starts = json.loads(found.read_text())
+    return {name: starts[name] if len(case) > 2 else starts[name][0] for name, case in cases.items()}
 
 
 def numbers_of(folder: Path) -> list[dict]:

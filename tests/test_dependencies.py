@@ -114,8 +114,3 @@ def test_every_torch_that_the_tests_run_with_is_declared_and_no_other_minor_vers
     assert (2, 11) in versions and all(torch.specifier.contains(f"{major}.{minor}.0") for major, minor in versions)
     major, minor = max(versions)
     assert not torch.specifier.contains(f"{major}.{minor + 1}.0") and not torch.specifier.contains("2.7.1")
-
-
-def test_the_search_sees_imports_inside_functions():
-    assert not imported("dschat_ppo/rewards")["math_verify"][1]
-    assert imported("dschat_ppo/rewards")["torch"][1]

@@ -30,19 +30,12 @@ def test_each_rank_has_its_numbers_and_the_words(tmp_path):
     [
         ("raise ValueError('of rank 1')", 1, "ValueError: of rank 1\n"),
         ("sys.exit(7)", 7, ""),
-        ("os._exit(5)", 5, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", 247, ""),
     ],
 )
 def test_a_rank_that_fails_ends_the_others_and_its_exit_code_is_the_launchs(tmp_path, end, code, said):
     result = forked(2, worker(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)"), timeout=50)
     assert result.returncode == code and result.stderr.endswith(said)
-
-
-def test_a_launch_ends_with_its_last_rank(tmp_path):
-    for last in (0, 1):
-        found = forked(2, worker(tmp_path, f"if rank == {last}: time.sleep(2), print('the last', flush=True)"))
-        assert (found.returncode, found.stdout) == (0, "the last\n")
 
 
 def test_a_launch_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path):

@@ -7,7 +7,6 @@ import torch
 from dschat_ppo.types import (
     Experience,
     FinishReason,
-    PromptBatch,
     Rollout,
     concat_rows,
     full_sequences,
@@ -15,7 +14,6 @@ from dschat_ppo.types import (
     position_ids_of,
     response_slots,
     select_rows,
-    to_device,
 )
 
 
@@ -58,21 +56,12 @@ def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:
 REAL = [([11], [41, 42], [-1.0, -2.0]), ([21, 22, 23], [], []), ([31, 32], [51], [-3.0])]
 
 
-def test_full_sequences_begin_at_column_0_and_are_as_long_as_the_longest():
-    ids, lengths = full_sequences(rollout())
-    assert lengths.tolist() == [3, 3, 3]
-    assert ids.tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
-    ids, lengths = full_sequences(select_rows(rollout(), torch.tensor([0])))
-    assert ids.tolist() == [[11, 41, 42]]
-    wider = pad_rows(rollout(), 6, 5)
-    assert full_sequences(wider)[0].tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
-
-
 def test_full_sequences_of_uneven_rows():
     rows = replace(rollout(), response_mask=torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool())
     ids, lengths = full_sequences(rows)
     assert lengths.tolist() == [2, 6, 2]
     assert ids.shape == (3, 6)
+    assert full_sequences(pad_rows(rollout(), 6, 5))[0].tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
     assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == [
         [11, 41], [21, 22, 23, 81, 82, 83], [31, 32]
     ]  # fmt: skip
@@ -94,14 +83,6 @@ def test_positions_start_at_the_first_real_token():
     assert positions[2, 5].item() == 0
     assert positions.min().item() == 0
     assert positions.max().item() == 5
-
-
-def test_positions_accept_a_boolean_mask():
-    assert position_ids_of(torch.tensor([[False, True, True]]))[0, 1:].tolist() == [0, 1]
-
-
-def test_select_keeps_the_order_of_the_index_and_the_real_tokens():
-    assert real_tokens(select_rows(rollout(), torch.tensor([2, 0]))) == [REAL[2], REAL[0]]
 
 
 def test_select_trims_to_the_longest_prompt_and_response_among_the_rows():
@@ -129,12 +110,6 @@ def test_select_trims_every_field_of_an_experience():
     assert rows.returns.tolist() == [[-7.0, -14.0], [0.0, 0.0]]
 
 
-def test_select_trims_a_prompt_batch():
-    rows = rollout()
-    prompts = select_rows(PromptBatch(rows.prompt_ids, rows.prompt_mask), torch.tensor([0, 2]))
-    assert prompts.prompt_ids.tolist() == [[92, 11], [31, 32]]
-
-
 def test_prompts_are_padded_at_the_left_and_responses_at_the_right():
     rows = pad_rows(rollout(), 6, 5)
     assert rows.prompt_ids.shape == rows.prompt_mask.shape == (3, 6)
@@ -143,11 +118,6 @@ def test_prompts_are_padded_at_the_left_and_responses_at_the_right():
     assert rows.response_mask[0].tolist() == [True, True, False, False, False]
     assert rows.response_mask.dtype == torch.bool
     assert real_tokens(rows) == REAL
-
-
-def test_padding_to_the_same_lengths_changes_nothing():
-    rows, same = rollout(), pad_rows(rollout(), 4, 3)
-    assert all(torch.equal(getattr(rows, f.name), getattr(same, f.name)) for f in fields(rows))
 
 
 def test_concat_keeps_order_and_real_tokens_of_parts_of_different_lengths():
@@ -165,16 +135,3 @@ def test_concat_of_selected_experience_keeps_scores_and_values_aligned():
     rows = concat_rows([select_rows(whole, torch.tensor([2])), select_rows(whole, torch.tensor([0]))])
     assert torch.equal(rows.scores, torch.tensor([0.3, 0.1]))
     assert rows.values.tolist() == [[-12.0, 0.0], [-4.0, -8.0]]
-
-
-def test_concat_of_prompt_batches():
-    first = PromptBatch(torch.tensor([[1, 2]]), torch.tensor([[True, True]]))
-    second = PromptBatch(torch.tensor([[3]]), torch.tensor([[True]]))
-    rows = concat_rows([first, second])
-    assert rows.prompt_mask.tolist() == [[True, True], [False, True]]
-    assert rows.prompt_ids[1, 1].item() == 3
-
-
-def test_moving_to_a_device_keeps_every_value():
-    rows = to_device(rollout(), "cpu")
-    assert all(torch.equal(getattr(rows, f.name), getattr(rollout(), f.name)) for f in fields(rows))

@@ -1,4 +1,4 @@
-"""Which models can be divided, and what the messages say (with real ranks: tests/ranks/test_ranks_memory.py)."""
+"""Which models can be divided, and what the messages say (with real ranks: tests/ranks/test_ranks_hybrid.py)."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -10,7 +10,6 @@ from launch import ROOT, deepspeed, run, succeed
 # name -> (step, words; {a} is the assets folder, {b} the folder of bad files), words that the message must hold
 CASES = {
     "missing file": ("sft", "--data_path {b}/nowhere.jsonl", ["--data_path", "nowhere.jsonl"]),
-    "missing folder": ("sft", "--data_path {b}/no/such/folder", ["--data_path", "no/such/folder"]),
     "wrong column": (
         "reward",
         "--data_path {a}/sft.jsonl",
@@ -23,39 +22,15 @@ CASES = {
         "--data_path {b}/number.jsonl --data_split 1,0,0",
         ["number.jsonl", "row 2: 'response' is an object"],
     ),
-    "row that is null": (
-        "sft",
-        "--data_path {b}/null.jsonl --data_split 1,0,0",
-        ["null.jsonl", "row", "'response' is null"],
-    ),
     "line that is not JSON": ("sft", "--data_path {b}/broken.jsonl --data_split 1,0,0", ["broken.jsonl", "row 2"]),
-    "share of nothing": ("sft", "--data_path {a}/sft.jsonl --data_split 0,1,1", ["--data_split 0,1,1"]),
-    "split of two": ("sft", "--data_path {a}/sft.jsonl --data_split 1,1", ["--data_split", "1,1"]),
     "model that does not exist": ("sft", "--model_name_or_path {b}/no_model", ["--model_name_or_path", "no_model"]),
-    "model without config": ("sft", "--model_name_or_path {b}", ["--model_name_or_path", "config.json"]),
-    "actor that does not exist": ("ppo", "--actor_model_name_or_path {b}/none", ["--actor_model_name_or_path", "none"]),
     "reward model of a small vocabulary": (
         "ppo",
         "--critic_model_name_or_path {b}/small",
         ["vocabulary of 100"],
     ),
     "reward model of another tokenizer": ("ppo", "--critic_model_name_or_path {b}/other", ["tokenizer differs"]),
-    "one answer has no group": ("ppo", "--advantage_estimator grpo", ["set --n_samples_per_prompt to 2 or more"]),
-    "reward function that is not there": ("ppo", "--reward_function nowhere.py:score", ["there is no file nowhere.py"]),
-    "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
-    "warm-up without end": ("ppo", "--critic_warmup_rollouts 99", ["--critic_warmup_rollouts 99 must be below"]),
-    "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "a mixture of experts"]),
     "statistics that the reward model lacks": ("ppo", "--normalize_rewards model", ["reward_mean", "step 2"]),
-    "true score that is no function": (
-        "ppo",
-        "--eval_data_path {a}/prompts.jsonl --eval_reward_function x.py:f",
-        ["x.py"],
-    ),
-    "true score with a weight": (
-        "ppo",
-        "--eval_data_path {a}/prompts.jsonl --eval_reward_function exact_match:0.5",
-        ["--eval_reward_function exact_match:0.5", "no weight"],
-    ),
     "plain text that is none": (
         "ppo",
         "--unsupervised_dataset_name {b}/numbers.jsonl",
@@ -66,8 +41,6 @@ CASES = {
         "--eval_data_path {a}/prompts.jsonl --data_path {b}/short.jsonl --max_prompt_seq_len 1",
         ["--eval_data_path", "--max_prompt_seq_len"],
     ),
-    "ZeRO stage 5": ("sft", "--zero_stage 5", ["--zero_stage", "5", "0, 1, 2, 3"]),
-    "actor ZeRO stage 5": ("ppo", "--actor_zero_stage 5", ["--actor_zero_stage", "5"]),
     "batches that do not divide": (
         "ppo",
         "--per_device_generation_batch_size 6 --per_device_training_batch_size 4",
@@ -78,7 +51,6 @@ CASES = {
         ],
     ),
     "unknown flag": ("sft", "--learning_speed 3", ["--learning_speed", "unknown"]),
-    "LoRA flag without LoRA": ("ppo", "--only_optimize_lora", ["--only_optimize_lora", "--actor_lora_dim", "1e-5"]),
     "LoRA of layers that do not exist": (
         "sft",
         "--lora_dim 4 --lora_module_name decoder.layers.",
@@ -89,59 +61,27 @@ CASES = {
         "--lora_dim 4 --only_optimize_lora --load_in_4bit",
         ["--load_in_4bit needs a GPU"],
     ),
-    "negative batch": ("sft", "--per_device_train_batch_size -1", ["--per_device_train_batch_size", "-1"]),
-    "optimizer offload at stage 0": ("reward", "--offload_optimizer", ["--offload_optimizer", "--zero_stage"]),
-    "ZeRO++ below stage 3": ("sft", "--zero_stage 2 --zero_hpz_partition_size 2", ["--zero_hpz_partition_size", "3"]),
     "ZeRO++ groups of three": (
         "ppo",
         "--actor_zero_stage 3 --zero_hpz_partition_size 3",
         ["--zero_hpz_partition_size 3 must divide the number of ranks, 1"],
     ),
-    "groups of three that generate": (
-        "ppo",
-        "--inference_tp_size 3",
-        ["--inference_tp_size 3 must divide the number of ranks, 1"],
-    ),
-    "offload at stage 0": ("sft", "--offload", ["--offload", "--zero_stage"]),
     "rows too long": ("sft", "--max_seq_len 2 --truncation drop", ["--max_seq_len 2; raise it"]),
-    "number format": ("sft", "--dtype fp64", ["--dtype", "fp64"]),
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
     "finished output": ("sft", "--output_dir {b}/finished", ["finished", "--overwrite_output_dir"]),
     "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
-    "misspelt deepspeed settings": ("sft", "--deepspeed {b}/misspelt.json", ["misspelt.json", "zero_optimization"]),
-    "missing further file": (
-        "sft",
-        "--sft_only_data_path {b}/nowhere.jsonl",
-        ["--sft_only_data_path", "nowhere.jsonl"],
-    ),
     "critic without a trained head": (
         "ppo",
         "--critic_model_name_or_path {a}/lm",
         ["--critic_model_name_or_path", "no trained scalar head"],
     ),
     "output on top of a model": ("sft", "--output_dir {a}/lm --overwrite_output_dir", ["--output_dir", "over a model"]),
-    "output on top of something": ("sft", "--output_dir {b}/small", ["--output_dir", "earlier outputs"]),
     "limit that cuts every answer": ("sft", "--max_seq_len 2", ["every answer is cut", "--max_seq_len 2"]),
     "answers beyond all positions": ("ppo", "--max_answer_seq_len 1000000", ["--max_answer_seq_len", "128 positions"]),
     "critic that is an encoder": (
         "ppo",
         "--critic_model_name_or_path {b}/encoder",
         ["--critic_model_name_or_path", "BertConfig without is_decoder is an encoder"],
-    ),
-    "reward model that is an encoder": (
-        "ppo",
-        "--critic_model_name_or_path {a}/reward --reward_model_name_or_path {b}/encoder",
-        ["--reward_model_name_or_path", "BertConfig without is_decoder is an encoder"],
-    ),
-    "actor that is an encoder": (
-        "ppo",
-        "--actor_model_name_or_path {b}/encoder",
-        ["--actor_model_name_or_path", "BertConfig without is_decoder is an encoder"],
-    ),
-    "base of a reward model that is an encoder": (
-        "reward",
-        "--model_name_or_path {b}/encoder",
-        ["--model_name_or_path", "BertConfig without is_decoder is an encoder"],
     ),
     "more tokens than rows": (
         "sft",
@@ -153,12 +93,6 @@ CASES = {
         "--actor_model_name_or_path {a}/reward --critic_model_name_or_path {a}/lm",
         ["--actor_model_name_or_path", "score.weight", "swapped"],
     ),
-    "flag of another objective": (
-        "reward",
-        "--objective dpo --center_rewards_coef 0.1",
-        ["--center_rewards_coef", "--objective dpo", "--objective reward"],
-    ),
-    "pairs that are missing": ("reward", "--objective dpo --data_path {a}/sft.jsonl", ["a prompt and two answers"]),
     "chat template that refuses system turns": (
         "sft",
         "--model_name_or_path {b}/strict --data_path {b}/system.jsonl --data_split 1,0,0",
@@ -170,31 +104,19 @@ CASES = {
         "--model_name_or_path {b}/no_tokenizer",
         ["no_tokenizer", "one that cannot be loaded"],
     ),
-    "heads that do not divide": (
-        "sft",
-        "--model_name_or_path {b}/heads",
-        ["--model_name_or_path", "heads", "multiple"],
-    ),
     "model of ten trillion weights": ("sft", "--model_name_or_path {b}/huge", ["--model_name_or_path", "wrong shape"]),
     "path longer than any": ("sft", "--data_path /{long}", ["--data_path /xxx", "too long for a file system"]),
     "path that is no UTF-8": ("ppo", "--output_dir {b}/\udcff", ["--output_dir", "udcff", "not UTF-8"]),
     "home of nobody": ("sft", "--data_path ~nobody_at_all/x", ["--data_path ~nobody_at_all/x", "no such file"]),
-    "cache that is a device": ("sft", "--data_output_path /dev/null", ["--data_output_path /dev/null"]),
-    "settings without end": ("sft", "--config /dev/zero", ["--config /dev/zero", "is not a regular file"]),
-    "settings of DeepSpeed nested too deeply": ("sft", "--deepspeed_config {b}/deep.json", ["deep.json", "recursion"]),
-    "epochs that are no number": ("sft", "--num_train_epochs inf", ["--num_train_epochs", "inf"]),
-    "clip that fp32 does not hold": ("ppo", "--reward_clip 1e308", ["--reward_clip 1e+308", "fp32"]),
-    "watchdog that looks too often": ("sft", "--collective_timeout 1e-30", ["--collective_timeout 1e-30"]),
-    "seed that 64 bits do not hold": ("sft", f"--seed {10**30}", ["--seed", "2^63"]),
+    "router loss of a dense model": ("ppo", "--router_loss_coef 0.1", ["--router_loss_coef", "a mixture of experts"]),
+    "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
+    "trace of a step that does not come": ("sft", "--profile 99999", ["--profile 99999", "name one of them"]),
+    "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
     "value that is no choice": (
         "ppo",
         "--advantage_estimator gae2",
         ["--advantage_estimator", "did you mean gae?", "grpo_pass_at_k"],
     ),
-    "trace of a step that does not come": ("sft", "--profile 99999", ["--profile 99999", "name one of them"]),
-    "trace of no step": ("sft", "--profile 0", ["--profile must be"]),
-    "slip of the pen": ("sft", "--learning_rat 3", ["did you mean --learning_rate?"]),
-    "unknown setting in YAML": ("sft", "--config {b}/bad.yaml", ["bad.yaml", "--learning_speed"]),
 }
 
 
@@ -225,22 +147,18 @@ def bad(assets, tmp_path_factory):
     (folder / "notes.txt").write_text("hello")
     (folder / "notes.pdf").write_text("hello")
     (folder / "number.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": {{"b": 7}}}}\n')
-    (folder / "null.jsonl").write_text(f'{good}\n{{"prompt": "a", "response": null}}\n')
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
     (folder / "finished").mkdir()
     (folder / "finished/result.json").write_text("{}")
     (folder / "numbers.jsonl").write_text('{"text": 7}\n')
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (folder / "ds.json").write_text('{"train_batch_size": 4}')
-    (folder / "misspelt.json").write_text('{"zero_optimisation": {"stage": 3}}')
-    (folder / "bad.yaml").write_text("learning_speed: 3\n")
     (folder / "nulls.jsonl").write_text("null\n" * 50)
-    (folder / "deep.json").write_text("[" * 5000 + "]" * 5000)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     system = [{"role": "system", "content": "s"}, *turns]
     (folder / "system.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in (turns, system)))
     for name, settings in {
-        "strict": {}, "no_tokenizer": {}, "heads": {"num_attention_heads": 3},
+        "strict": {}, "no_tokenizer": {},
         "huge": {"vocab_size": 4 * 10**7, "hidden_size": 2**18},
     }.items():  # fmt: skip
         shutil.copytree(assets / "lm", folder / name)

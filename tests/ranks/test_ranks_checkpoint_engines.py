@@ -1,6 +1,5 @@
 """Saving engines on real ranks, and resuming from the files in the same layout and in others."""
 
-import hashlib
 import json
 import math
 
@@ -40,18 +39,13 @@ def saved_and_resumed(found):
 def test_resumed_training_is_bit_equal(found):
     seen = []
     for case, saved, resumed in saved_and_resumed(found):
+        assert saved["undisturbed"], case
         assert resumed["other"] != saved["saved"], f"{case}: the fresh engine was the saved one already"
         assert resumed["loaded"] == saved["saved"], case
         assert resumed["after"] == saved["after"], case
         assert resumed["end"] == saved["end"] != saved["saved"], case
         seen.append(case)
-    assert len(seen) == 2 + 2 * 18
-
-
-def test_saving_does_not_change_training_and_training_does_not_wait_for_the_disk(found):
-    for case, saved, _ in saved_and_resumed(found):
-        assert saved["undisturbed"], case
-        assert saved["pending"] or not saved["files"], case
+    assert len(seen) == 2 + 2 * 12
 
 
 def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
@@ -74,25 +68,6 @@ def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
             assert [number for number, norm in enumerate(norms) if math.isinf(norm)] == [1, 5], case
             scales = [step[3] for step in saved["before"] + resumed["after"]]
             assert scales == [2.0**10] * 5 + [2.0**9] * 2, case
-
-
-def test_digests_match_the_files(found, folder):
-    names = set()
-    for part in ("first", "main"):
-        for report in found[part]:
-            for case, saved in report["saved"].items():
-                for name, (length, digest) in saved["files"].items():
-                    content = (folder / part / case / name).read_bytes()
-                    assert [len(content), hashlib.sha256(content).hexdigest()] == [length, digest]
-                    names.add((part, case, name))
-    on_disk = {
-        (part, case.name, path.relative_to(case).as_posix())
-        for part in ("first", "main")
-        for case in (folder / part).iterdir()
-        for path in case.rglob("*")
-        if path.is_file() and path.name != "expected.pt"
-    }
-    assert names == on_disk
 
 
 def test_files_hold_no_frozen_weight_under_any_of_its_names(folder):
@@ -120,6 +95,7 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
     seen = []
     for case, how in resharded(found):
         assert how["differing"] == [], case
+        assert not how["masters_are_bf16"] or "unstarted" in case, case
         assert how["settled"], case
         loaded, expected = how["steps"]
         skipped, steps = int("fp16" in case), 0 if "unstarted" in case else 4
@@ -131,12 +107,7 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
             assert how["counters"][2:] == [steps * per_step], case
             assert len(how["names"]) == (4 if "frozen" in case else 6), case
         seen.append(case)
-    assert len(seen) == 2 * 17 + 7
-
-
-def test_half_precision_restores_its_fp32_masters(found):
-    for case, how in resharded(found):
-        assert not how["masters_are_bf16"] or "unstarted" in case, case
+    assert len(seen) == 2 * 12 + 3
 
 
 def test_training_in_another_layout_continues_like_the_saved_one(found):
@@ -158,18 +129,3 @@ def test_fp16_keeps_its_scale_in_another_layout_but_not_in_another_dtype(found):
         "stage 2 fp16 -> stage 3 fp16": [2.0**10, 2.0**9, 2.0**9],
         "stage 2 fp16 -> stage 2 bf16": [1.0, 1.0, 1.0],
     }
-
-
-def test_a_checkpoint_that_loses_a_file_ends_all_ranks_with_one_error(assets, tmp_path):
-    flags = (
-        f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --num_train_epochs 1 "
-        "--max_seq_len 48 --per_device_train_batch_size 4 --dtype fp32 --eval_interval 0 --save_steps 1"
-    )
-    output = tmp_path / "out"
-    (tmp_path / "cases.json").write_text(json.dumps({"out": [*flags.split(), "--output_dir", str(output)]}))
-    succeed(forked(2, "tests/workers/lost_file.py", tmp_path / "raised.json", tmp_path / "cases.json", timeout=100))
-    raised = json.loads((tmp_path / "raised.json").read_text())["out"]
-    draft = output / "checkpoints" / "step_000001.partial"
-    assert raised[0] == raised[1]
-    assert raised[0].startswith(f"checkpoint {draft} was not saved whole: rank_1.pt is missing; ")
-    assert "\n" not in raised[0] and "run the same command again" in raised[0]

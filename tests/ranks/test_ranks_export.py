@@ -28,7 +28,7 @@ PPO = (
 def cases_of(assets, folder, ranks: int) -> dict[str, tuple[str, list[object]]]:
     """Name -> (step, words)."""
     cases, batch = {}, f"--per_device_train_batch_size {8 // ranks}"
-    for stage, dtype in ((0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32")):
+    for stage, dtype in ((1, "bf16"), (3, "fp32")):
         cases[f"sft-{stage}-{dtype}"] = (
             "sft", f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT} {batch} "
             f"--zero_stage {stage} --dtype {dtype}",
@@ -38,17 +38,12 @@ def cases_of(assets, folder, ranks: int) -> dict[str, tuple[str, list[object]]]:
         "reward", f"--model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} --zero_stage 3 "
         "--metric_for_best accuracy --eval_interval 1",
     )  # fmt: skip
-    cases["dpo"] = (
-        "reward", f"--model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} --zero_stage 2 "
-        "--objective dpo --offload",
-    )  # fmt: skip
     lora = f"sft --model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT} {batch} --lora_dim 4"
     frozen = "--only_optimize_lora --lora_learning_rate 0.01"
     more = {
-        "lora-adapter": f"{lora} {frozen} --zero_stage 3",
         "lora-merged": f"{lora} {frozen} --zero_stage 2 --lora_merge",
         "lora-all": f"{lora} --zero_stage 3 --dtype fp32 --lora_module_name q_proj,v_proj",
-        "dora": f"{lora} {frozen} --zero_stage 1 --use_dora",
+        "dora": f"{lora} {frozen} --zero_stage 1 --use_dora --offload",
         "lora-reward": f"reward --model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} "
         f"--lora_dim 4 {frozen} --zero_stage 3",
     }

@@ -50,7 +50,7 @@ def run_flags(assets, output) -> list[object]:
         "--max_seq_len 48 --per_device_train_batch_size 2 --dtype fp32 --learning_rate 0.01 --save_minutes 0 "
         f"--eval_interval 0 --collective_timeout 60 --output_dir {output}"
     )
-    return [SCRIPT, 0.7, "sft", *flags.split()]
+    return [SCRIPT, 0.7, *flags.split()]
 
 
 def test_each_launcher_continues_the_run_of_the_one_before(hosts, ssh, assets, tmp_path):

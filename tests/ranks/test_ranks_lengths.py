@@ -1,4 +1,4 @@
-"""Lengths of runs on two ranks: `--max_steps`, fractions of an epoch, and finished runs that are extended."""
+"""Finished runs that are extended, on two ranks: `--max_steps` and fractions of an epoch."""
 
 import json
 
@@ -25,44 +25,23 @@ CASES = {  # name -> (flags, output folder); in this order
 }
 
 
-@pytest.fixture(scope="module")
-def runs(assets, tmp_path_factory):
-    """(folder of the outputs, name -> how the run ended and what it said)."""
-    folder = tmp_path_factory.mktemp("lengths")
+def test_a_finished_run_is_extended_if_its_rate_does_not_depend_on_the_length_or_it_is_forced(assets, tmp_path):
     known = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl {FIT}"
-    cases = {
-        name: ("sft", [*known.split(), *words.split(), "--output_dir", folder / output])
+    found = run_steps({
+        name: ("sft", [*known.split(), *words.split(), "--output_dir", tmp_path / output])
         for name, (words, output) in CASES.items()
-    }
-    return folder, run_steps(cases, folder)
-
-
-def compared(folder) -> list[dict]:
-    """Numbers of each step without evaluations."""
-    return [{name: line[name] for name in line if not name.startswith("eval_")} for line in numbers_of(folder)]
-
-
-def test_a_finished_run_is_extended_if_its_rate_does_not_depend_on_the_length(runs):
-    folder, found = runs
-    assert [found[name]["error"] for name in ("long", "short", "extended")] == [None] * 3
+    }, tmp_path)  # fmt: skip
+    assert {name for name, end in found.items() if end["error"]} == {"shorter", "refused"}
+    assert "step_000003 is beyond the end of this run, which has 2 steps" in found["shorter"]["error"]
+    assert "  --max_steps: 3 -> 5" in found["refused"]["error"]
     assert "resuming from" in found["extended"]["said"] and "3 steps are done" in found["extended"]["said"]
-    assert compared(folder / "short") == compared(folder / "long") and len(metrics_of(folder / "long")) == 7
-    one, other = (load_file(folder / name / "model.safetensors") for name in ("long", "short"))
-    assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
-    assert json.loads((folder / "short/result.json").read_text())["optimizer_steps"] == 6
-    evaluated = [line["step"] for line in metrics_of(folder / "short") if "eval_loss" in line]
-    assert evaluated == [0, 3, 4, 6], "the ends of both runs and of the epoch"
-
-
-def test_a_run_that_would_end_before_its_checkpoint_is_refused(runs):
-    error = runs[1]["shorter"]["error"]
-    assert error is not None and "step_000003 is beyond the end of this run, which has 2 steps" in error
-
-
-def test_an_extension_that_changes_the_rates_needs_resume_force(runs):
-    folder, found = runs
-    assert found["refused"]["error"] is not None and "  --max_steps: 3 -> 5" in found["refused"]["error"]
-    assert found["forced"]["error"] is None
-    rates = [line["lr"] for line in metrics_of(folder / "cosine")[1:]]
+    long, short = (numbers_of(tmp_path / name) for name in ("long", "short"))
+    assert [line["step"] for line in short if "eval_loss" in line] == [0, 3, 4, 6], "ends of the runs and the epoch"
+    for one, other in zip(long, short, strict=True):
+        assert all(one[name] == other[name] for name in one.keys() | other.keys() if not name.startswith("eval_"))
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("long", "short")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0].keys() | weights[1].keys())
+    assert json.loads((tmp_path / "short/result.json").read_text())["optimizer_steps"] == 6
+    rates = [line["lr"] for line in metrics_of(tmp_path / "cosine")[1:]]
     # the cosine from 1 to 0.5 over 3 steps, then over 5: steps 0, 1, 2 of 3 and 3, 4 of 5
     assert rates == pytest.approx([0.01 * share for share in (1, 0.875, 0.625, 0.67274575, 0.54774575)], rel=1e-6)

@@ -6,8 +6,6 @@ import shutil
 import pytest
 from launch import metrics_of, run_steps
 
-from dschat_ppo.html_report.run_folder import read_run
-
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEP_3 = (
@@ -20,7 +18,6 @@ STEP_3 = (
 SPLIT = "--actor_zero_stage 3 --critic_zero_stage 3 "
 TWO = SPLIT + "--per_device_generation_batch_size 2 --per_device_training_batch_size 6"
 ONE = "--per_device_generation_batch_size 4 --per_device_training_batch_size 12"
-GAE = f"{ONE} --per_device_training_batch_size 4 --advantage_estimator gae --n_samples_per_prompt 1"
 LORA = "--actor_lora_dim 2 --actor_lora_module_name attn --only_optimize_lora"
 FIT = "--max_seq_len 32 --dtype fp32 --learning_rate 0.01 --per_device_train_batch_size 4 --eval_fraction 0.2"
 
@@ -46,7 +43,6 @@ def runs(assets, tmp_path_factory):
         "whole": words_of(assets, TWO, folder / "whole"),
         "checked": words_of(assets, f"{TWO} {check}", folder / "checked"),
         "lora": words_of(assets, f"{TWO} {LORA}", folder / "lora"),
-        "lora checked": words_of(assets, f"{TWO} {LORA} {check}", folder / "lora"),
         "sft checked": ("sft", [*sft.split(), check, "--output_dir", str(folder / "sft")]),
         "sft": ("sft", [*sft.split(), "--output_dir", str(folder / "sft")]),
         "no rows": ("sft", [*sft.split(), check, "--eval_fraction", "0", "--output_dir", str(folder / "none")]),
@@ -62,7 +58,6 @@ def runs(assets, tmp_path_factory):
     shutil.rmtree(folder / "cut/eval")
     cases = {
         "cut": words_of(assets, TWO, folder / "cut"),
-        "in place": words_of(assets, f"{TWO} {check}", folder / "whole", folder / "whole/actor"),
         "lora in place": words_of(assets, f"{TWO} {check}", folder / "lora2", folder / "lora/actor"),
         "later": words_of(assets, TWO, folder / "checked"),
     }
@@ -110,15 +105,6 @@ def test_every_evaluation_answers_the_same_prompts(runs):
         assert row["scores"] == pytest.approx([a + b for a, b in zip(model, vowels, strict=True)], abs=1e-5)
 
 
-def test_the_report_reads_both(runs):
-    answers = read_run(runs / "whole", "a").answers
-    assert [one.step for one in answers if one.kind == "training"] == [1] * 8 + [2] * 8 + [4] * 8
-    held_out = [one for one in answers if one.kind == "held-out"]
-    assert [one.step for one in held_out] == [step for step in (0, 2, 4) for _ in range(10)]
-    for one in answers:
-        assert set(one.scores) == {"model", "vowels"} and one.kl is not None and one.ended in ("eos", "length")
-
-
 def evaluated(folder) -> dict:
     """The only line of metrics of a validation, without the time."""
     [line] = metrics_of(folder)
@@ -128,20 +114,14 @@ def evaluated(folder) -> dict:
     return line
 
 
-@pytest.mark.parametrize(("checked", "trained"), [("checked", "whole"), ("lora", "lora"), ("sft", "sft")])  # fmt: skip
+@pytest.mark.parametrize(("checked", "trained"), [("checked", "whole"), ("sft", "sft")])  # fmt: skip
 def test_a_validation_gives_the_metrics_that_training_logs_before_its_first_step(runs, checked, trained):
     found, first = evaluated(runs / checked / "validation"), metrics_of(runs / trained)[0]
     assert found == {name: first[name] for name in found} and first["step"] == 0
     assert first.keys() == {*found, "time"}
-    if trained in ("whole", "lora"):
+    if trained == "whole":
         answers = (runs / checked / "validation/eval/step_000000.jsonl").read_bytes()
         assert answers == (runs / trained / "eval/step_000000.jsonl").read_bytes()
-
-
-def test_a_validation_writes_no_models_and_no_checkpoint(runs):
-    written = {path.name for path in (runs / "whole/validation").iterdir()}
-    files = ("config.yaml", "metrics.jsonl", "models.json", "report.html", "result.json")
-    assert written == {".lock", "eval", "logs", *files}
 
 
 def test_training_after_a_validation_in_the_same_folder_starts_from_scratch(runs):
@@ -149,21 +129,14 @@ def test_training_after_a_validation_in_the_same_folder_starts_from_scratch(runs
     assert (runs / "checked/actor").exists() and evaluated(runs / "checked/validation")["step"] == 0
 
 
-@pytest.mark.parametrize(("name", "trained"), [("whole", "whole"), ("lora2", "lora")])
-def test_a_finished_actor_is_validated_with_the_score_of_its_last_evaluation(runs, name, trained):
+def test_a_finished_actor_is_validated_with_the_score_of_its_last_evaluation(runs):
     """Its KL is to itself: without another reference, that is the model from which the run starts."""
-    found, last = evaluated(runs / name / "validation"), metrics_of(runs / trained)[-1]
+    found, last = evaluated(runs / "lora2/validation"), metrics_of(runs / "lora")[-1]
     assert found["eval/score"] == pytest.approx(last["eval/score"], abs=1e-5)
     assert found["eval/length_mean"] == last["eval/length_mean"] and abs(found["eval/kl_ref_k1"]) < 1e-5
-    assert (runs / trained / "result.json").exists()
 
 
 def test_one_rank_gives_the_validation_of_two(runs, assets):
-    cases = {
-        "one": words_of(assets, f"{ONE} --validate_only", runs / "one"),
-        "with a critic": words_of(assets, f"{GAE} --validate_only", runs / "critic"),
-    }
-    found = run_steps(cases, runs, ranks=1)
-    assert not any(case["error"] for case in found.values())
-    for name in ("one", "critic"):
-        assert evaluated(runs / name / "validation") == pytest.approx(evaluated(runs / "checked/validation"), abs=1e-4)
+    found = run_steps({"one": words_of(assets, f"{ONE} --validate_only", runs / "one")}, runs, ranks=1)
+    assert found["one"]["error"] is None
+    assert evaluated(runs / "one/validation") == pytest.approx(evaluated(runs / "checked/validation"), abs=1e-4)

@@ -1,18 +1,15 @@
-"""The three steps by their command lines on two ranks, PPO under the launcher as a user runs it; one by plain python.
+"""The three steps by their command lines on two ranks, PPO under the launcher as a user runs it.
 
 `tests/docs/test_commands.py` runs SFT under the launcher.
 """
 
 import json
 import math
-import re
 import shutil
-import sys
 
 import pytest
 import torch
-import yaml
-from launch import ROOT, deepspeed, forked, metrics_of, run, succeed
+from launch import deepspeed, forked, metrics_of, numbers_of, succeed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
@@ -44,7 +41,7 @@ def out(assets, tmp_path_factory):
     tokenizer.save_pretrained(folder / "lm")
     sft = f"--config {folder}/sft.yaml --model_name_or_path {folder}/lm --data_path {assets}/sft.jsonl"
     sft += f" --data_split 1,0,0 --learning_rate 0.01 --per_device_train_batch_size 3 --output_dir {folder}/sft"
-    sft += " --eval_interval 2 --enable_tensorboard --max_seq_len 32 --truncation left"
+    sft += " --eval_interval 2 --max_seq_len 32 --truncation left"
     succeed(forked(2, "training/step1_sft/main.py", *sft.split()))
     reward = f"--model_name_or_path {folder}/sft --data_path {assets}/pairs.jsonl --data_split 0,1,0 --dtype fp32"
     reward += f" --output_dir {folder}/reward --zero_stage 3 --per_device_train_batch_size 4 --learning_rate 0.005"
@@ -54,12 +51,11 @@ def out(assets, tmp_path_factory):
     ppo += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder}/ppo --actor_zero_stage 3"
     ppo += " --critic_zero_stage 3 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
-    ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --print_answers --temperature 0.8"
+    ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --temperature 0.8"
     ppo += " --deterministic"
-    result = succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
+    succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
     again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
     succeed(forked(2, "training/step3_ppo/main.py", *again))
-    (folder / "ppo.log").write_text(result.stdout + result.stderr)
     return folder
 
 
@@ -81,23 +77,6 @@ def test_sft_evaluates_at_the_start_every_interval_and_each_epoch(out):
     assert [line["step"] for line in lines] == list(range(3 * per_epoch + 1))
     expected = [s for s in range(3 * per_epoch + 1) if s % 2 == 0 or s % per_epoch == 0]
     assert [line["step"] for line in lines if "eval_loss" in line] == expected
-
-
-def test_flags_override_yaml_and_the_resolved_configuration_is_saved(out):
-    config = yaml.safe_load((out / "sft/config.yaml").read_text())
-    assert config["learning_rate"] == 0.01
-    assert config["num_train_epochs"] == 3
-    assert config["zero_stage"] == 3
-    assert config["per_device_eval_batch_size"] == 16
-
-
-def test_tensorboard_mirrors_the_metrics(out):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(out / "sft/step1_tensorboard")).Reload()
-    losses = {event.step: event.value for event in board.Scalars("loss")}
-    lines = {line["step"]: line["loss"] for line in metrics_of(out / "sft") if "loss" in line}
-    assert losses == pytest.approx(lines)
 
 
 def test_a_reward_model_from_a_base_model_logs_that_its_head_is_new(out):
@@ -137,52 +116,8 @@ def test_advantages_are_whitened_and_the_policy_changes(out):
 
 
 def test_a_run_is_reproducible_from_its_seed(out):
-    measured = ("time", "time/", "memory/")
-    runs = [
-        [{name: line[name] for name in line if not name.startswith(measured)} for line in metrics_of(out / folder)]
-        for folder in ("ppo", "again")
-    ]
-    assert len(runs[0]) == 3
-    assert runs[0] == runs[1]
-
-
-def test_batch_table_and_answers_of_both_ranks_are_printed(out):
-    log = (out / "ppo.log").read_text()
-    assert "16 / 8 x 2 epochs = 4" in log  # updates per PPO step: rows / global batch x epochs
-    for step in (1, 2, 3):
-        _, block = log.split(f"PPO step {step}: 16 answers\n")
-        lines = re.sub("\n {12}.*", "", block).splitlines()[:48]  # answers of several lines
-        for number, (about, prompt, answer) in enumerate(zip(*[iter(lines)] * 3, strict=True), start=1):
-            assert re.fullmatch(
-                rf"\[{number}\] score -?[0-9.]+, \d tokens, (ended by EOS|cut at the length limit)", about
-            )
-            assert prompt.startswith("    prompt: ") and answer.startswith("    answer: ")
-
-
-def test_saved_actor_and_critic_load_and_differ_from_their_start(out):
-    for name, start, kind in (
-        ("actor", "sft", AutoModelForCausalLM),
-        ("critic", "reward", AutoModelForSequenceClassification),
-    ):
-        after, before = kind.from_pretrained(out / "ppo" / name), kind.from_pretrained(out / start)
-        pairs = zip(after.parameters(), before.parameters(), strict=True)
-        assert any(not torch.equal(a, b) for a, b in pairs)
-        assert AutoTokenizer.from_pretrained(out / "ppo" / name).eos_token == "<|end|>"
-
-
-def test_plain_python_trains_a_single_process(assets, tmp_path):
-    words = f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
-    words += f" --output_dir {tmp_path}/sft --learning_rate 0.01 --eval_fraction 0.2"
-    succeed(run([sys.executable, str(ROOT / "training/step1_sft/main.py"), *words.split()]))
-    result = json.loads((tmp_path / "sft/result.json").read_text())
-    assert result["world_size"] == 1
-    assert result["eval_loss_after"] < result["eval_loss_before"]
-
-
-def test_help_names_every_flag():
-    printed = succeed(run([sys.executable, str(ROOT / "training/step3_ppo/main.py"), "--help", "all"])).stdout
-    for flag in ("--actor_model_name_or_path", "--ppo_epochs", "--kl_coef", "--truncation", "--deepspeed_config"):
-        assert flag in printed
+    first, second = (numbers_of(out / name) for name in ("ppo", "again"))
+    assert first == second and len(first) == 3
 
 
 def held_out_rows(assets, use: str, name: str, split: str):
@@ -208,44 +143,14 @@ def test_the_saved_sft_model_has_the_reported_loss_in_plain_transformers(assets,
     )
 
 
-def test_the_saved_reward_model_has_the_reported_margin_in_plain_transformers(assets, out):
+@torch.no_grad()
+def test_the_saved_reward_model_has_the_reported_margin_and_scores_in_plain_transformers(assets, out):
     model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
-    margins = []
-    for row in held_out_rows(assets, "preference", "pairs", "0,1,0"):
-        with torch.no_grad():
-            chosen, rejected = (float(model(torch.tensor([row["prompt_ids"] + a])).logits) for a in row["answers"])
-        margins.append(chosen - rejected)
-    reported = json.loads((out / "reward/result.json").read_text())["eval_margin_after"]
-    assert sum(margins) / len(margins) == pytest.approx(reported, abs=1e-5)
-
-
-def test_the_saved_reward_model_records_mean_and_spread_of_its_scores(assets, out):
-    model = AutoModelForSequenceClassification.from_pretrained(out / "reward")
-    with torch.no_grad():
-        scores = [
-            float(model(torch.tensor([row["prompt_ids"] + answer])).logits)
-            for row in held_out_rows(assets, "preference", "pairs", "0,1,0")
-            for answer in row["answers"]
-        ]
-    mean = sum(scores) / len(scores)
-    assert model.config.reward_mean == pytest.approx(mean, abs=1e-5)
-    assert model.config.reward_std == pytest.approx(math.sqrt(sum((s - mean) ** 2 for s in scores) / len(scores)))
+    rows = held_out_rows(assets, "preference", "pairs", "0,1,0")
+    scores = [[float(model(torch.tensor([row["prompt_ids"] + a])).logits) for a in row["answers"]] for row in rows]
     result = json.loads((out / "reward/result.json").read_text())
+    assert sum(a - b for a, b in scores) / len(scores) == pytest.approx(result["eval_margin_after"], abs=1e-5)
+    mean = sum(map(sum, scores)) / (2 * len(scores))
+    spread = math.sqrt(sum((score - mean) ** 2 for pair in scores for score in pair) / (2 * len(scores)))
+    assert (model.config.reward_mean, model.config.reward_std) == pytest.approx((mean, spread), abs=1e-5)
     assert (result["reward_mean"], result["reward_std"]) == (model.config.reward_mean, model.config.reward_std)
-
-
-def test_non_finite_loss_stops_before_the_update(assets, tmp_path):
-    """The logit of one token is beyond fp32 wherever it is positive."""
-    model = AutoModelForCausalLM.from_pretrained(assets / "lm")
-    model.lm_head.weight.data[7] = 3e38
-    model.save_pretrained(tmp_path / "lm")
-    AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(tmp_path / "lm")
-    words = f"--model_name_or_path {tmp_path}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --dtype fp32"
-    words += f" --output_dir {tmp_path}/sft --learning_rate 0.01"
-    result = forked(1, "training/step1_sft/main.py", *words.split())
-    assert result.returncode == 3
-    [said] = re.findall(r"^error: .*", result.stderr, re.M)
-    assert "model, step 1: the loss is not finite (rank 0, micro-batch 0); its update was skipped." in said
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "sft/result.json").exists()
-    assert not (tmp_path / "sft/model.safetensors").exists()

@@ -26,7 +26,6 @@ from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.run.launch import leave
@@ -185,39 +184,22 @@ def save_and_go_on(case: Case, folder: Path) -> dict:
     engine_state.save_engine(engine, folder, writer)
     undisturbed = digest(engine) == saved
     after = train(engine, range(case.begun, case.begun + AFTER))
-    found = {"pending": not writer.done(), "undisturbed": undisturbed}
     gate.set()
-    written = writer.wait()
-    files = {path.relative_to(folder).as_posix(): value for path, value in written.items()}
+    writer.wait()
     if dist.is_main():
         torch.save({"full": full, "steps": steps, "after": after}, folder / "expected.pt")
     dist.barrier()
-    return found | {"before": before, "after": after, "saved": saved, "end": digest(engine), "files": files}
+    return {"undisturbed": undisturbed, "before": before, "after": after, "saved": saved, "end": digest(engine)}
 
 
 def resume(case: Case, folder: Path) -> dict:
     """Load into a new engine with other weights, and train on."""
-    if case.frozen:
-        refuse_other_parameters(case, folder)
     engine = build(case, seed=1)
     other = digest(engine)
     engine_state.load_engine(engine, folder)
     loaded = digest(engine)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {"other": other, "loaded": loaded, "after": after, "end": digest(engine)}
-
-
-def refuse_other_parameters(case: Case, folder: Path) -> None:
-    """An engine in which as many elements train, but of another parameter, loads nothing."""
-    engine = build(case, seed=1)
-    engine.param_names = {weight: f"other.{name}" for weight, name in engine.param_names.items()}
-    before = digest(engine)
-    try:
-        engine_state.load_engine(engine, folder)
-    except UserError:
-        assert digest(engine) == before
-    else:
-        raise AssertionError("loaded the states of another model")
 
 
 def reshard_engine(case: Case, folder: Path) -> dict:
@@ -249,10 +231,9 @@ def reshard_engine(case: Case, folder: Path) -> dict:
 SAVED = {
     "first": [Case(0), Case(2, "bf16")],
     "main": [
-        *(Case(stage) for stage in range(4)), *(Case(stage, "bf16") for stage in (1, 2, 3)),
-        *(Case(stage, "bf16", offload=True) for stage in (2, 3)), Case(2, "fp16"),
-        *(Case(stage, begun=0) for stage in (0, 2, 3)), Case(3, "bf16", llama=True),
-        *(Case(stage, frozen=True) for stage in (0, 2, 3)), Case(3, "bf16", frozen=True),
+        *(Case(stage) for stage in (0, 2, 3)), *(Case(stage, "bf16") for stage in (1, 3)),
+        *(Case(stage, "bf16", offload=True) for stage in (2, 3)), Case(2, "fp16"), Case(3, begun=0),
+        Case(3, "bf16", llama=True), Case(0, frozen=True), Case(3, frozen=True),
     ],
     "last": [],
 }  # fmt: skip
@@ -262,29 +243,20 @@ RESHARDED = {
         ("first", Case(0), Case(3)),
         ("first", Case(2, "bf16"), Case(3, "bf16")),
         ("main", Case(2), Case(3)),
-        ("main", Case(3), Case(2)),
         ("main", Case(3), Case(0)),
-        ("main", Case(0), Case(1)),
         ("main", Case(1, "bf16"), Case(3, "bf16")),
-        ("main", Case(3, "bf16"), Case(1, "bf16")),
         ("main", Case(3, "bf16"), Case(2, "bf16", offload=True)),
-        ("main", Case(2, "bf16", offload=True), Case(3, "bf16")),
         ("main", Case(2, "fp16"), Case(3, "fp16")),
         ("main", Case(3, "bf16"), Case(3, "fp32")),
         ("main", Case(2, "fp16"), Case(2, "bf16")),
-        ("main", Case(2, begun=0), Case(3, begun=0)),
+        ("main", Case(3, begun=0), Case(2, begun=0)),
         ("main", Case(3, "bf16", llama=True), Case(2, "bf16", llama=True)),
         ("main", Case(0, frozen=True), Case(3, frozen=True)),
-        ("main", Case(3, "bf16", frozen=True), Case(2, "bf16", frozen=True)),
     ],
     "last": [
         ("main", Case(3), Case(2)),
-        ("main", Case(3), Case(0)),
-        ("main", Case(3, "bf16"), Case(2, "bf16")),
-        ("main", Case(1, "bf16"), Case(3, "bf16")),
         ("main", Case(3, "bf16", offload=True), Case(1, "bf16")),
         ("main", Case(3, frozen=True), Case(2, frozen=True)),
-        ("main", Case(2, frozen=True), Case(0, frozen=True)),
     ],
 }  # fmt: skip
 

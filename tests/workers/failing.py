@@ -46,20 +46,6 @@ def take_time() -> None:
         time.sleep(LIMIT + 11.0)
 
 
-def write_slowly() -> None:
-    """Rank 1 hangs. Rank 0 waits for a slow disk, longer than the limit, and then for rank 1, while it writes on."""
-    if dist.rank() == 1:
-        hang()
-    with heartbeat.watchdog_paused():
-        from dschat_ppo.checkpoint import state_files
-    state_files._write = lambda state, path: time.sleep(2 * LIMIT)
-    writer = state_files.BackgroundWriter()
-    writer.save({}, Path("first"))
-    writer.wait()
-    for number in range(20):
-        writer.save({}, Path(f"more_{number}"))
-
-
 def fail(problem: Exception) -> None:
     raise problem
 
@@ -70,13 +56,11 @@ def be_killed() -> None:
 
 FAULTS = {  # case: rank, what it does
     "rank 1 raises": (1, lambda: fail(ZeroDivisionError("boom"))),
-    "rank 0 raises": (0, lambda: fail(ZeroDivisionError("boom"))),
     "both raise": (None, lambda: fail(NonFiniteError("the loss is nan"))),
     "user error on rank 1": (1, lambda: fail(UserError("--flag: this machine has no such file"))),
     "rank 1 is killed": (1, be_killed),
     "rank 1 hangs": (1, hang),
     "rank 1 holds the lock": (1, hold_the_lock),
-    "rank 1 hangs while rank 0 writes": (None, write_slowly),
     "rank 1 takes its time": (1, take_time),
 }
 

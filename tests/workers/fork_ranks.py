@@ -4,7 +4,7 @@ fork_ranks.py      reads a line of JSON for each launch, answers each with its e
 
     a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "env": name -> text,
         "folder": path where it runs, "stdin": path, "out": path, "err": path, "timeout": seconds, after which the exit
-        code is -SIGALRM}
+        code is -SIGALRM, "end": number of the signal that the other ranks get if one fails}
 """
 
 import gc
@@ -83,7 +83,7 @@ def run_launch(launch: dict) -> NoReturn:
         ranks.append(os.fork())
         if ranks[-1] == 0:
             run_rank(rank, launch)
-    end_with(ranks, signal.SIGKILL)
+    end_with(ranks, launch["end"])
 
 
 def end_with(ranks: list[int], number: int) -> NoReturn:

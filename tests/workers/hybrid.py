@@ -1,81 +1,120 @@
-"""Toggles the hybrid engine under ZeRO-3 and reports what changed.
+"""Generates and trains in turn under the flags of a launch: two PPO steps, whose numbers must not depend on the flags,
+and what switches to generation and back leave behind.
 
-hybrid.py ASSETS OUT_FILE
+hybrid.py ASSETS OUT_FILE      each rank writes OUT_FILE.RANK; ASSETS has `reward_adapter` and `reward_dora` too
 """
 
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
 from deepspeed.runtime.zero import parameter_offload
+from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.common.seeding import row_seeds, seed_everything
 from dschat_ppo.data.batches import collate_prompts
+from dschat_ppo.engine import hybrid_engine
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
+from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.run.launch import leave
-from dschat_ppo.types import Rollout, select_rows
-from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on, update_once
+from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on
 from workers.quick import be_quick
 
-TOGGLES, SETTLED = 200, 20
+TOGGLES, SETTLED = 60, 20
+ROWS = 8  # prompts of a PPO step over all ranks
+NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic", "reward/score_mean")
+LORA = ("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--only_optimize_lora", "--lora_alpha", 8, "--share_base")
+LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01)
+STEPS = {  # name -> (ZeRO stage, flags)
+    "plain": (3, ()),
+    "stage 2": (2, ()),
+    "toggles": (3, ()),
+    "offload optimizer": (3, ("--offload_optimizer",)),
+    "offload others": (3, ("--offload_reference_model", "--offload_reward_model")),
+    "tensor parallel": (3, ("--inference_tp_size", 2, "--tp_gather_partition_size", 1)),
+    "layer by layer": (3, ("--unpin_actor_parameters",)),
+    "sleep 2": (2, ("--sleep_in_rollout",)),
+    "sleep 3": (3, ("--sleep_in_rollout",)),
+}
 
 
-def shards(engine):
-    return [parameter.ds_tensor.clone() for parameter in engine.module.parameters()]
+def ppo_with(assets: Path, stage: int, *words: object):
+    """Step 3; under ZeRO-3 every weight is partitioned, the small ones of tiny models too."""
+    seed_everything(1)
+    mine = ROWS // dist.world_size()
+    flags = ("--per_device_generation_batch_size", mine, "--per_device_training_batch_size", mine)
+    flags += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01, "--max_answer_seq_len", 8)
+    flags += ("--actor_zero_stage", stage, "--critic_zero_stage", stage, "--old_logprobs", "recompute")
+    return make_ppo(assets, *flags, "--deepspeed_config", assets / "partition_all.json", *words)
 
 
-def hooks(module):
-    return [(id(m._forward_hooks), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in module.modules()]
+def my_prompts() -> list[int]:
+    mine = ROWS // dist.world_size()
+    return list(range(dist.rank() * mine, (dist.rank() + 1) * mine))
+
+
+def two_steps(ppo, toggles: int = 0) -> dict:
+    """Answers and metrics of two PPO steps: those of the second depend on the updates of the first."""
+    answers, metrics = [], []
+    for step in (1, 2):
+        rollout = ppo.collection.generator.answer(my_prompts(), step)
+        for _ in range(toggles):
+            generate_some(ppo, 2, 3)
+        ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
+        answers.append(dist.gather_cat(torch.nn.functional.pad(ids, (0, 8 - ids.shape[1]), value=-1)).tolist())
+        found = train_on(ppo, experience_of(ppo, rollout, my_prompts()))
+        metrics.append([found[name] for name in NUMBERS])
+    partitioned = sum(weight.numel() == 0 for weight in ppo.engines.actor.module.parameters())
+    return {"answers": answers, "metrics": metrics, "partitioned": partitioned}
+
+
+def held(ppo) -> list[torch.Tensor]:
+    """Copies of the tensors that this rank holds of the actor."""
+    return [getattr(p, "ds_tensor", p).detach().clone() for p in ppo.engines.actor.module.parameters()]
 
 
 def generate_some(ppo, count: int, max_new_tokens: int):
     batch = collate_prompts(ppo.collection.generator.prompts, range(count), 0)
     config = replace(ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
     with ppo.engines.hybrid.generating() as model:
-        return generate(
-            model, batch, row_seeds(count * dist.rank(), count, 0), config, ppo.engines.hybrid.max_over_ranks
-        )
+        seeds = row_seeds(count * dist.rank(), count, 0)
+        return generate(model, batch, seeds, config, ppo.engines.hybrid.max_over_ranks)
 
 
 def toggle_many(ppo) -> dict:
-    """200 times into generation and back: weights, hooks, statuses and memory before and after."""
-    engine, process = ppo.engines.actor, psutil.Process()
+    """Into generation and back: weights, hooks, statuses and memory before and after; log-probs of both models."""
+    engine, process, memory = ppo.engines.actor, psutil.Process(), []
     parameters = list(engine.module.parameters())
-    before = (shards(engine), hooks(engine.module), [p.ds_status for p in parameters])
-    stack = len(parameter_offload.FWD_MODULE_STACK)
-    memory = []
+
+    def state() -> list:
+        modules = engine.module.modules()
+        hooks = [(id(m._forward_hooks), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in modules]
+        return [hooks, [p.ds_status for p in parameters], len(parameter_offload.FWD_MODULE_STACK)]
+
+    before, weights = state(), held(ppo)
     for _ in range(TOGGLES):
         generate_some(ppo, 2, 3)
         memory.append(process.memory_info().rss)
-    return {
-        "weights_equal": all(torch.equal(a, b) for a, b in zip(before[0], shards(engine), strict=True)),
-        "hooks_equal": before[1] == hooks(engine.module),
-        "status_equal": before[2] == [p.ds_status for p in parameters],
-        "partitioned": sum(p.numel() == 0 for p in parameters),
-        "stack_growth": len(parameter_offload.FWD_MODULE_STACK) - stack,
-        "memory_growth_mib": (memory[-1] - memory[SETTLED]) / 2**20,
-        "training_mode": engine.module.training,
-    }
-
-
-def gathered_equals_engine(ppo) -> float:
-    """Largest difference between log-probs by the lent model and by the ZeRO-3 engine."""
+    found = {"equal": state() == before, "training": engine.module.training}
+    found["weights equal"] = all(torch.equal(a, b) for a, b in zip(weights, held(ppo), strict=True))
+    found["memory growth"] = (memory[-1] - memory[SETTLED]) / 2**20
     rollout = generate_some(ppo, 4, 6)
     with ppo.engines.hybrid.generating() as model:
         lent = response_logprobs(model, rollout, 1.0).logprobs
     ppo.engines.eval()
     with torch.no_grad():
-        trained = response_logprobs(ppo.engines.actor, rollout, 1.0).logprobs
-    return float(((lent - trained).abs() * rollout.response_mask).max())
+        trained = response_logprobs(engine, rollout, 1.0).logprobs
+    return found | {"difference": float(((lent - trained).abs() * rollout.response_mask).max())}
 
 
 def uneven(ppo, empty: bool) -> dict:
@@ -85,126 +124,98 @@ def uneven(ppo, empty: bool) -> dict:
         rollout = replace(rollout, response_mask=torch.zeros_like(rollout.response_mask))
     experience = experience_of(ppo, rollout)
     metrics = train_on(ppo, experience)
+    assert all(map(math.isfinite, metrics.values())) and metrics["optim/grad_norm/actor"] > 0
     return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
-
-
-def layer_by_layer(assets: Path) -> dict:
-    """Answers of uneven lengths with weights gathered once, and layer by layer."""
-    pinned, unpinned = (make_ppo(assets, *FLAGS, *words) for words in ((), ("--unpin_actor_parameters",)))
-    before = shards(unpinned.engines.actor)
-    tokens = 2 if dist.rank() == 0 else 9  # rank 0 is done long before rank 1
-    expected, found = (generate_some(ppo, 4, tokens) for ppo in (pinned, unpinned))
-    fast = unpinned.collection.generator.config
-    unpinned.collection.generator.config = replace(fast, engine="padded")
-    by_padded_batches = generate_some(unpinned, 4, tokens)
-    unpinned.collection.generator.config = fast
-    return {
-        "engine": fast.engine,
-        "collective": [ppo.engines.hybrid.max_over_ranks is not None for ppo in (unpinned, pinned)],
-        "same_tokens": torch.equal(expected.response_ids, found.response_ids),
-        "same_tokens_padded": torch.equal(expected.response_ids, by_padded_batches.response_ids),
-        "difference": float((expected.rollout_logprobs - found.rollout_logprobs).abs().max()),
-        "weights_equal": all(torch.equal(a, b) for a, b in zip(before, shards(unpinned.engines.actor), strict=True)),
-        "longest": int(found.response_mask.sum(dim=1).max()),
-        "partitioned": sum(p.numel() == 0 for p in unpinned.engines.actor.module.parameters()),
-        "trains": all(math.isfinite(norm) and norm > 0 for norm in update_from_answers(unpinned)),
-    }
-
-
-def update_from_answers(ppo) -> list[float]:
-    """Gradient norms of an update from fresh answers."""
-    rollout = ppo.collection.generator.answer([0, 1, 2, 3], 1)
-    metrics = train_on(ppo, experience_of(ppo, rollout))
-    return [metrics["optim/grad_norm/actor"], metrics["optim/grad_norm/critic"]]
-
-
-def answers_of_two_steps(assets: Path) -> list:
-    """Tokens of all ranks' answers to eight prompts, in order, for two PPO steps."""
-    per_rank = 8 // dist.world_size()
-    ppo = make_ppo(assets, *FLAGS, "--per_device_generation_batch_size", per_rank)
-    mine = list(range(dist.rank() * per_rank, (dist.rank() + 1) * per_rank))
-    answers = []
-    for step in (1, 2):
-        rollout = ppo.collection.generator.answer(mine, step)
-        ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
-        full = torch.nn.functional.pad(ids, (0, ppo.config.ppo.max_answer_seq_len - ids.shape[1]), value=-1)
-        answers.append(dist.gather_cat(full).tolist())
-    return answers
-
-
-def updates_after_toggles(assets: Path, toggles: int, *words: object) -> list[float]:
-    """Numbers of two updates from one stored rollout, after some toggles, on new engines."""
-    ppo = make_ppo(assets, *FLAGS, *words)
-    for _ in range(toggles):
-        generate_some(ppo, 2, 3)
-    rollout_fields = torch.load(assets / "rollout.pt", weights_only=True)
-    mine = torch.arange(8).view(dist.world_size(), -1)[dist.rank()]
-    experience = experience_of(ppo, select_rows(Rollout(**rollout_fields), mine))
-    ppo.engines.train()
-    numbers = []
-    for minibatch in ppo.mini_dataset.minibatches(experience, 2, step=1):
-        sums = MetricSums()
-        norms = update_once(ppo, minibatch, sums).grad_norms
-        for _ in range(toggles):
-            generate_some(ppo, 2, 3)
-        numbers += [*norms.values(), *sums.reduce().values()]
-    return numbers
 
 
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
-    ppo = make_ppo(assets, *FLAGS, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    prompts = [0, 1, 2, 3]
-    rollout = ppo.collection.generator.answer(prompts, 1)
-    first, second = (score_answers(ppo, rollout, prompts) for _ in range(2))
+    ppo = ppo_with(assets, 3, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
+    found = {"stream": float(torch.rand(()))}  # the default one of this rank, from which dropout draws
+    rollout = ppo.collection.generator.answer(my_prompts(), 1)
+    first, second = (score_answers(ppo, rollout, my_prompts()) for _ in range(2))
     ppo.engines.train()
     with torch.no_grad():
         noisy = [response_logprobs(ppo.engines.actor, rollout, 1.0).logprobs for _ in range(2)]
+    alike = torch.equal(first.old_logprobs, second.old_logprobs) and torch.equal(first.values, second.values)
+    found |= {"alike": alike, "noise": float((noisy[0] - noisy[1]).abs().max())}
+    return found | {"as in rollout": float((first.old_logprobs - first.rollout_logprobs).abs().max())}
+
+
+def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
+    """Into generation with merged adapters and back, after updates: what changed, and how log-probs differ."""
+    critic, kind = ("reward_dora", ["--use_dora"]) if stage % 2 else ("reward_adapter", [])
+    ppo = ppo_with(assets, stage, "--dtype", dtype, *LORA, *kind, "--critic_model_name_or_path", assets / critic)
+    two_steps(ppo)
+    rows, engine = generate_some(ppo, 4, 6), ppo.engines.actor
+
+    @torch.no_grad()
+    def logprobs(engine) -> torch.Tensor:
+        ppo.engines.eval()
+        return response_logprobs(engine, rows, 1.0).logprobs
+
+    def forwards() -> list[torch.Tensor]:
+        return [logprobs(engine), logprobs(ppo.engines.reference)]
+
+    before, layers, (trained, reference) = held(ppo), adapter_layers(engine.module), forwards()
+    ppo.engines.train()
+    for _ in range(10):
+        with ppo.engines.hybrid.generating() as model:
+            inside = {type(module).__name__ for module in model.modules()}
+            whole = model.model.layers[0].self_attn.q_proj.weight.numel() > 0
+            lent = response_logprobs(model, rows, 1.0).logprobs
+    real = rows.response_mask
     return {
-        "scored_alike": torch.equal(first.old_logprobs, second.old_logprobs)
-        and torch.equal(first.values, second.values),
-        "as_in_rollout": float((first.old_logprobs - first.rollout_logprobs).abs().max()),
-        "noise_in_training": float((noisy[0] - noisy[1]).abs().max()),
+        "weights equal": all(torch.equal(a, b) for a, b in zip(before, held(ppo), strict=True)),
+        "layers equal": layers == adapter_layers(engine.module) and len(layers) > 0,
+        "plain": "Linear" in inside and "ModuleDict" not in inside and whole,
+        "same forwards": all(torch.equal(a, b) for a, b in zip([trained, reference], forwards(), strict=True)),
+        "difference": float((lent - trained)[real].abs().max()),
+        "effect": float((reference - trained)[real].abs().max()),
     }
 
 
-def dropout_noise() -> float:
-    """The first number of this rank's default random stream, from which dropout draws."""
-    return float(torch.rand(()))
-
-
-FLAGS = ("--actor_zero_stage", 3, "--critic_zero_stage", 3, "--per_device_generation_batch_size", 4)
-FLAGS += ("--micro_batch_tokens", 48, "--per_device_training_batch_size", 4, "--old_logprobs", "recompute")
-FLAGS += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01)
-SETTINGS = Path(sys.argv[-1] + ".ds.json")  # every weight is partitioned, those of tiny models too
-FLAGS += ("--deepspeed_config", SETTINGS)
+@torch.no_grad()
+def divided_models() -> dict:
+    """For each architecture: the largest difference of logits to the whole model, and the share of weights held."""
+    parallel, found = tensor_parallel(2, layers=1), {}
+    for name in ("llama", "qwen2", "qwen3", "gpt-neox", "phi3", "gemma2", "gemma3"):
+        torch.distributed.barrier()
+        model, ids = new_model(name), torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        whole, count = model(ids).logits, sum(weight.numel() for weight in model.parameters())
+        check_tensor_parallel(model.config.get_text_config(), 2, 2)
+        with HybridEngine(SimpleNamespace(module=model), parallel=parallel).generating() as lent:
+            difference = float((lent(ids).logits - whole).abs().max())
+            freed = count - sum(weight.numel() for weight in lent.parameters())
+        layers = model.gpt_neox.layers if name == "gpt-neox" else model.model.layers
+        linear = sum(layer.weight.numel() for layer in layers.modules() if isinstance(layer, torch.nn.Linear))
+        restored = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        restored &= not any("forward" in vars(module) for module in model.modules())
+        found[name] = {"difference": difference, "freed": freed / linear, "restored": restored}
+    return found
 
 
 def main() -> None:
     be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
-    if dist.is_main():
-        SETTINGS.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
-    while not SETTINGS.exists() or not SETTINGS.read_text():  # the ranks have not joined yet
-        time.sleep(0.05)
-    if dist.world_size() == 1:
-        out.write_text(json.dumps({"answers": answers_of_two_steps(assets)}))
-        leave(0)
-    ppo = make_ppo(assets, *FLAGS)
-    found = {
-        "dropout_noise": dropout_noise(),
-        "toggles": toggle_many(ppo),
-        "gathered_difference": gathered_equals_engine(ppo),
-        "uneven": uneven(ppo, empty=False),
-        "one_rank_empty": uneven(ppo, empty=True),
-        "without_toggles": updates_after_toggles(assets, 0),
-        "with_toggles": updates_after_toggles(assets, 3),
-        "asleep": updates_after_toggles(assets, 2, "--sleep_in_rollout"),
-        "dropout": dropout_in_scoring(assets),
-        "layer_by_layer": layer_by_layer(assets),
-        "answers": answers_of_two_steps(assets),
-    }
-    (out.parent / f"{out.name}.{dist.rank()}").write_text(json.dumps(found))
+    first = ppo_with(assets, 3)
+    found: dict = {"steps": {"plain": two_steps(first)}}
+    if dist.world_size() > 1:
+        found |= {"toggles": toggle_many(first), "uneven": uneven(first, False), "empty": uneven(first, True)}
+        found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
+        for name, (stage, words) in STEPS.items():
+            if "sleep" in name:
+                hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
+            ppo = ppo_with(assets, stage, *words)
+            found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggles"))
+    layouts = [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
+    hybrid_engine.on_device = lambda tensor: False
+    found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
+        f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
+        for stage, dtype in layouts if dist.world_size() > 1 or (stage, dtype) == (3, "fp32")
+    }  # fmt: skip
+    Path(f"{out}.{dist.rank()}").write_text(json.dumps(found))
     dist.shutdown()
     leave(0)
 

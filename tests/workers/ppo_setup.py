@@ -97,19 +97,6 @@ def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step
     return outcome
 
 
-def update_numbers(ppo: PPOComponents, experience: Experience, steps: int) -> list[list[float]]:
-    """Losses, entropy and gradient norms of each of the first `steps` updates on an experience, of three epochs."""
-    ppo.engines.train()
-    numbers = []
-    for minibatch, _ in zip(ppo.mini_dataset.minibatches(experience, 3, step=1), range(steps), strict=False):
-        sums = MetricSums()
-        norms = update_once(ppo, minibatch, sums).grad_norms
-        metrics = sums.reduce()
-        losses = [metrics[name] for name in ("policy/loss", "value/loss", "policy/entropy")]
-        numbers.append([*losses, norms["actor"], norms["critic"]])
-    return numbers
-
-
 def train_on(ppo: PPOComponents, experience: Experience) -> dict[str, float]:
     """All updates of PPO step 1; returns their metrics, over all ranks."""
     ppo.state.begin_updates(experience, {})

@@ -1,0 +1,230 @@
+"""Trains a few steps of each case of a launch and writes its numbers, which must not depend on the layout.
+
+layouts.py LAUNCH ASSETS OUT_FILE       ASSETS has `rollout.pt`, `kto.jsonl`, `steps.jsonl` and `texts.jsonl` too
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.common.seeding import seed_everything
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.batches import epoch_order, optimizer_steps
+from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.long_sequences import apply_memory_flags
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo import advantages
+from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
+from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
+from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.types import Rollout, select_rows
+from workers import divided_rows
+from workers.ppo_setup import experience_of, ppo_of, update_once
+from workers.quick import be_quick
+
+STEPS, EPOCHS = 4, 2
+GRPO = "--n_samples_per_prompt 4 --advantage_estimator"
+LORA = "--only_optimize_lora --actor_lora_dim 4 --critic_lora_dim 4 --actor_lora_learning_rate 0.02"
+LORA += " --critic_lora_learning_rate 0.02 --lora_alpha 8"
+# name, of which the first word is the task -> flags
+CASES = {
+    "sft": "",
+    "sft lora": "--only_optimize_lora --lora_dim 4 --lora_learning_rate 0.02",
+    "reward": "--center_rewards_coef 0.1",
+    "dpo": "",
+    "kto": "--kto_undesirable_weight 0.2",
+    "process": "",
+    "orpo": "",
+    "ppo": "--entropy_coef 0.01",
+    "ppo lora": f"{LORA} --kl_estimator full --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "ppo dora": f"{LORA} --use_dora",
+    "ppo clip_cov": "--policy_loss clip_cov --covariance_share 0.3 --high_entropy_share 0.5 --entropy_coef 0.01 "
+    "--loss_aggregation seq_mean_token_sum",
+    "ppo gspo": f"{GRPO} grpo --policy_loss gspo --kl_loss_coef 0.1 --unsup_coef 0.5",
+    "ppo full kl": f"{GRPO} dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "ppo cispo": f"{GRPO} rloo --policy_loss cispo --importance_correction token --kl_coef 0.1",
+    "ppo kl_cov": f"{GRPO} reinforce_plus_plus --policy_loss kl_cov --covariance_share 0.2 --kl_estimator k3",
+    "ppo gmpo": f"{GRPO} reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1 --mask_truncated_answers",
+    "ppo sapo": f"{GRPO} opo --policy_loss sapo --off_policy_delta 0.01",
+    "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
+}
+BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
+CHECKPOINTING, TILED = "--gradient_checkpointing", "--tiled_mlp"
+SPARING = f"{TILED} --offload_activations"
+ROLES = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
+# name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a micro-batch, further flags)])
+LAUNCHES = {
+    "one": (1, 1, [(case, 0, 4, PADDED) for case in CASES]),
+    "two": (2, 1, [
+        *((case, 3, 1, "") for case in CASES),
+        *((task, stage, micro, "") for task in ("sft", "ppo") for stage, micro in ((0, 1), (1, 2), (2, 1))),
+        ("sft", 3, 2, CHECKPOINTING), ("sft", 3, 2, "--offload"), ("kto", 0, 1, PACKED), ("process", 0, 2, PADDED),
+        *(("sft", stage, 2, BF16) for stage in (1, 2, 3)),
+        ("ppo", 3, 2, "other ids in padding"),
+        ("ppo lora", 2, 2, ""), ("ppo lora", 3, 2, ROLES), ("ppo lora", 3, 2, f"--share_base --offload {ROLES}"),
+        ("ppo dora", 1, 2, ""),
+    ]),
+    "shared": (2, 2, [
+        *((task, 3, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
+        *((task, 0, 2, PADDED) for task in ("sft", "dpo", "ppo")),
+        ("sft", 3, 2, f"{CHECKPOINTING} {SPARING}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {SPARING}"),
+        ("ppo lora", 3, 2, f"{PADDED} {TILED}"),
+    ]),
+    "groups": (4, 2, [
+        ("sft", 3, 1, f"{CHECKPOINTING} {TILED}"), ("ppo", 3, 2, f"{TILED} --micro_batch_tokens 96"), ("dpo", 0, 2, ""),
+        ("sft", 3, 1, "--zero_hpz_partition_size 2"),
+    ]),
+}  # fmt: skip
+
+
+class TokenSum:
+    """A reward that is a function of the tokens alone."""
+
+    name = "token_sum"
+
+    def __call__(self, request, rollout):
+        return torch.where(rollout.response_mask, rollout.response_ids, 0).sum(dim=1) % 5 / 2.0
+
+
+def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | None, words: list[str]) -> list[dict]:
+    """Metrics of the first steps, of the evaluation after them, and what the objective says of the trained model.
+
+    11 rows, 4 in a step: the third step of an epoch is short, and two ranks do not divide it, so there are filler rows.
+    """
+    model = str(assets / ("reward" if task == "reward" else "lm"))
+    data = {"sft": "sft", "kto": "kto", "process": "steps"}.get(task, "pairs")
+    accumulation = 4 // (micro * dist.data_ranks())
+    words = ["--model_name_or_path", model, "--data_path", f"{assets}/{data}.jsonl", "--data_split", "1,1,0", *words]
+    words += [
+        "--zero_stage",
+        str(stage),
+        "--learning_rate",
+        "0.005",
+        "--gradient_accumulation_steps",
+        str(accumulation),
+    ]
+    words += ["--per_device_train_batch_size", str(micro), "--per_device_eval_batch_size", str(micro + 1)]
+    if task == "sft":
+        config, use = parse("sft", words), "sft"
+    else:
+        config = parse("reward", [*words, "--objective", task])
+        use = config.reward.data_use
+    tokens = prepare(use, load_tokenizer(model, "model"), config.data, 64).train
+    rows, ds_config = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16))), None
+    ds_config = fit_ds_config(config.fit, config.run, config.memory)
+    if task == "sft":
+        adapter = adapter_settings(config.lora.lora_dim, None, config.adapters)
+        trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
+        objective = sft_objective(0, False, dist.device())
+        if config.fit.gradient_checkpointing:
+            trained.gradient_checkpointing_enable()
+        apply_memory_flags(trained, config.memory)
+    else:
+        trained = load_trained_model(model, config, ds_config)
+        objective = OBJECTIVES[task](0, dist.device(), config)
+    fit = SupervisedTrainer(trained, ds_config, rows, objective, TrainerFlags.of(config))
+    assert trained.layout.divided == (dist.sequence_ranks() > 1)
+    if packed is not None:
+        trained.layout = replace(trained.layout, packed=packed)
+    if "--zero_hpz_partition_size" in words:
+        assert {weight.ds_secondary_tensor_group_size for weight in trained.parameters()} == {2}
+    order = [index for epoch in range(EPOCHS) for index in epoch_order(11, 7, epoch)]
+    steps = list(optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank()))[:STEPS]
+    found = [fit.train_step(indices) for indices in steps]
+    described = fit.objective.describe(fit.engine, fit.rows) if fit.objective.describe else {}
+    return [*found, fit.evaluate(), described]
+
+
+def stored_rollout(assets: Path, refill_padding: bool) -> Rollout:
+    fields = torch.load(assets / "rollout.pt", weights_only=True)
+    if refill_padding:
+        generator = torch.Generator().manual_seed(9)
+        for ids, mask in (("prompt_ids", "prompt_mask"), ("response_ids", "response_mask")):
+            other = torch.randint(5, 300, fields[ids].shape, generator=generator)
+            fields[ids] = torch.where(fields[mask], fields[ids], other)
+    return Rollout(**fields)
+
+
+def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool, words: list[str]) -> list[dict]:
+    """Means of what is computed for a stored rollout of 16 rows, then losses and gradient norms of updates on it."""
+    own = 16 // dist.world_size()
+    critic = "reward_dora" if "--use_dora" in words else "reward_adapter" if "--actor_lora_dim" in words else "reward"
+    words = ["--actor_model_name_or_path", f"{assets}/lm", "--critic_model_name_or_path", f"{assets}/{critic}",
+             "--data_path", "unused", "--actor_zero_stage", str(stage), "--critic_zero_stage", str(stage),
+             "--per_device_training_batch_size", str(micro), "--micro_batch_tokens", str(micro * 14),
+             "--gradient_accumulation_steps", str(8 // (micro * dist.data_ranks())), "--ppo_epochs", str(EPOCHS),
+             "--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01",
+             "--old_logprobs", "recompute", "--max_answer_seq_len", "8", "--max_prompt_seq_len", "8",
+             *words]  # fmt: skip
+    words += ["--unsupervised_dataset_name", f"{assets}/texts.jsonl"] if "--unsup_coef" in words else []
+    prompts = own // parse("ppo", words).ppo.n_samples_per_prompt
+    config = parse("ppo", [*words, "--per_device_generation_batch_size", str(prompts)])
+    parts = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
+    if config.algorithm.advantage_estimator != "gae":
+        parts.collection.requests.mixture = RewardMixture([(TokenSum(), 1.0)])
+    for engine in (*parts.engines.trained.values(), parts.engines.reference, parts.engines.reward):
+        if engine is not None and packed is not None:
+            assert engine.module.layout.divided == (dist.sequence_ranks() > 1)
+            engine.module.layout = replace(engine.module.layout, packed=packed)
+    mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
+    rows = select_rows(stored_rollout(assets, refill), mine)
+    experience = experience_of(parts, rows, list(range(prompts)))
+    parts.engines.train()
+    names = ("scores", "ref_logprobs", "kl", "values", "old_logprobs", "advantages")
+    tensors = {name: getattr(experience, name) for name in names}
+    found = [{name: float(value.float().mean()) for name, value in tensors.items() if value is not None}]
+    for minibatch in parts.mini_dataset.minibatches(experience, EPOCHS, step=1):
+        sums = MetricSums()
+        norms = update_once(parts, minibatch, sums).grad_norms
+        metrics = sums.reduce()
+        names = ("policy/loss", "value/loss", "policy/entropy", "policy/kl_loss", "policy/ptx_loss")
+        found.append(norms | {name: metrics[name] for name in names if name in metrics})
+    return found
+
+
+def main() -> None:
+    be_quick()
+    advantages.CLIP_COV_BOUNDS = (-9.0, 9.0)  # few tokens of this batch are within those of the paper
+    launch, assets, out = sys.argv[-3], Path(sys.argv[-2]), Path(sys.argv[-1])
+    quiet_libraries()
+    init_process_group()
+    torch.set_num_threads(1)
+    _, shared, cases = LAUNCHES[launch]
+    dist.share_rows(shared)
+    found: dict = {}
+    for case, stage, micro, how in cases:
+        words = ["--output_dir", "unused", "--dtype", "fp32", "--sequence_parallel_size", str(shared)]
+        words += ["--deepspeed_config", str(assets / "partition_all.json"), *CASES[case].split()]
+        words += [word for word in how.split() if word.startswith("--") or word.isdigit() or word == "bf16"]
+        packed = True if PACKED in how else False if PADDED in how else None
+        seed_everything(1)
+        task = case.split()[0]
+        print(f"--- {case}, stage {stage}, micro {micro} {how}", flush=True)
+        if task == "ppo":
+            numbers = ppo(assets, stage, micro, packed, "other ids" in how, words)
+        else:
+            numbers = supervised(assets, task, stage, micro, packed, words)
+        found[f"{case}: stage {stage}, micro {micro} {how}"] = numbers
+    if launch == "shared":
+        found["families"], found["refusals"] = divided_rows.families(), divided_rows.refusals()
+    if dist.is_main():
+        out.write_text(json.dumps(found))
+    dist.shutdown()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
