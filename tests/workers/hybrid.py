@@ -32,7 +32,7 @@ from workers.quick import be_quick
 
 TOGGLES, SETTLED = 60, 20
 ROWS = 8  # prompts of a PPO step over all ranks
-NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic", "reward/score_mean")
+NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic")
 LORA = ("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--only_optimize_lora", "--lora_alpha", 8, "--share_base")
 LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01)
 STEPS = {  # name -> (ZeRO stage, flags)
