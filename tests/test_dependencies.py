@@ -80,11 +80,6 @@ def test_every_requirement_is_settled_or_required_by_a_settled_library():
     assert required - SETTLED <= theirs
 
 
-def test_every_requirement_is_used():
-    required = {name_of(requirement) for requirement in declared()[0]}
-    assert required - {NAMES.get(library, library) for library in IMPORTED} <= SETTLED
-
-
 def test_the_installed_versions_are_the_declared_ones():
     for requirement in map(Requirement, declared()[0]):
         installed = version(requirement.name)

@@ -35,7 +35,3 @@ def test_a_tool_answers_wrong_flags_without_a_large_library(tool):
     assert done.returncode == 2 and re.search("^(error|.*: error): ", done.stderr, re.MULTILINE), done.stderr[-2000:]
     imported = {name.split(".")[0] for name in _IMPORTED.findall(done.stderr)}
     assert "dschat_ppo" in imported and imported & HEAVY == set()
-
-
-def test_all_steps_are_tried():
-    assert len(MAINS) == 4

@@ -131,7 +131,7 @@ def test_losses_are_finite_generation_and_scoring_agree_and_weights_keep_their_n
         wrong = [key for key, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]
         assert any("loss" in key for key in numbers) and not wrong
         assert any("grad_norm" in key and value > 0 for key, value in numbers.items())
-        assert numbers.get("rollout/logprob_diff_max", 0.0) < 1e-4
+        assert step != "ppo" or numbers["rollout/logprob_diff_max"] < 1e-4
         # it is 2 for a balanced load of 2 out of 4 experts, and at most 4
         router = [numbers[key] for key in ("router_loss", "policy/router_loss") if key in numbers]
         assert len(router) == (name in ROUTED) and all(1.5 < loss < 4 for loss in router)
