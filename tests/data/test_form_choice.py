@@ -73,6 +73,7 @@ def test_a_difference_in_any_of_the_first_rows_counts():
         ({"prompt": "Q:", "response": "r", "completion": "r"}, "prompt_response"),
         ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
         ({"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]}, "implicit_preference"),
+        ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
         ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
         ({"question": "1+2=", "steps": ["1+2=3"], "labels": [1], "answer": "42"}, "stepwise"),  # for rewards
         ({"prompt": "Q:", "output": "A reference.", "reasoning": "Hm."}, "prompt_response"),  # for rewards
