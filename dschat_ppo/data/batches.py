@@ -110,15 +110,10 @@ def sample_tokens(rows: Dataset) -> np.ndarray:
 
 
 def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Divide samples into packed rows: the longest sample first, each into the fullest row that has room for it.
-
-    Best fit decreasing needs at most 11/9 of the smallest possible number of rows, plus 4 (Johnson et al. 1974).
-
-    Args:
-        tokens: (n,) int64, tokens of each sample, above 0.
-        capacity: most tokens of a packed row; a sample with more is a row by itself.
-        order: the numbers 0 .. n-1; decides among samples of equal length.
-    """
+    """Divide samples of (n,) int64 `tokens` into packed rows of at most `capacity` tokens: the longest sample first,
+    each into the fullest row that has room for it; one over the capacity is a row by itself. `order`, a permutation,
+    decides among samples of equal length. Best fit decreasing needs at most 11/9 of the smallest possible number of
+    rows, plus 4 (Johnson et al. 1974)."""
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
     packed: list[list[int]] = []

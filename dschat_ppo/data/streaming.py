@@ -202,15 +202,9 @@ def _begin_worker(_: int) -> None:
 
 
 class StreamedRows:
-    """Token rows of a stream: `len(rows)` and `rows[i]` as for a `Dataset`.
-
-    Row i is in chunk i // `CHUNK_ROWS`. Chunk 0, the one in use and the one before are in memory, so rows are to be
-    used in the order of `batches.chunked_order`.
-
-    Args:
-        sources, num_rows, features: data sets, rows of an epoch, and columns of the token rows.
-        fingerprint: identifies the rows by what they are made from.
-    """
+    """Token rows of a stream: `len(rows)`, the rows of an epoch, and `rows[i]` as for a `Dataset`. Row i is in chunk
+    i // `CHUNK_ROWS`. Chunk 0, the one in use and the one before are in memory, so rows are to be used in the order of
+    `batches.chunked_order`. `fingerprint` identifies the rows by what they are made from."""
 
     def __init__(self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str):
         self.column_names, self.fingerprint, self._num_rows = list(features), fingerprint, num_rows

@@ -207,11 +207,7 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
 
 
 def render_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Messages,
-    opening: str,
-    answer: str | Message,
-    tools: Tools | None = None,
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, answer: str | Message, tools: Tools | None
 ) -> tuple[str, int]:
     """(the assistant's turn as the template renders it after `opening`, which is `render` of `prompt`; id of the
     token that ends the answer). The text ends with that token, unless the template writes none."""
@@ -298,9 +294,7 @@ def check_rendered(text: str, messages: Messages, tools: Tools | None) -> None:
 # Earlier answers
 
 
-def turn_spans(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None = None
-) -> list[Span]:
+def turn_spans(tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None) -> list[Span]:
     """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each
     with its end-of-turn token. `UserError` if one cannot be found for certain.
 
