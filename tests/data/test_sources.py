@@ -115,6 +115,7 @@ def files_of(folder: Path, config: str | None = None) -> dict[str, list[str]]:
         (["en/train.jsonl", "fr/train.jsonl", "fr/test.jsonl"],
          {"test": ["fr/test.jsonl"], "train": ["en/train.jsonl", "fr/train.jsonl"]}),
         (["a.jsonl", "raw/b.jsonl"], {"train": ["a.jsonl"]}),
+        (["Test-00000-of-00001.jsonl", "x/b.jsonl"], {"Test": ["Test-00000-of-00001.jsonl"], "train": ["x/b.jsonl"]}),
         (["data/train.jsonl", "dataset_info.json", "README.md", "LICENSE", ".gitattributes", ".cache/x.jsonl",
           "__MACOSX/._train.jsonl", "data/.hidden.jsonl", "requirements.txt", "README.txt", "data/license.txt",
           "run.py", "croissant.json", "folder.json/nothing"], {"train": ["data/train.jsonl"]}),
